@@ -1,0 +1,149 @@
+"""Coefficients of the odd quintic iteration X <- aX + (bA + cA^2)X, A = XX^T: named sets and a minimax solver.
+
+One step maps every singular value s of X to p(s) = as + bs^3 + cs^5 and leaves the singular vectors alone, so a set
+of coefficients is a recipe for bringing all singular values in [lower, 1] close to 1 in a given number of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from numbers import Integral
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+Triple: TypeAlias = tuple[float, float, float]  # (a, b, c)
+CoefficientSet = Literal["default", "keller", "polar_express", "quintic"]
+COEFFICIENT_SETS: tuple[str, ...] = get_args(CoefficientSet)
+
+# Singular values (of a matrix of Frobenius norm at most 1) from here up are brought to 1; smaller ones are lifted.
+DEFAULT_LOWER = 4e-3
+# Every step but the last is contracted by this factor, so that rounding can't push a singular value above the
+# interval on which the next step was fitted.
+DEFAULT_SAFETY = 1.01
+
+# minimax(5, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY), stored so that a first step needs no solver.
+_DEFAULT_FIVE_STEPS: tuple[Triple, ...] = (
+    (8.258396701015812, -23.87396291899517, 17.338582871956927),
+    (3.941174747635559, -2.8799927658750537, 0.5370833783883427),
+    (3.3081813174385233, -2.431807514679269, 0.4871270024273305),
+    (2.305973121719336, -1.6444265931883957, 0.40109133314039647),
+    (1.8961964395557744, -1.2733552408604187, 0.3773430886343292),
+)
+
+# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024: the steepest slope at zero; singular
+# values end between about 0.7 and 1.2 and never converge.
+_KELLER: Triple = (3.4445, -4.7750, 2.0315)
+
+# Amsel, Persson, Musco, Gower, "The Polar Express", arXiv 2505.16932: minimax for [1e-3, 1]. As in the paper's own
+# use, all but the last are contracted by 1.01 (done in `_polar_express`).
+_POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+# Franz Cesista, "Squeezing 1-2% efficiency gains out of Muon by optimizing the Newton-Schulz coefficients", 2025.
+_QUINTIC: tuple[Triple, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def coefficients(name: str, steps: int) -> tuple[Triple, ...]:
+    """The `steps` triples of the named set. Published lists are cut, or continued with their last triple."""
+    check_steps(steps)
+    if name == "default":
+        return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) if steps != 5 else _DEFAULT_FIVE_STEPS
+    if name == "keller":
+        return (_KELLER,) * steps
+    if name == "polar_express":
+        return _take([_contract(t, DEFAULT_SAFETY) for t in _POLAR_EXPRESS[:-1]] + [_POLAR_EXPRESS[-1]], steps)
+    if name == "quintic":
+        return _take(list(_QUINTIC), steps)
+    raise ValueError(f"Unknown orthogonalization {name!r}; valid names are {', '.join((*COEFFICIENT_SETS, 'exact'))}")
+
+
+def check_steps(steps: object) -> None:
+    """Refuse anything but an int of at least 1."""
+    if isinstance(steps, bool) or not isinstance(steps, Integral):
+        raise TypeError(f"Invalid ns_steps: {steps!r} (must be an int >= 1)")
+    if int(steps) < 1:
+        raise ValueError(f"Invalid ns_steps: {steps} (must be >= 1)")
+
+
+@lru_cache(maxsize=64)
+def minimax(steps: int, *, lower: float, safety: float = 1.0, cushion: float = 0.0) -> tuple[Triple, ...]:
+    """Greedy composition of minimax odd quintics for singular values in [lower, 1] (Polar Express).
+
+    Each step is the best approximation of 1 on the interval the previous one left; the greedy choice is optimal for
+    the composition. `safety` divides the argument of every step but the last. `cushion` fits a step on
+    [max(lower, cushion * upper), upper] instead, which keeps small singular values from costing accuracy elsewhere,
+    and recentres the result around 1.
+    """
+    check_steps(steps)
+    if not 0.0 < lower < 1.0:
+        raise ValueError(f"lower must be between 0 and 1, got {lower}")
+    upper = 1.0
+    triples: list[Triple] = []
+    for step in range(steps):
+        fitted_from = max(lower, cushion * upper)
+        triple = best_quintic(fitted_from, upper)
+        if fitted_from > lower:
+            centre = (_evaluate(triple, lower) + _evaluate(triple, upper)) / 2
+            triple = (triple[0] / centre, triple[1] / centre, triple[2] / centre)
+        if step < steps - 1:
+            triple = _contract(triple, safety)
+        triples.append(triple)
+        lower = _evaluate(triple, lower)
+        upper = 2.0 - lower
+    return tuple(triples)
+
+
+def best_quintic(lower: float, upper: float) -> Triple:
+    """The odd quintic p that minimizes max |1 - p(x)| over [lower, upper], by Remez exchange.
+
+    The error equioscillates on four points: both ends and the two inner extrema of p, which are the roots of a
+    quadratic in x^2, so an exchange is one 4x4 solve and one square root.
+    """
+    if 1.0 - lower / upper < 5e-6:  # the linear system is singular to rounding; this is the limit of the solution
+        return (1.875 / upper, -1.25 / upper**3, 0.375 / upper**5)
+    inner_low, inner_high = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
+    error = math.inf
+    a = b = c = 0.0
+    for _ in range(100):
+        points = (lower, inner_low, inner_high, upper)
+        system = [[x, x**3, x**5, sign] for x, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
+        matrix = torch.tensor(system, dtype=torch.float64, device="cpu")
+        ones = torch.ones(4, dtype=torch.float64, device="cpu")
+        a, b, c, new_error = torch.linalg.solve(matrix, ones).tolist()
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        inner_low, inner_high = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
+        if abs(new_error - error) < 1e-15:
+            break
+        error = new_error
+    return (a, b, c)
+
+
+def _evaluate(triple: Triple, x: float) -> float:
+    a, b, c = triple
+    return a * x + b * x**3 + c * x**5
+
+
+def _contract(triple: Triple, factor: float) -> Triple:
+    """p(x / factor)."""
+    a, b, c = triple
+    return (a / factor, b / factor**3, c / factor**5)
+
+
+def _take(triples: list[Triple], steps: int) -> tuple[Triple, ...]:
+    return tuple(triples[:steps] + triples[-1:] * (steps - len(triples)))

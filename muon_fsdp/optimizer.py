@@ -1,0 +1,541 @@
+"""MuonOptimizer: parameter groups, state and the one `step()` that every update rule goes through."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+
+from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
+from muon_fsdp.options import (
+    ADAMW_OPTIONS,
+    EngineOptions,
+    NonFinite,
+    canonical,
+    check_group,
+    check_option_names,
+)
+from muon_fsdp.plan import Batch, ParameterSpec, Plan, Stage, make_plan
+from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name
+from muon_fsdp.rules import RULES, Rule
+from muon_fsdp.rules.base import working_dtype
+from muon_fsdp.scaling import update_scale
+from muon_fsdp.views import MatrixView, matrix_view
+
+Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+Group: TypeAlias = dict[str, Any]
+
+# Options of a group on which the plan depends; lr, momentum and the like are read when they are used.
+_PLANNED_OPTIONS = (
+    "rule",
+    "view",
+    "num_heads",
+    "split_sizes",
+    "orthogonalization",
+    "ns_steps",
+    "scale",
+    "ns_stepsize",
+)
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, as one optimizer.
+
+        optimizer = MuonOptimizer(model, lr=0.02)               # routed by module: embeddings and head to AdamW
+        optimizer = MuonOptimizer(model.named_parameters())     # routed by dimension and name
+        optimizer = MuonOptimizer(model.parameters())           # routed by dimension alone
+
+    A matrix W of shape (d_out, d_in) is updated by
+
+        buf = momentum * buf + grad
+        O   = orthogonalize(grad + momentum * buf  if nesterov else  buf)
+        W   = W * (1 - lr * weight_decay) - lr * scale(d_out, d_in) * ns_stepsize * O
+
+    and everything else by AdamW with the `adamw_*` options. A group that holds both is replaced by one group per
+    rule, matrices first, so every group has one `rule`, one `lr` and one `weight_decay` that can be seen and
+    scheduled. In a group of your own that holds AdamW parameters only, `lr` and `weight_decay` are theirs.
+
+    Args:
+        params: a model, one tensor, tensors, named tensors, or groups with options.
+        lr: learning rate of the matrices, a float or a one-element tensor.
+        momentum: decay of the momentum buffer.
+        weight_decay: decoupled weight decay of the matrices.
+        nesterov: look ahead by one step of momentum.
+        ns_steps: steps of the orthogonalizing iteration.
+        rule: the rule for matrices, "muon" or "adamw".
+        scale: size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)),
+            "v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number.
+        orthogonalization: coefficients "default", "keller", "polar_express", "quintic", or "exact" (SVD, slow).
+        view: how a parameter is read as matrices: "auto", "matrix", "stacked", "flatten", "attn".
+        num_heads: cut the rows of every matrix into this many equal matrices.
+        split_sizes: cut the rows of every matrix into matrices of these heights, as of a fused QKV.
+        ns_stepsize: further factor of the orthogonalized update.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: options of what AdamW takes.
+        nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
+            The last two look at the gradients before anything is changed, which waits for the device.
+        max_stage_bytes: bound of the memory that updates in flight take.
+        strict: refuse a matrix that lands in AdamW by a guess, and a model of which nothing lands in Muon.
+        overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        ns_steps: int = 5,
+        *,
+        rule: str = "muon",
+        scale: str | float = "v2",
+        orthogonalization: str = "default",
+        view: str = "auto",
+        num_heads: int | None = None,
+        split_sizes: Sequence[int] | None = None,
+        ns_stepsize: float = 1.0,
+        adamw_lr: float | Tensor = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        nonfinite: NonFinite = "propagate",
+        max_stage_bytes: int = 256 * 2**20,
+        strict: bool = False,
+        overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "rule": rule,
+            "scale": scale,
+            "orthogonalization": orthogonalization,
+            "view": view,
+            "num_heads": num_heads,
+            "split_sizes": split_sizes,
+            "ns_stepsize": ns_stepsize,
+        }
+        adamw_defaults = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
+        check_group(defaults)
+        check_group(adamw_defaults)
+        # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
+        self._adamw_defaults = canonical(adamw_defaults)
+        self._engine = EngineOptions(nonfinite, max_stage_bytes)
+        self._strict = strict
+        model = params if isinstance(params, nn.Module) else None
+        self._router = Router(overrides, model)
+        self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
+        self._frozen_rows = _frozen_rows(model) if model is not None else ()
+        self._skipped_steps = 0
+        self._planned: _Planned | None = None
+        super().__init__(_as_torch_params(params), canonical(defaults))
+        self._router.forget_model()
+        if self._router.unused_patterns:
+            self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
+        if strict and not any(RULES[route.rule].orthogonalizes for routes in self._routes for route in routes):
+            raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
+
+    # ------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters; a group that mixes matrices and other parameters becomes one group per rule."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
+        given = {key: value for key, value in param_group.items() if key != "params"}
+        check_option_names(given, "a parameter group")
+        check_group(given)
+        named, parameters = _names_and_parameters(param_group)
+        routes = self._route(parameters, named, given)
+        only_adamw = all(not RULES[route.rule].orthogonalizes for route in routes)
+
+        members: dict[tuple[bool, str, str], list[int]] = defaultdict(list)
+        for index, route in enumerate(routes):
+            members[(not RULES[route.rule].orthogonalizes, route.rule, repr(route.options))].append(index)
+        new_groups = []
+        for key in sorted(members, key=lambda key: (key[0], members[key][0])):  # matrices first, else as given
+            indices = members[key]
+            group = self._options_of(routes[indices[0]], given, only_adamw=only_adamw)
+            group["params"] = [parameters[i] for i in indices]
+            if named is not None:
+                group["param_names"] = [named[i] for i in indices]
+            new_groups.append((group, [routes[i] for i in indices]))
+        for group, group_routes in new_groups:  # views are checked before anything is changed
+            self._views(group, group_routes)
+        for group, group_routes in new_groups:
+            super().add_param_group(group)
+            self._routes.append(group_routes)
+
+    def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
+        rule = given.get("rule", self.defaults["rule"])
+        explicit = "rule" in given or not RULES[rule].orthogonalizes
+        first = sum(map(len, self._routes))
+        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        routes = []
+        for index, parameter in enumerate(parameters):
+            model_name = self._router.name_of(parameter) if isinstance(parameter, Tensor) else None
+            name = model_name or (clean_name(named[index]) if named else f"param[{first + index}]")
+            _check_parameter(name, parameter)
+            if id(parameter) in taken:
+                raise ValueError(f"parameter {name!r} is given twice (first as {taken[id(parameter)]!r})")
+            taken[id(parameter)] = name
+            has_name = model_name is not None or named is not None
+            if self._router.overrides and not has_name:
+                raise ValueError("overrides need names: pass the model, or model.named_parameters()")
+            route = self._router.route(parameter, name, named=has_name, rule=rule, rule_is_explicit=explicit)
+            if self._strict and route.guessed:
+                raise ValueError(
+                    f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would take rule {route.rule!r} "
+                    f"by a guess ({route.reason}); say overrides={{{name!r}: {route.rule!r}}} or {{{name!r}: 'muon'}}"
+                )
+            routes.append(route)
+        return routes
+
+    def _options_of(self, route: Route, given: Mapping[str, Any], *, only_adamw: bool) -> Group:
+        """The options of a new group, from the least to the most specific source."""
+        override = dict(route.options)
+        if RULES[route.rule].orthogonalizes:
+            sources: list[Mapping[str, Any]] = [self.defaults, self._adamw_defaults_for_matrices(), given, override]
+        else:
+            # In a mixed group lr and weight_decay are those of the matrices.
+            own = {key: v for key, v in given.items() if only_adamw or key not in ("lr", "weight_decay")}
+            sources = [
+                self.defaults,
+                self._adamw_defaults,
+                own,
+                _adamw_options(given),
+                override,
+                _adamw_options(override),
+            ]
+        options: Group = {}
+        for source in sources:
+            options.update({key: value for key, value in source.items() if key not in ADAMW_OPTIONS})
+        options["rule"] = route.rule
+        options = canonical(options)
+        if isinstance(options["lr"], Tensor):
+            options["lr"] = options["lr"].clone()  # schedulers write to it in place, group by group
+        return options
+
+    def _adamw_defaults_for_matrices(self) -> Group:
+        return {key: self._adamw_defaults[key] for key in ("betas", "eps")}
+
+    def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
+        """How every parameter of a group is read as matrices; None under an element-wise rule."""
+        if not RULES[group["rule"]].orthogonalizes:
+            return [None] * len(routes)
+        return [
+            matrix_view(
+                tuple(parameter.shape),
+                name=route.name,
+                kind=group["view"] if group["view"] != "auto" else route.view,
+                transposed=route.transposed,
+                num_heads=group["num_heads"],
+                split_sizes=group["split_sizes"],
+            )
+            for parameter, route in zip(group["params"], routes, strict=True)
+        ]
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _all_routes(self) -> list[Route]:
+        return [route for routes in self._routes for route in routes]
+
+    def routing_report(self) -> RoutingReport:
+        """Which parameter takes which rule, why, and with which scale; `print` it for a table."""
+        rows = []
+        for group, routes in zip(self.param_groups, self._routes, strict=True):
+            for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
+                shapes = sorted({(rows, cols) for _, rows, cols in view.block_shapes}) if view else []
+                scales = ", ".join(f"{update_scale(group['scale'], *shape):.4g}" for shape in shapes)
+                rows.append(RoutingRow(route.name, tuple(parameter.shape), route.rule, route.reason, scales))
+        return RoutingReport((*rows, *self._frozen_rows), tuple(self._router.warnings))
+
+    def _warn(self, message: str) -> None:
+        if self._strict:
+            raise ValueError(f"strict: {message}")
+        self._router.warnings.append(message)
+        warnings.warn(message, stacklevel=3)
+
+    # -------------------------------------------------------------------- step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the others, their state included, are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        planned = self._current_plan()
+        gradients = self._gradients(planned.parameters)
+        inert = not self.state and self._is_inert(gradients)
+        self._create_state()
+        if inert or not self._admits(gradients):
+            return loss
+        for stage in planned.plan.stages:
+            self._run_stage(stage, planned, gradients)
+        return loss
+
+    def _run_stage(self, stage: Stage, planned: _Planned, gradients: Mapping[int, Tensor]) -> None:
+        rule = RULES[stage.rule]
+        active = [
+            (self.param_groups[group], [i for i in positions if i in gradients])
+            for group, positions in stage.positions_by_group
+        ]
+        active = [(group, positions) for group, positions in active if positions]
+        updates: dict[int, Tensor] = {}
+        for group, positions in active:
+            parameters = [planned.parameters[i] for i in positions]
+            grads = [gradients[i].to(working_dtype(p.dtype)) for i, p in zip(positions, parameters, strict=True)]
+            prepared = rule.prepare(group, grads, [self.state[p] for p in parameters])
+            updates.update(zip(positions, prepared, strict=True))
+        if rule.orthogonalizes:
+            updates = _directions(rule, stage.batches, planned.views, updates)
+        for group, positions in active:
+            rule.apply(group, [planned.parameters[i] for i in positions], [updates[i] for i in positions])
+
+    def _gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients there are, by position, dense."""
+        gradients = {}
+        for position, (parameter, route) in enumerate(zip(parameters, self._all_routes(), strict=True)):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                if RULES[route.rule].orthogonalizes:
+                    raise RuntimeError(
+                        f"Sparse gradients are not supported by Muon optimizer: parameter {route.name!r} has one. "
+                        "Let AdamW take it: create_hybrid_optimizer(model) does so for embeddings, "
+                        f"or say overrides={{{route.name!r}: 'adamw'}}."
+                    )
+                grad = grad.to_dense()
+            gradients[position] = grad
+        return gradients
+
+    def _is_inert(self, gradients: Mapping[int, Tensor]) -> bool:
+        """Whether this first step only asks for state, as torch.distributed.checkpoint does before loading."""
+        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
+            bool(grad.any()) for grad in gradients.values()
+        )
+
+    def _create_state(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for spec in RULES[group["rule"]].state:
+                    if spec.name not in state:
+                        state[spec.name] = spec.create(parameter)
+
+    def _admits(self, gradients: Mapping[int, Tensor]) -> bool:
+        """Apply the policy for gradients that are not finite: whether to go on with this step."""
+        if self._engine.nonfinite == "propagate":
+            return True
+        present = [(i, grad) for i, grad in gradients.items() if grad.numel() > 0]
+        largest = torch._foreach_norm([grad for _, grad in present], ord=torch.inf) if present else ()
+        on_host = torch.stack([value.to("cpu", torch.float64) for value in largest]) if present else torch.zeros(0)
+        bad = [i for (i, _), finite in zip(present, torch.isfinite(on_host).tolist(), strict=True) if not finite]
+        if not bad:
+            return True
+        if self._engine.nonfinite == "raise":
+            routes = self._all_routes()
+            names = ", ".join(repr(routes[i].name) for i in bad[:8]) + (", ..." if len(bad) > 8 else "")
+            raise RuntimeError(
+                f"The gradient of {len(bad)} parameter(s) is not finite: {names}. Nothing was changed. "
+                "nonfinite='skip' leaves such steps out."
+            )
+        self._skipped_steps += 1
+        return False
+
+    # -------------------------------------------------------------------- plan
+
+    def _current_plan(self) -> _Planned:
+        """The plan, made anew when parameters or options have been exchanged since the last step."""
+        parameters = self._parameters()
+        options = tuple(tuple(group[name] for name in _PLANNED_OPTIONS) for group in self.param_groups)
+        key = (options, tuple((id(p), p.dtype, p.device) for p in parameters))
+        if self._planned is None or self._planned.key != key:
+            for group, routes in zip(self.param_groups, self._routes, strict=True):
+                if len(group["params"]) != len(routes):
+                    raise RuntimeError("param_groups were changed by hand; use add_param_group to add parameters")
+            self._planned = _Planned(self, parameters, key)
+        return self._planned
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger: skipped steps, and what the momentum of one matrix of every shape now gives.
+
+        Nothing is kept for this during training: the update of the sampled matrices is computed when asked for.
+        """
+        numbers = {"skipped_steps": float(self._skipped_steps)}
+        residuals, sizes = [], []
+        planned = self._current_plan()
+        with torch.no_grad():
+            for batch in (batch for stage in planned.plan.stages for batch in stage.batches):
+                member = batch.members[0]
+                parameter, view = planned.parameters[member.position], planned.views[member.position]
+                if not self.state.get(parameter) or view is None:
+                    continue
+                momentum = view.split(self.state[parameter]["momentum_buffer"])[member.block][member.start]
+                group = self.param_groups[planned.group_of[member.position]]
+                update = RULES[group["rule"]].direction(batch.key, momentum.unsqueeze(0))[0]
+                sizes.append(float(group["lr"]) * float(update.square().mean().sqrt()))
+                factor = update_scale(group["scale"], batch.rows, batch.cols) * group["ns_stepsize"]
+                residuals.append(_orthogonality_residual(update / factor) if factor else 0.0)
+        if residuals:
+            numbers["orthogonality_residual"] = max(residuals)
+            numbers["update_rms"] = sum(sizes) / len(sizes)
+        return numbers
+
+    # -------------------------------------------------------- state and copies
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load what `state_dict` gave; one that does not fit is refused whole, with every mismatch by name.
+
+        Unlike torch's own, this keeps the precision of the state (float32 momentum of half-precision weights) and
+        never shares memory with `state_dict`.
+        """
+        incoming: StateDict = {}
+
+        def before(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+            incoming.update(check_and_complete(optimizer, self._routes, state_dict))
+            return incoming
+
+        def after(optimizer: torch.optim.Optimizer) -> None:
+            optimizer.state.update(fitting_state(optimizer, incoming))
+
+        # Hooks, so that users' pre-hooks run before the check and their post-hooks see the state as it will be.
+        handles = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_adamw_defaults", "_engine", "_strict", "_router", "_routes", "_frozen_rows", "_skipped_steps")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, "_planned": None}
+
+
+class _Planned:
+    """A plan with the live parameters it was made for; holding them keeps their identities from being re-used."""
+
+    def __init__(self, optimizer: MuonOptimizer, parameters: list[Tensor], key: object) -> None:
+        self.key = key
+        self.parameters = parameters
+        self.views: list[MatrixView | None] = []
+        self.group_of: list[int] = []
+        specs: list[ParameterSpec] = []
+        for index, (group, routes) in enumerate(zip(optimizer.param_groups, optimizer._routes, strict=True)):
+            rule = RULES[group["rule"]]
+            for parameter, view in zip(group["params"], optimizer._views(group, routes), strict=True):
+                blocks = view.block_shapes if view else ()
+                dtype = working_dtype(parameter.dtype)
+                specs.append(
+                    ParameterSpec(
+                        position=len(specs),
+                        group=index,
+                        rule=rule.name,
+                        shape=tuple(parameter.shape),
+                        bytes_per_element=dtype.itemsize,
+                        placement=(parameter.device, dtype),
+                        blocks=blocks,
+                        batch_keys=tuple(rule.batch_key(group, rows, cols) for _, rows, cols in blocks),
+                    )
+                )
+                self.views.append(view)
+                self.group_of.append(index)
+        self.plan: Plan = make_plan(specs, optimizer._engine.max_stage_bytes)
+
+
+def _directions(
+    rule: Rule, batches: Sequence[Batch], views: Sequence[MatrixView | None], prepared: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Pass what is prepared through `rule.direction`, batch by batch; parameters without a gradient are left out."""
+    view_of = {i: view for i in prepared if (view := views[i]) is not None}
+    blocks = {i: view.split(prepared[i]) for i, view in view_of.items()}
+    results: dict[int, list[list[Tensor]]] = {i: [[] for _ in blocks[i]] for i in prepared}
+    for batch in batches:
+        members = [member for member in batch.members if member.position in prepared]
+        if not members:
+            continue
+        matrices = [blocks[m.position][m.block][m.start : m.stop] for m in members]
+        directions = rule.direction(batch.key, torch.cat(matrices) if len(matrices) > 1 else matrices[0])
+        sizes = [m.stop - m.start for m in members]
+        for member, piece in zip(members, torch.split(directions, sizes), strict=True):
+            results[member.position][member.block].append(piece)
+    return {
+        i: view_of[i].join([torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in results[i]])
+        for i in prepared
+    }
+
+
+def _orthogonality_residual(update: Tensor) -> float:
+    """||O O^T - I||_F / sqrt(m): 0 for an orthogonal matrix, near 1 for one of low rank."""
+    wide = (update.mT if update.shape[0] > update.shape[1] else update).to(torch.float64)
+    gram = wide @ wide.mT
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return float((gram - identity).norm() / len(gram) ** 0.5)
+
+
+def _as_torch_params(params: Params) -> Any:
+    if isinstance(params, nn.Module):
+        return [parameter for parameter in params.parameters() if parameter.requires_grad]
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, (dict, str)):
+        raise TypeError(f"params must be a model, tensors or a list of groups, got a {type(params).__name__}")
+    return params
+
+
+def _names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Tensor]]:
+    if "params" not in param_group:
+        raise ValueError("a parameter group needs 'params'")
+    params = param_group["params"]
+    if isinstance(params, set):
+        raise TypeError("params must be ordered: a set changes its order between runs, use a list")
+    listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    if not listed:
+        return None, []
+    pairs = [item for item in listed if isinstance(item, tuple)]
+    if not pairs:
+        return param_group.get("param_names"), listed
+    if len(pairs) != len(listed):
+        raise ValueError("either all parameters of a group have names or none")
+    return [name for name, _ in pairs], [parameter for _, parameter in pairs]
+
+
+def _check_parameter(name: str, parameter: object) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {name!r} is complex, which is not supported; optimize torch.view_as_real(parameter) instead"
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; only floating-point ones can be optimized")
+    if not (parameter.is_leaf or parameter.retains_grad):
+        raise ValueError(f"parameter {name!r} is not a leaf tensor and can't be optimized")
+
+
+def _adamw_options(options: Mapping[str, Any]) -> Group:
+    return {ADAMW_OPTIONS[key]: value for key, value in options.items() if key in ADAMW_OPTIONS}
+
+
+def _frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
+    return tuple(
+        RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    )

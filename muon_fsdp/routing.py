@@ -1,0 +1,251 @@
+"""Which parameter takes which rule, how it is read as matrices, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from muon_fsdp.options import check_group, check_option_names
+from muon_fsdp.views import VIEW_NAMES
+
+_LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
+_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_EMBEDDING_NAME = re.compile(r"(^|_)(wte|wpe|emb|embed|embeds|embedding|embeddings)(_|\d|$)")
+_HEAD_NAME = re.compile(
+    r"(lm_|mlm_|output_|to_|final_)?(head|logits|unembed|unembedding)|output(_layer|_proj|_projection)?|embed_out|classifier|decoder"
+)
+_POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|position|positional|type|token_type|segment)([._]|\d|$)")
+_BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where one parameter goes, and why."""
+
+    name: str
+    rule: str
+    reason: str
+    # A guess, as opposed to something that the user, the module's type or a name said; `strict` refuses guesses.
+    guessed: bool = False
+    view: str = "auto"
+    transposed: bool = False
+    # Group options that an override gives to this parameter, as sorted pairs.
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass
+class _ModelFacts:
+    """What a model says of one parameter."""
+
+    name: str
+    owners: list[tuple[str, nn.Module]] = field(default_factory=list)
+    view: str = "auto"
+    transposed: bool = False
+    adamw_reason: str | None = None
+    guessed: bool = False
+
+
+def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
+    """Say on the module how its parameter is to be read as matrices, for example `label(block.attn, "attn", "qkvo")`.
+
+    An attribute of the parameter itself is lost when `fully_shard` replaces the parameter; this is not, and it may be
+    called before or after wrapping.
+    """
+    if view not in VIEW_NAMES:
+        raise ValueError(f"Unknown label {view!r}; valid names are {', '.join(VIEW_NAMES)}")
+    if parameter not in dict(module.named_parameters(recurse=False)):
+        raise ValueError(f"{type(module).__name__} has no parameter {parameter!r} of its own to label")
+    module.__dict__.setdefault(_LABEL_ATTRIBUTE, {})[parameter] = view
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as the user wrote the model, without the segments that wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+
+
+class Router:
+    """Decides the rule of parameters: overrides first, then what the group, the model, the name or the shape says."""
+
+    def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, model: nn.Module | None) -> None:
+        self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
+        self.unused_patterns = set(self.overrides)
+        self.warnings: list[str] = []
+        self._facts = _facts_of_model(model, self.warnings) if model is not None else {}
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The parameter's name in the model, where there is one."""
+        facts = self._facts.get(id(parameter))
+        return facts.name if facts else None
+
+    def forget_model(self) -> None:
+        """Drop what is keyed by the identity of parameters, which does not outlive construction."""
+        self._facts = {}
+
+    def route(self, parameter: Tensor, name: str, *, named: bool, rule: str, rule_is_explicit: bool) -> Route:
+        """The route of one parameter whose group has `rule`, said by the user for this group or not."""
+        facts = self._facts.get(id(parameter)) or _facts_of_name(name, parameter, named=named)
+        view = "attn" if facts.view == "auto" and getattr(parameter, "label", None) == "attn" else facts.view
+        pattern, options = self._override_of(name)
+        guessed = False
+        if "rule" in options:
+            rule, reason = options["rule"], f"override {pattern!r}"
+        elif _is_vector(parameter):
+            rule, reason = "adamw", "scalar" if parameter.ndim == 0 else "vector"
+        elif rule_is_explicit:
+            reason = f"group with rule {rule!r}"
+        elif facts.adamw_reason is not None:
+            rule, reason, guessed = "adamw", facts.adamw_reason, facts.guessed
+        else:
+            reason = "matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight"
+        group_options = tuple(sorted((key, value) for key, value in options.items() if key != "rule"))
+        return Route(name, rule, reason, guessed, view, facts.transposed, group_options)
+
+    def _override_of(self, name: str) -> tuple[str, dict[str, Any]]:
+        for pattern, options in self.overrides.items():
+            if fnmatchcase(name, pattern):
+                self.unused_patterns.discard(pattern)
+                return pattern, options
+        return "", {}
+
+
+def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str, Any]:
+    where = f"overrides[{pattern!r}]"
+    if not isinstance(value, (str, Mapping)):
+        raise TypeError(f"{where} must be a rule name or a dict of group options, got {value!r}")
+    options = {"rule": value} if isinstance(value, str) else dict(value)
+    check_option_names(options, where)
+    check_group(options)
+    return options
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    """Fewer than two dimensions, or more of which at most one is larger than 1 (a class token of shape (1, 1, d))."""
+    return parameter.ndim < 2 or (parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) < 2)
+
+
+def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _ModelFacts:
+    facts = _ModelFacts(name)
+    if not named:
+        return facts
+    *path, leaf = name.lower().split(".")
+    owner = path[-1] if path else ""
+    if _BIAS_NAME.search(leaf):
+        facts.adamw_reason = "bias, by name"
+    elif _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf):
+        facts.adamw_reason = "embedding, by name"
+    elif _is_head_name(name):
+        facts.adamw_reason = "output head, by name"
+    elif "conv" in owner and parameter.ndim == 3:
+        facts.view = "flatten"
+    return facts
+
+
+def _is_head_name(name: str) -> bool:
+    """Whether the module that owns the parameter is called like a head and is not part of a repeated block."""
+    *path, _ = name.lower().split(".")
+    return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
+
+
+def _facts_of_model(model: nn.Module, warnings: list[str]) -> dict[int, _ModelFacts]:
+    facts: dict[int, _ModelFacts] = {}
+    for name, parameter, module in _owned_parameters(model):
+        entry = facts.setdefault(id(parameter), _ModelFacts(name))
+        entry.owners.append((name, module))
+        leaf = name.rpartition(".")[2]
+        if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
+            entry.view = getattr(module, _LABEL_ATTRIBUTE)[leaf]
+        elif _is_convolution(module) and parameter.ndim >= 3:
+            entry.view = "flatten"
+        entry.transposed |= type(module).__name__ == "Conv1D" and parameter.ndim == 2
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            entry.adamw_reason = "embedding"
+        elif "Norm" in type(module).__name__ and entry.adamw_reason is None:
+            entry.adamw_reason = "weight of a normalization"
+        elif leaf != "weight" and entry.adamw_reason is None:
+            entry.adamw_reason = _facts_of_name(name, parameter, named=True).adamw_reason
+    _find_head(facts, warnings)
+    return facts
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Every (name, parameter, module that holds it); a tied parameter once per holder."""
+    # DistributedDataParallel holds the user's model as its only child `module`.
+    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    for prefix, module in root.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, module
+
+
+def _find_head(facts: dict[int, _ModelFacts], warnings: list[str]) -> None:
+    """Mark the output head: tied to an embedding, else named like one, else the only Linear of an embedding's shape."""
+    embedding_shapes = set()
+    for entry in facts.values():
+        embedded = [(name, m) for name, m in entry.owners if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        if embedded and any(isinstance(module, nn.Linear) for _, module in entry.owners):
+            entry.adamw_reason = "embedding tied to the output head"
+            return
+        embedding_shapes |= {
+            (m.num_embeddings, m.embedding_dim) for name, m in embedded if not _POSITION_NAME.search(name.lower())
+        }
+    candidates: dict[tuple[int, int], list[_ModelFacts]] = defaultdict(list)
+    for entry in facts.values():
+        for name, module in entry.owners:
+            if isinstance(module, nn.Linear) and name.endswith("weight"):
+                candidates[(module.out_features, module.in_features)].append(entry)
+    linears = [entry for shape in embedding_shapes for entry in candidates[shape]]
+    named = [entry for entry in linears if _is_head_name(entry.name)]
+    for entry in named:
+        entry.adamw_reason = "output head"
+    if named:
+        return
+    if len(linears) == 1:
+        linears[0].adamw_reason = "output head: the only Linear of the embedding's shape"
+        linears[0].guessed = True
+    elif linears:
+        names = ", ".join(entry.name for entry in linears[:4]) + (", ..." if len(linears) > 4 else "")
+        warnings.append(
+            f"{len(linears)} Linear layers have the shape of an embedding and none is named like an output head "
+            f"({names}): all of them take the matrix rule. If one is the head, say overrides={{name: 'adamw'}}."
+        )
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(
+        module,
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    )
+
+
+@dataclass(frozen=True)
+class RoutingRow:
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    reason: str
+    scale: str  # one number per kind of logical matrix; empty where nothing is orthogonalized
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """What `optimizer.routing_report()` gives: `rows`, `warnings`, and a table as its text."""
+
+    rows: tuple[RoutingRow, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        header = ("name", "shape", "rule", "scale", "reason")
+        table = [
+            (row.name, "x".join(map(str, row.shape)) or "scalar", row.rule, row.scale, row.reason) for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *table)
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([line.rstrip() for line in lines] + [f"warning: {text}" for text in self.warnings])

@@ -1,0 +1,72 @@
+"""Muon and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def polar(matrix: np.ndarray) -> np.ndarray:
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    kept = s > s[0] * max(matrix.shape) * np.finfo(np.float64).eps
+    return (u[:, kept] @ vt[kept]) if s[0] > 0 else np.zeros_like(matrix)
+
+
+def scale_of(version: str | float, d_out: int, d_in: int) -> float:
+    if not isinstance(version, str):
+        return version
+    return {
+        "v1": max(d_out, d_in) ** 0.5,
+        "v2": max(1, d_out / d_in) ** 0.5,
+        "v3": (d_out / d_in) ** 0.5,
+        "v4": 0.2 * max(d_out, d_in) ** 0.5,
+    }[version]
+
+
+class ReferenceMuon:
+    """One 2D weight."""
+
+    def __init__(
+        self, w, *, lr=0.02, momentum=0.95, weight_decay=0.0, nesterov=False, scale="v2", ns_stepsize=1.0, blocks=None
+    ):
+        self.w = np.array(w, dtype=np.float64)
+        self.buf = np.zeros_like(self.w)
+        self.lr, self.momentum, self.weight_decay, self.nesterov = lr, momentum, weight_decay, nesterov
+        self.scale, self.ns_stepsize = scale, ns_stepsize
+        self.blocks = blocks or [self.w.shape[0]]  # heights of the logical matrices
+
+    def step(self, grad) -> np.ndarray:
+        grad = np.asarray(grad, dtype=np.float64)
+        self.buf = self.momentum * self.buf + grad
+        u = grad + self.momentum * self.buf if self.nesterov else self.buf
+        parts = np.split(u, np.cumsum(self.blocks)[:-1], axis=0)
+        update = np.concatenate([scale_of(self.scale, *part.shape) * polar(part) for part in parts])
+        self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * update
+        return self.w
+
+
+class ReferenceAdamW:
+    def __init__(self, w, *, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0):
+        self.w = np.array(w, dtype=np.float64)
+        self.m, self.v, self.t = np.zeros_like(self.w), np.zeros_like(self.w), 0
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+
+    def step(self, grad) -> np.ndarray:
+        grad = np.asarray(grad, dtype=np.float64)
+        b1, b2 = self.betas
+        self.t += 1
+        self.m = b1 * self.m + (1 - b1) * grad
+        self.v = b2 * self.v + (1 - b2) * grad**2
+        m_hat, v_hat = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
+        self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * m_hat / (np.sqrt(v_hat) + self.eps)
+        return self.w
+
+
+def matrix_with_condition(rng: np.random.Generator, rows: int, cols: int, condition: float) -> np.ndarray:
+    """A random matrix with singular values spread evenly in the logarithm from 1 down to 1/condition."""
+    small = min(rows, cols)
+    u = np.linalg.qr(rng.standard_normal((rows, small)))[0]
+    v = np.linalg.qr(rng.standard_normal((cols, small)))[0]
+    s = np.logspace(0, -math.log10(condition), small) if small > 1 else np.ones(1)
+    return (u * s) @ v.T
