@@ -157,13 +157,17 @@ class MuonOptimizer(torch.optim.Optimizer):
         members: dict[tuple[bool, str, str], list[int]] = defaultdict(list)
         for index, route in enumerate(routes):
             members[(not RULES[route.rule].orthogonalizes, route.rule, repr(route.options))].append(index)
+        # torch wants names in all groups or in none; the routes have one for every parameter.
+        keep_names = "param_names" in self.param_groups[0] if self.param_groups else named is not None
         new_groups = []
         for key in sorted(members, key=lambda key: (key[0], members[key][0])):  # matrices first, else as given
             indices = members[key]
             group = self._options_of(routes[indices[0]], given, only_adamw=only_adamw)
             group["params"] = [parameters[i] for i in indices]
-            if named is not None:
-                group["param_names"] = [named[i] for i in indices]
+            if keep_names:
+                group["param_names"] = [named[i] if named else routes[i].name for i in indices]
+            else:
+                group.pop("param_names", None)
             new_groups.append((group, [routes[i] for i in indices]))
         for group, group_routes in new_groups:  # views are checked before anything is changed
             self._views(group, group_routes)

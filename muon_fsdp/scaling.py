@@ -23,4 +23,6 @@ SCALE_VERSIONS: tuple[str, ...] = get_args(ScaleVersion)
 
 def update_scale(scale: str | float, d_out: int, d_in: int) -> float:
     """The factor for a (d_out, d_in) matrix under a named version; a number stands for itself."""
+    if d_out == 0 or d_in == 0:
+        return 1.0  # nothing to scale
     return _FORMULAS[scale](d_out, d_in) if isinstance(scale, str) else float(scale)

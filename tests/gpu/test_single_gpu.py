@@ -1,0 +1,91 @@
+"""One CUDA device: the orthogonality contract in half precision, and training that follows the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.utils import zeropower_via_newtonschulz5
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def residual(o: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.matrix_norm(o.double() @ o.double().mT - torch.eye(o.shape[-2], device=o.device).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_contract_on_1000_seeds(dtype, form):
+    batch = torch.stack([torch.randn(50, 100, generator=torch.Generator().manual_seed(seed)) for seed in range(1000)])
+    result = orthogonalize(batch.to("cuda", dtype), form=form)
+    assert result.dtype == dtype
+    assert residual(result).max() < 0.1
+    one = zeropower_via_newtonschulz5(batch[0].to("cuda", dtype), steps=5)
+    assert torch.norm(one @ one.T - torch.eye(50, device="cuda", dtype=dtype)) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (3, 129, 300), (2, 300, 129), (128, 4096), (1024, 1024)])
+@pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
+def test_half_precision_iterations_follow_float32(shape, factor):
+    matrices = torch.randn(shape, device="cuda") * factor
+    expected = orthogonalize(matrices.cpu()).cuda()
+    difference = (orthogonalize(matrices) - expected).norm() / expected.norm()
+    assert difference < 5e-3
+
+
+def test_float64_is_iterated_in_float64():
+    matrices = torch.randn(3, 40, 90, device="cuda", dtype=torch.float64)
+    torch.testing.assert_close(orthogonalize(matrices).cpu(), orthogonalize(matrices.cpu()), atol=1e-11, rtol=0)
+
+
+def test_degenerate_input():
+    matrices = torch.randn(3, 20, 30, device="cuda")
+    matrices[0] = 0
+    matrices[1, 0, 0] = torch.nan
+    result = orthogonalize(matrices)
+    assert not result[0].any()
+    assert result[1].isnan().all()
+    assert result[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lr", [0.02, "tensor"])
+def test_training_follows_the_cpu(dtype, lr):
+    def run(device: str) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24)).to(device, dtype)
+        rate = torch.tensor(0.02, device=device) if lr == "tensor" else lr
+        optimizer = MuonOptimizer(model, lr=rate, nesterov=True, weight_decay=0.1, adamw_lr=0.01, nonfinite="skip")
+        generator = torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(20):
+            x = torch.randn(64, 24, generator=generator).to(device, dtype)
+            loss = (model(x) - x.roll(1, -1)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert all(value.device.type == device for state in optimizer.state.values() for value in state.values())
+        return losses
+
+    on_cpu, on_gpu = run("cpu"), run("cuda")
+    tolerance = 1e-2 if dtype == torch.float32 else 3e-2
+    assert on_gpu == pytest.approx(on_cpu, rel=tolerance)
+    assert on_gpu[-1] < 0.8 * on_gpu[0]
+
+
+def test_no_host_synchronization_in_a_step():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+    optimizer = MuonOptimizer(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

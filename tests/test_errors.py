@@ -1,0 +1,162 @@
+"""Bad input: every error names the parameter or the option and says what is valid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
+
+
+def matrix() -> nn.Parameter:
+    return nn.Parameter(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": -0.1}, "Invalid learning rate: -0.1.*'lr'"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"lr": float("inf")}, "Invalid learning rate: inf"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "Invalid learning rate: a tensor must hold one"),
+        ({"lr": torch.tensor(-1.0)}, "Invalid learning rate: -1.0"),
+        ({"adamw_lr": -1}, "Invalid learning rate: -1.*'adamw_lr'|'lr'"),
+        ({"momentum": 1.0}, r"Invalid momentum value: 1.0.*\[0, 1\)"),
+        ({"momentum": -0.5}, "Invalid momentum value"),
+        ({"weight_decay": -1e-3}, "Invalid weight_decay value: -0.001"),
+        ({"weight_decay": float("nan")}, "Invalid weight_decay value: nan"),
+        ({"adamw_weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+        ({"adamw_betas": (0.9, 1.0)}, r"Invalid betas\[1\]: 1.0"),
+        ({"adamw_eps": -1e-8}, "Invalid eps value"),
+        ({"ns_steps": 0}, "Invalid ns_steps: 0"),
+        ({"ns_stepsize": float("inf")}, "Invalid ns_stepsize value"),
+        ({"rule": "moun"}, "Unknown rule 'moun'; valid names are muon, adamw"),
+        ({"scale": "v5"}, "Unknown scale 'v5'; valid names are v2, v1, v3, v4, or a number"),
+        ({"scale": -1.0}, "Invalid scale value"),
+        ({"orthogonalization": "svd"}, "Unknown orthogonalization 'svd'; valid names are default, keller"),
+        ({"view": "heads"}, "Unknown view 'heads'; valid names are auto, matrix"),
+        ({"num_heads": 0}, "Invalid num_heads: 0"),
+        ({"split_sizes": (2, 0)}, "Invalid split_sizes entry: 0"),
+        ({"split_sizes": (2, 3)}, r"parameter 'param\[0\]'.*add up to 5"),
+        ({"num_heads": 3}, r"parameter 'param\[0\]'.*does not divide"),
+        ({"nonfinite": "ignore"}, "Unknown nonfinite 'ignore'; valid names are propagate, skip, raise"),
+        ({"max_stage_bytes": 0}, "Invalid max_stage_bytes: 0"),
+        ({"overrides": {"*": "adam"}}, "Unknown rule 'adam'"),
+        (
+            {"overrides": {"*": {"momentun": 0.9}}},
+            r"Unknown option 'momentun' in overrides\['\*'\]; valid options are rule, lr",
+        ),
+        ({"overrides": {"*": "adamw"}}, "overrides need names"),
+    ],
+)
+def test_values(options, text):
+    with pytest.raises(ValueError, match=text):
+        MuonOptimizer([matrix()], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": "0.1"}, "Invalid learning rate: '0.1'"),
+        ({"lr": None}, "Invalid learning rate: None"),
+        ({"momentum": True}, "Invalid momentum value: True"),
+        ({"nesterov": 1}, "Invalid nesterov: 1"),
+        ({"ns_steps": 5.0}, "Invalid ns_steps: 5.0"),
+        ({"adamw_betas": 0.9}, "Invalid betas: 0.9"),
+        ({"split_sizes": 4}, "Invalid split_sizes: 4"),
+        ({"max_stage_bytes": 1e6}, "Invalid max_stage_bytes"),
+        ({"overrides": {"*": 3}}, r"overrides\['\*'\] must be a rule name or a dict"),
+    ],
+)
+def test_types(options, text):
+    with pytest.raises(TypeError, match=text):
+        MuonOptimizer([matrix()], **options)
+
+
+def test_unknown_options():
+    with pytest.raises(TypeError, match="momentun"):
+        MuonOptimizer([matrix()], momentun=0.9)
+    with pytest.raises(ValueError, match=r"Unknown option 'momentun' in a parameter group; valid options are rule, lr"):
+        MuonOptimizer([{"params": [matrix()], "momentun": 0.9}])
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        MuonOptimizer([{"params": [matrix()], "lr": -1}])
+
+
+def test_options_of_frameworks_pass():
+    optimizer = MuonOptimizer([{"params": [matrix()], "initial_lr": 0.1, "name": "body"}])
+    assert optimizer.param_groups[0]["name"] == "body"
+
+
+@pytest.mark.parametrize("params", [[], iter(()), nn.Module()])
+def test_nothing_to_optimize(params):
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        MuonOptimizer(params)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "text"),
+    [
+        ({"params": []}, TypeError, "a list of groups, got a dict"),
+        (["weight"], TypeError, r"parameter 'param\[0\]' is not a tensor but a str"),
+        ([torch.randn(3, 3, requires_grad=True) * 2], ValueError, r"'param\[0\]' is not a leaf"),
+        (
+            [nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))],
+            ValueError,
+            r"'param\[0\]' is complex.*view_as_real",
+        ),
+        ([torch.ones(2, 2, dtype=torch.int64)], ValueError, r"'param\[0\]' has dtype torch.int64"),
+        ([{"lr": 0.1}], ValueError, "needs 'params'"),
+        ([{"params": {torch.ones(2, 2)}}], TypeError, "a set changes its order"),
+        ([("w", torch.ones(2, 2)), torch.ones(2, 2)], ValueError, "all parameters of a group have names or none"),
+    ],
+)
+def test_parameters(params, error, text):
+    with pytest.raises(error, match=text):
+        MuonOptimizer(params)
+
+
+def test_the_same_parameter_twice():
+    w = matrix()
+    with pytest.raises(ValueError, match=r"'param\[1\]' is given twice \(first as 'param\[0\]'\)"):
+        MuonOptimizer([w, w])
+    with pytest.raises(ValueError, match=r"'b' is given twice \(first as 'a'\)"):
+        MuonOptimizer([{"params": [("a", w)]}, {"params": [("b", w)]}])
+
+
+def test_a_vector_can_not_be_orthogonalized():
+    with pytest.raises(ValueError, match=r"parameter 'norm.weight' of shape \(4,\) is not a matrix"):
+        MuonOptimizer([("norm.weight", nn.Parameter(torch.ones(4)))], overrides={"norm.*": "muon"})
+
+
+def test_sparse_gradients():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer = MuonOptimizer(embedding.parameters())
+    before = embedding.weight.detach().clone()
+    with pytest.raises(
+        RuntimeError,
+        match=r"Sparse gradients are not supported by Muon optimizer.*'param\[0\]'.*create_hybrid_optimizer",
+    ):
+        optimizer.step()
+    assert torch.equal(before, embedding.weight)
+    hybrid = create_hybrid_optimizer(embedding)
+    hybrid.step()
+    dense = nn.Embedding(10, 4)
+    dense.load_state_dict({"weight": before})
+    dense(torch.tensor([1, 2])).sum().backward()
+    create_hybrid_optimizer(dense).step()
+    torch.testing.assert_close(embedding.weight, dense.weight)
+
+
+def test_hybrid_needs_a_model_and_two_rates():
+    with pytest.raises(TypeError, match="needs the model itself, got list"):
+        create_hybrid_optimizer([matrix()])
+    with pytest.raises(TypeError, match="muon_lr and adamw_lr"):
+        create_hybrid_optimizer(nn.Linear(3, 3), lr=0.1)
+
+
+def test_add_param_group_needs_a_dict():
+    optimizer = MuonOptimizer([matrix()])
+    with pytest.raises(TypeError, match="must be a dict, got list"):
+        optimizer.add_param_group([matrix()])

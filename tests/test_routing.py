@@ -1,0 +1,251 @@
+"""Routing: which rule every parameter of a model takes, the report, strict mode, labels and overrides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer, create_hybrid_optimizer, label
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Linear(width, 4 * width)
+
+
+class Model(nn.Module):
+    def __init__(self, vocab: int = 50, width: int = 8, head: str = "lm_head", tied: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocab, width)
+        self.wpe = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.add_module(head, nn.Linear(width, vocab, bias=False))
+        if tied:
+            self.get_submodule(head).weight = self.wte.weight
+
+
+def rules(optimizer: MuonOptimizer) -> dict[str, str]:
+    return {row.name: row.rule for row in optimizer.routing_report().rows}
+
+
+def reasons(optimizer: MuonOptimizer) -> dict[str, str]:
+    return {row.name: row.reason for row in optimizer.routing_report().rows}
+
+
+BODY = {
+    f"blocks.{i}.{name}": rule
+    for i in range(2)
+    for name, rule in [
+        ("norm.weight", "adamw"),
+        ("norm.bias", "adamw"),
+        ("output.weight", "muon"),
+        ("mlp.weight", "muon"),
+        ("mlp.bias", "adamw"),
+    ]
+}
+
+
+@pytest.mark.parametrize("head", ["lm_head", "head", "output", "unembed", "to_logits"])
+def test_a_named_head(head):
+    optimizer = create_hybrid_optimizer(Model(head=head), strict=True)
+    assert rules(optimizer) == {"wte.weight": "adamw", "wpe.weight": "adamw", f"{head}.weight": "adamw", **BODY}
+    assert reasons(optimizer)[f"{head}.weight"] == "output head"
+    assert reasons(optimizer)["wte.weight"] == "embedding"
+
+
+def test_a_tied_head():
+    optimizer = create_hybrid_optimizer(Model(tied=True), strict=True)
+    assert rules(optimizer) == {"wte.weight": "adamw", "wpe.weight": "adamw", **BODY}
+    assert "tied" in reasons(optimizer)["wte.weight"]
+
+
+def test_the_only_linear_of_the_shape_is_a_guess():
+    model = Model(head="proj")
+    optimizer = create_hybrid_optimizer(model)
+    assert rules(optimizer)["proj.weight"] == "adamw"
+    assert "only Linear" in reasons(optimizer)["proj.weight"]
+    with pytest.raises(ValueError, match=r"strict.*'proj.weight'.*overrides"):
+        create_hybrid_optimizer(model, strict=True)
+    for rule in ("adamw", "muon"):
+        assert (
+            rules(create_hybrid_optimizer(model, strict=True, overrides={"proj.weight": rule}))["proj.weight"] == rule
+        )
+
+
+def test_several_unnamed_candidates_are_no_head():
+    model = Model(vocab=8, width=8, head="proj")  # every (8, 8) Linear has the embedding's shape
+    optimizer = create_hybrid_optimizer(model)
+    assert rules(optimizer)["proj.weight"] == "muon"
+    assert rules(optimizer)["blocks.0.output.weight"] == "muon"  # called output, but inside a repeated block
+    (warning,) = optimizer.routing_report().warnings
+    assert "3 Linear layers" in warning
+    assert "warning: 3 Linear" in str(optimizer.routing_report())
+    named = create_hybrid_optimizer(Model(vocab=8, width=8))
+    assert rules(named)["lm_head.weight"] == "adamw"
+    assert rules(named)["blocks.0.output.weight"] == "muon"
+    assert not named.routing_report().warnings
+
+
+def test_a_position_embedding_does_not_make_a_head():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wpe = nn.Embedding(32, 8)
+            self.mlp = nn.Linear(8, 32)
+
+    assert rules(create_hybrid_optimizer(Small()))["mlp.weight"] == "muon"
+
+
+def test_bare_parameters_by_dimension_and_named_ones_also_by_name():
+    model = Model()
+    bare = MuonOptimizer(model.parameters())
+    assert [row.rule for row in bare.routing_report().rows].count("muon") == 7
+    named = MuonOptimizer(model.named_parameters(), strict=True)
+    assert rules(named) == {"wte.weight": "adamw", "wpe.weight": "adamw", "lm_head.weight": "adamw", **BODY}
+    assert reasons(named)["wte.weight"] == "embedding, by name"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rule"),
+    [
+        ("model.embed_tokens.weight", (50, 8), "adamw"),
+        ("embeddings.word_embeddings.weight", (50, 8), "adamw"),
+        ("tok_embeddings.weight", (50, 8), "adamw"),
+        ("pos_embed", (1, 16, 8), "adamw"),
+        ("cls_token", (1, 1, 8), "adamw"),
+        ("output.weight", (50, 8), "adamw"),
+        ("layers.3.attention.output.weight", (8, 8), "muon"),
+        ("encoder.layer.0.output.dense.weight", (8, 32), "muon"),
+        ("experts.gate_up_proj_bias", (4, 16), "adamw"),
+        ("experts.gate_up_proj", (4, 8, 16), "muon"),
+        ("layers.0.embedding_free.proj.weight", (8, 8), "muon"),
+        ("member.weight", (8, 8), "muon"),
+    ],
+)
+def test_names(name, shape, rule):
+    optimizer = MuonOptimizer([(name, nn.Parameter(torch.randn(shape))), ("other", nn.Parameter(torch.randn(3, 3)))])
+    assert rules(optimizer)[name] == rule
+
+
+def test_other_modules():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm((4, 5))
+            self.conv = nn.Conv1d(3, 6, 5)
+            self.experts = nn.Parameter(torch.randn(3, 4, 5))
+            self.pos_embed = nn.Parameter(torch.randn(1, 9, 4))
+            self.bag = nn.EmbeddingBag(7, 3)
+            self.gain = nn.Parameter(torch.ones(()))
+
+    optimizer = MuonOptimizer(Odd())
+    assert rules(optimizer) == {
+        "norm.weight": "adamw", "norm.bias": "adamw", "conv.weight": "muon", "conv.bias": "adamw", "experts": "muon",
+        "pos_embed": "adamw", "bag.weight": "adamw", "gain": "adamw",
+    }  # fmt: skip
+    scales = {row.name: row.scale for row in optimizer.routing_report().rows}
+    assert scales["conv.weight"] == "1"  # (6, 15)
+    assert reasons(optimizer)["gain"] == "scalar"
+
+
+def test_wrappers_do_not_change_names():
+    model = Model()
+    plain = rules(create_hybrid_optimizer(model))
+    compiled = torch.compile(model, backend="eager")
+    assert rules(create_hybrid_optimizer(compiled)) == plain
+    assert rules(MuonOptimizer(compiled.named_parameters())) == plain
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    assert rules(create_hybrid_optimizer(model)) == plain
+
+
+def test_overrides_by_pattern():
+    optimizer = create_hybrid_optimizer(
+        Model(),
+        overrides={
+            "blocks.0.mlp.*": "adamw",
+            "blocks.1.output.weight": {"num_heads": 2, "lr": 0.5},
+            "blocks.*.mlp.weight": {"scale": "v1"},
+            "wte.weight": {"rule": "muon", "lr": 0.1},
+            "lm_head.weight": {"adamw_lr": 0.07},
+        },
+        strict=True,
+    )
+    assert rules(optimizer)["blocks.0.mlp.weight"] == "adamw"
+    assert reasons(optimizer)["blocks.0.mlp.weight"] == "override 'blocks.0.mlp.*'"
+    group = {row.name: g for g in optimizer.param_groups for p in g["params"] for row in [row_of(optimizer, p)]}
+    assert group["blocks.1.output.weight"]["num_heads"] == 2
+    assert group["blocks.1.output.weight"]["lr"] == 0.5
+    assert group["blocks.1.mlp.weight"]["scale"] == "v1"
+    assert group["wte.weight"]["lr"] == 0.1
+    assert group["lm_head.weight"]["lr"] == 0.07
+    assert group["wpe.weight"]["lr"] == 1e-3
+    assert [g["rule"] for g in optimizer.param_groups] == ["muon"] * 4 + ["adamw"] * 2
+
+
+def row_of(optimizer: MuonOptimizer, parameter: nn.Parameter):
+    index = [id(p) for g in optimizer.param_groups for p in g["params"]].index(id(parameter))
+    return optimizer.routing_report().rows[index]
+
+
+def test_a_group_may_say_its_rule():
+    model = Model()
+    groups = [
+        {"params": model.wte.named_parameters("wte"), "rule": "muon"},
+        {"params": model.blocks.named_parameters("blocks"), "rule": "adamw"},
+    ]
+    optimizer = MuonOptimizer(groups)
+    assert rules(optimizer)["wte.weight"] == "muon"
+    assert set(rules(optimizer).values()) == {"muon", "adamw"}
+    assert rules(optimizer)["blocks.0.mlp.weight"] == "adamw"
+
+
+def test_strict_wants_something_in_muon():
+    with pytest.raises(ValueError, match="no parameter takes an orthogonalizing rule"):
+        MuonOptimizer([nn.Parameter(torch.randn(3))], strict=True)
+    with pytest.raises(ValueError, match="no parameter takes"):
+        create_hybrid_optimizer(nn.Embedding(4, 3), strict=True)
+    with pytest.raises(ValueError, match="no parameter takes"):
+        MuonOptimizer(Model(), rule="adamw", strict=True)
+
+
+def test_an_override_that_matches_nothing():
+    with pytest.warns(UserWarning, match=r"\['blocks.7.\*'\] match no parameter"):
+        optimizer = create_hybrid_optimizer(Model(), overrides={"blocks.7.*": "adamw"})
+    assert optimizer.routing_report().warnings
+    with pytest.raises(ValueError, match="match no parameter"):
+        create_hybrid_optimizer(Model(), overrides={"blocks.7.*": "adamw"}, strict=True)
+
+
+def test_label_on_a_module():
+    model = Model()
+    label(model.blocks[0].mlp, "flatten")
+    label(model.blocks[1].output, "attn")
+    optimizer = create_hybrid_optimizer(model)
+    scales = {row.name: row.scale for row in optimizer.routing_report().rows}
+    assert scales["blocks.1.output.weight"] == "2"  # four (8, 2) matrices
+    assert scales["blocks.0.output.weight"] == "1"
+    with pytest.raises(ValueError, match="auto, matrix, stacked, flatten, attn"):
+        label(model.blocks[0].mlp, "qkv")
+    with pytest.raises(ValueError, match="no parameter 'kernel'"):
+        label(model.blocks[0].mlp, "attn", "kernel")
+
+
+def test_frozen_parameters_are_left_out_and_reported():
+    model = Model()
+    model.blocks[0].requires_grad_(False)
+    optimizer = create_hybrid_optimizer(model)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == 8
+    assert rules(optimizer)["blocks.0.mlp.weight"] == "none"
+    assert "frozen" in reasons(optimizer)["blocks.0.mlp.weight"]
+
+
+def test_the_report_is_a_table():
+    text = str(create_hybrid_optimizer(Model()).routing_report())
+    lines = text.splitlines()
+    assert lines[0].split() == ["name", "shape", "rule", "scale", "reason"]
+    assert any(line.split() == ["blocks.0.mlp.weight", "32x8", "muon", "2", "matrix"] for line in lines)
+    assert any(line.split() == ["blocks.0.mlp.bias", "32", "adamw", "vector"] for line in lines)

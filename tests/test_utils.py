@@ -1,0 +1,194 @@
+"""Orthogonalization: the contract of zeropower_via_newtonschulz5, every dtype and degenerate input, and both forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS, normalize, orthogonalize
+from muon_fsdp.utils import zeropower_via_newtonschulz5
+from tests.reference import matrix_with_condition, polar
+
+
+def residual(o: torch.Tensor) -> torch.Tensor:
+    """||O O^T - I||_F over the short side, per matrix."""
+    wide = (o.mT if o.shape[-2] > o.shape[-1] else o).double()
+    return torch.linalg.matrix_norm(wide @ wide.mT - torch.eye(wide.shape[-2], dtype=torch.float64))
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_contract_on_1000_seeds():
+    batch = torch.stack([torch.randn(50, 100, generator=torch.Generator().manual_seed(seed)) for seed in range(1000)])
+    assert residual(zeropower_via_newtonschulz5(batch, steps=5)).max() < 0.02
+    one = zeropower_via_newtonschulz5(batch[0], steps=5)
+    assert torch.norm(one @ one.T - torch.eye(50)) < 0.1
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_contract_in_both_forms(form):
+    batch = torch.randn(200, 50, 100, generator=torch.Generator().manual_seed(1))
+    assert residual(orthogonalize(batch, form=form)).max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 0.1), (torch.bfloat16, 0.1), (torch.float32, 0.02), (torch.float64, 0.02)]
+)
+@pytest.mark.parametrize("shape", [(50, 100), (100, 50), (3, 50, 100), (2, 3, 40, 90)])
+def test_dtypes_tall_wide_and_batched(dtype, bound, shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = matrices.clone()
+    result = zeropower_via_newtonschulz5(matrices)
+    assert result.shape == matrices.shape
+    assert result.dtype == dtype
+    assert residual(result).max() < bound
+    assert torch.equal(matrices, before)
+
+
+def test_half_precision_input_is_iterated_in_float32():
+    matrices = torch.randn(20, 50, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = orthogonalize(matrices.float())
+    assert torch.equal(orthogonalize(matrices), exact.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (1, 1), (4, 1, 6)])
+def test_a_vector_becomes_a_unit_vector(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    result = orthogonalize(matrices)
+    expected = matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
+    torch.testing.assert_close(result, expected, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("method", ORTHOGONALIZATIONS)
+def test_zero_stays_zero_beside_a_matrix_that_does_not(method):
+    matrices = torch.zeros(2, 6, 8)
+    matrices[1] = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    result = orthogonalize(matrices, method=method)
+    assert torch.equal(result[0], torch.zeros(6, 8))
+    assert result[1].norm() > 1
+
+
+@pytest.mark.parametrize("factor", [1e-38, 1e-20, 1e20, 1e37])
+def test_the_size_of_the_input_does_not_matter(factor):
+    matrices = torch.randn(5, 50, 100, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(orthogonalize(matrices * factor), orthogonalize(matrices), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4), (2, 0, 4)])
+def test_empty(shape):
+    assert orthogonalize(torch.zeros(shape)).shape == shape
+
+
+def test_not_finite_stays_visible_and_in_its_own_matrix():
+    matrices = torch.randn(3, 10, 12, generator=torch.Generator().manual_seed(0))
+    matrices[0, 1, 2] = torch.nan
+    matrices[1, 0, 0] = torch.inf
+    result = orthogonalize(matrices)
+    assert result[0].isnan().all()
+    assert result[1].isnan().any()
+    assert result[2].isfinite().all()
+
+
+def test_views_with_strides():
+    base = torch.randn(100, 60, generator=torch.Generator().manual_seed(0))
+    for view in (base.T, base[::2], base[:, ::3], base.T.unsqueeze(0).expand(3, 60, 100)):
+        torch.testing.assert_close(orthogonalize(view), orthogonalize(view.contiguous()), atol=2e-4, rtol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    cols=st.integers(1, 40),
+    condition=st.sampled_from([1.0, 5.0, 50.0]),
+    method=st.sampled_from(["default", "polar_express"]),
+    seed=st.integers(0, 1000),
+)
+def test_polar_factor_against_numpy(rows, cols, condition, method, seed):
+    # Every singular value is above 4e-3 of the Frobenius norm (40 of them, condition 50), so all are brought to 1.
+    # The bounds are the largest |1 - p(s)| of the five polynomials there: 1.75e-3 and 0.13.
+    matrix = matrix_with_condition(np.random.default_rng(seed), rows, cols, condition)
+    expected = polar(matrix)
+    error = np.linalg.norm(orthogonalize(torch.tensor(matrix), method=method).numpy() - expected, ord=2)
+    assert error < (1.8e-3 if method == "default" else 0.13)
+    exact = orthogonalize(torch.tensor(matrix), method="exact").numpy()
+    assert np.linalg.norm(exact - expected, ord=2) < 1e-11
+
+
+@pytest.mark.parametrize("method", ["default", "keller", "polar_express", "quintic"])
+def test_every_coefficient_set_gives_singular_values_near_one(method):
+    matrices = torch.randn(10, 50, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize(matrices, method=method))
+    low, high = {"default": (0.99, 1.01), "keller": (0.6, 1.3), "polar_express": (0.87, 1.13), "quintic": (0.8, 1.2)}[
+        method
+    ]
+    assert values.min() > low
+    assert values.max() < high
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 8, 12])
+def test_the_gram_form_is_the_same_iteration(steps):
+    matrices = torch.randn(4, 30, 80, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert (
+        relative_difference(
+            orthogonalize(matrices, steps=steps, form="gram"), orthogonalize(matrices, steps=steps, form="standard")
+        )
+        < 1e-11
+    )
+
+
+@pytest.mark.parametrize("steps", [5, 8])
+def test_the_gram_form_is_stable_in_float32_on_a_wide_spectrum(steps):
+    rng = np.random.default_rng(0)
+    matrix = torch.tensor(matrix_with_condition(rng, 200, 300, 1e5))
+    expected = orthogonalize(matrix, steps=steps, form="standard")
+    assert relative_difference(orthogonalize(matrix.float(), steps=steps, form="gram"), expected) < 2e-3
+    assert relative_difference(orthogonalize(matrix.float(), steps=steps, form="standard"), expected) < 1e-4
+
+
+def test_exact_leaves_missing_directions_at_zero():
+    matrix = torch.outer(torch.arange(1.0, 5.0), torch.arange(1.0, 7.0))
+    values = torch.linalg.svdvals(orthogonalize(matrix, method="exact"))
+    torch.testing.assert_close(values, torch.tensor([1.0, 0, 0, 0]), atol=1e-6, rtol=0)
+
+
+def test_normalize_leaves_a_margin():
+    norms = torch.linalg.matrix_norm(normalize(torch.randn(4, 30, 70) * 1e25))
+    torch.testing.assert_close(norms, torch.full((4,), 1 / 1.01))
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_steps_below_one_are_refused(steps):
+    with pytest.raises(ValueError, match="ns_steps"):
+        zeropower_via_newtonschulz5(torch.randn(3, 4), steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: orthogonalize(torch.randn(4)), ValueError, r"shape \(4,\)"),
+        (lambda: orthogonalize(torch.ones(3, 4, dtype=torch.int64)), TypeError, "int64"),
+        (lambda: orthogonalize(torch.ones(3, 4, dtype=torch.complex64)), TypeError, "complex64"),
+        (lambda: orthogonalize(torch.randn(3, 4), method="newton"), ValueError, "default, keller, polar_express"),
+        (lambda: orthogonalize(torch.randn(3, 4), form="fast"), ValueError, "auto, standard, gram"),
+        (lambda: orthogonalize(torch.randn(3, 4), steps=2.5), TypeError, "2.5"),
+        (lambda: orthogonalize(torch.randn(3, 4), steps=True), TypeError, "True"),
+    ],
+)
+def test_bad_input(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_small_singular_values_are_lifted_not_dropped():
+    """A square Gaussian is not expected to come out orthogonal, but no direction may be lost or overshoot."""
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(64, 64, generator=torch.Generator().manual_seed(3))))
+    assert values.max() < 1.01
+    assert values.min() > 0.01
+    assert math.isclose(values.median(), 1.0, abs_tol=0.01)

@@ -1,0 +1,75 @@
+"""Logical matrices of fused, stacked, transposed and convolution weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muon_fsdp.views import matrix_view
+
+
+def view(shape, kind="auto", **options):
+    return matrix_view(shape, name="w", kind=kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "blocks"),
+    [
+        ((6, 8), {}, [(1, 6, 8)]),
+        ((6, 8), {"transposed": True}, [(1, 8, 6)]),
+        ((3, 6, 8), {}, [(3, 6, 8)]),
+        ((3, 6, 8), {"kind": "flatten"}, [(1, 3, 48)]),
+        ((5, 3, 2, 2), {}, [(1, 5, 12)]),
+        ((5, 3, 2, 4), {"kind": "stacked"}, [(15, 2, 4)]),
+        ((6, 8), {"kind": "attn"}, [(4, 6, 2)]),
+        ((6, 8), {"num_heads": 3}, [(3, 2, 8)]),
+        ((6, 8), {"split_sizes": (3, 2, 1)}, [(1, 3, 8), (1, 2, 8), (1, 1, 8)]),
+        ((8, 6), {"transposed": True, "split_sizes": (4, 2)}, [(1, 4, 8), (1, 2, 8)]),
+        ((2, 6, 8), {"split_sizes": (4, 2)}, [(2, 4, 8), (2, 2, 8)]),
+        ((2, 6, 8), {"num_heads": 2}, [(4, 3, 8)]),
+    ],
+)
+def test_split_and_join(shape, options, blocks):
+    tensor = torch.randn(shape)
+    parameter_view = view(shape, **options)
+    parts = parameter_view.split(tensor)
+    assert [tuple(part.shape) for part in parts] == blocks == list(parameter_view.block_shapes)
+    assert torch.equal(parameter_view.join(parts), tensor)
+
+
+def test_which_numbers_a_block_holds():
+    p = torch.arange(48.0).reshape(6, 8)
+    assert torch.equal(view((6, 8), "attn").split(p)[0], p.view(4, 6, 2))
+    assert torch.equal(view((6, 8), num_heads=2).split(p)[0][1], p[3:])
+    assert torch.equal(view((6, 8), split_sizes=(2, 4)).split(p)[1][0], p[2:])
+    assert torch.equal(view((6, 8), transposed=True).split(p)[0][0], p.T)
+    assert torch.equal(view((6, 8), transposed=True, split_sizes=(3, 5)).split(p)[1][0], p.T[3:])
+
+
+@given(st.permutations([0, 1, 2, 3]))
+def test_memory_layout_does_not_matter(order):
+    tensor = torch.randn(4, 3, 5, 2).permute(order)
+    inverse = [order.index(i) for i in range(4)]
+    strided = tensor.contiguous().permute(inverse)  # some stride order, logical shape (4, 3, 5, 2)
+    parameter_view = view((4, 3, 5, 2))
+    assert torch.equal(parameter_view.split(strided)[0][0], strided.flatten(1))
+    assert torch.equal(parameter_view.join(parameter_view.split(strided)), strided)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "text"),
+    [
+        ((6,), {}, "not a matrix"),
+        ((2, 3, 4), {"kind": "matrix"}, "'stacked' or 'flatten'"),
+        ((3, 4), {"kind": "stacked"}, "at least 3"),
+        ((3, 6), {"kind": "attn"}, r"\(d1, 4 \* d2\)"),
+        ((6, 8), {"num_heads": 4}, "does not divide its 6 rows"),
+        ((6, 8), {"split_sizes": (4, 4)}, "add up to 8, not to its 6 rows"),
+        ((6, 8), {"num_heads": 2, "split_sizes": (4, 2)}, "not both"),
+    ],
+)
+def test_what_does_not_fit_names_the_parameter(shape, options, text):
+    with pytest.raises(ValueError, match=f"parameter 'w'.*{text}"):
+        view(shape, **options)
