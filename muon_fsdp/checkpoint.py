@@ -50,51 +50,67 @@ def fitting_state(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> di
 def _mismatches(
     optimizer: torch.optim.Optimizer, routes: Sequence[Sequence[Route]], state_dict: StateDict
 ) -> list[str]:
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+    groups, saved_groups, states = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(states, dict) or not isinstance(saved_groups, Sequence):
         return ["not an optimizer's state dict: it needs 'state' and 'param_groups'"]
-    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    if not all(isinstance(saved, dict) and "params" in saved for saved in saved_groups):
+        return ["not an optimizer's state dict: a group of it has no 'params'"]
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
-        return _group_mismatches(routes, saved_groups)
+        return _group_mismatches(groups, routes, saved_groups)
     mismatches = []
-    states = state_dict["state"]
     for group, saved, group_routes in zip(groups, saved_groups, routes, strict=True):
-        saved_names = saved.get("param_names")
+        saved_names = _saved_names(saved) if "param_names" in group else None
         for index, (parameter, route) in enumerate(zip(group["params"], group_routes, strict=True)):
-            if saved_names and "param_names" in group and clean_name(saved_names[index]) != route.name:
+            if saved_names and saved_names[index] != route.name:
                 mismatches.append(f"{route.name}: the saved parameter in its place is {saved_names[index]!r}")
             elif saved.get("rule", group["rule"]) != group["rule"]:
                 mismatches.append(f"{route.name}: saved with rule {saved['rule']!r}, but takes {group['rule']!r} here")
-            elif states:
+            else:
                 mismatches += _state_mismatches(route, group["rule"], parameter, states.get(saved["params"][index]))
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
     mismatches += [f"state of a parameter {key!r} that is in no group" for key in states if key not in known]
     return mismatches
 
 
-def _group_mismatches(routes: Sequence[Sequence[Route]], saved_groups: Sequence[dict[str, Any]]) -> list[str]:
-    here = [
-        f"{len(group)} ({', '.join(route.name for route in group[:3])}{', ...' * (len(group) > 3)})" for group in routes
-    ]
-    lines = [
-        f"groups of {', '.join(str(len(saved['params'])) for saved in saved_groups)} parameters were saved, "
-        f"groups of {', '.join(here)} are here"
-    ]
-    saved_names = {clean_name(name) for saved in saved_groups for name in saved.get("param_names") or ()}
-    if saved_names:
-        names = {route.name for group in routes for route in group}
-        lines += [f"{name}: not saved" for name in sorted(names - saved_names)]
-        lines += [f"{name}: saved, but not here" for name in sorted(saved_names - names)]
+def _saved_names(saved: dict[str, Any]) -> list[str] | None:
+    """Names of a saved group's parameters, in the order of its keys.
+
+    torch.distributed.checkpoint uses names as keys, in the order of this optimizer, beside `param_names` in the order
+    of the one that was saved.
+    """
+    keys = saved["params"]
+    names = saved.get("param_names") or [key for key in keys if isinstance(key, str)]
+    ordered = keys if set(keys) == set(names) else names
+    return [clean_name(name) for name in ordered] if len(ordered) == len(keys) else None
+
+
+def _group_mismatches(
+    groups: Sequence[dict[str, Any]], routes: Sequence[Sequence[Route]], saved_groups: Sequence[dict[str, Any]]
+) -> list[str]:
+    here = {route.name: group["rule"] for group, members in zip(groups, routes, strict=True) for route in members}
+    sizes = ", ".join(str(len(group["params"])) for group in groups) or "no"
+    saved_sizes = ", ".join(str(len(saved["params"])) for saved in saved_groups) or "no"
+    lines = [f"groups of {saved_sizes} parameters were saved, groups of {sizes} are here: {', '.join(here)}"]
+    there = {name: saved.get("rule") for saved in saved_groups for name in _saved_names(saved) or ()}
+    if there:
+        lines += [f"{name}: not saved" for name in here if name not in there]
+        lines += [f"{name}: saved, but not here" for name in there if name not in here]
+        lines += [
+            f"{name}: saved with rule {there[name]!r}, but takes {rule!r} here"
+            for name, rule in here.items()
+            if there.get(name) not in (rule, None)
+        ]
     return lines
 
 
 def _state_mismatches(route: Route, rule: str, parameter: Tensor, state: dict[str, Any] | None) -> list[str]:
-    if not state:
-        return [f"{route.name}: no state was saved"]
+    if not state:  # not created yet when it was saved, or dropped because the parameter is frozen
+        return []
     specs = {spec.name: spec for spec in RULES[rule].state}
-    if state.keys() != specs.keys():
+    if not specs.keys() <= state.keys():
         return [f"{route.name}: saved state {sorted(state)}, but rule {rule!r} has {sorted(specs)}"]
     return [
-        f"{route.name}: saved {name} of shape {tuple(shape)}, expected {tuple(specs[name].shape(parameter))}"
-        for name, value in state.items()
-        if (shape := torch.as_tensor(value).shape) != specs[name].shape(parameter)
+        f"{route.name}: saved {name} of shape {tuple(shape)}, expected {tuple(spec.shape(parameter))}"
+        for name, spec in specs.items()
+        if (shape := torch.as_tensor(state[name]).shape) != spec.shape(parameter)
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.coefficients import COEFFICIENT_SETS, Triple, check_steps, coefficients
+from muon_fsdp.coefficients import NORM_MARGINS, Triple, check_steps, coefficients
 from muon_fsdp.kernels import multiply_add, symmetric_product
 
 Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "exact"]
@@ -31,6 +32,8 @@ def orthogonalize(
     values above 4e-3 of the Frobenius norm ("default", five steps) to 1 and lift smaller ones towards 1; directions
     with singular value 0 stay 0 in every method. `form` selects how the same iteration is evaluated.
     """
+    if not isinstance(matrices, Tensor) or matrices.layout != torch.strided:
+        raise TypeError("orthogonalize needs a dense tensor")
     if matrices.ndim < 2:
         raise ValueError(f"orthogonalize needs a matrix or a batch of matrices, got shape {tuple(matrices.shape)}")
     if not matrices.is_floating_point():
@@ -41,31 +44,40 @@ def orthogonalize(
     if matrices.numel() == 0:
         return matrices.clone()
     batch = matrices.reshape(-1, *matrices.shape[-2:])
-    result = (
-        _polar_by_svd(batch) if method == "exact" else _polar_by_iteration(batch, coefficients(method, steps), form)
-    )
+    with _without_autocast(matrices.device.type):
+        if method == "exact":
+            result = _polar_by_svd(batch)
+        else:
+            result = _polar_by_iteration(batch, coefficients(method, steps), NORM_MARGINS[method], form)
     return result.reshape(matrices.shape)
 
 
-def _polar_by_iteration(batch: Tensor, triples: tuple[Triple, ...], form: Form) -> Tensor:
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast would move the products to bfloat16, in which the Gram form does not converge."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _polar_by_iteration(batch: Tensor, triples: tuple[Triple, ...], margin: float, form: Form) -> Tensor:
     tall = batch.shape[-2] > batch.shape[-1]
     wide = batch.mT if tall else batch  # (B, m, n) with m <= n, so that the Gram matrix is the small one
-    x = normalize(wide).to(_iteration_dtype(batch))
+    x = normalize(wide, margin).to(_iteration_dtype(batch))
     x = _iterate(x, triples, _refresh_steps(x.shape[-2], x.shape[-1], len(triples), form))
     return (x.mT if tall else x).to(batch.dtype)
 
 
-def normalize(batch: Tensor) -> Tensor:
-    """Scale every matrix to a Frobenius norm of 1/1.01, in float32 (float64 for float64); zero stays zero.
+def normalize(batch: Tensor, margin: float) -> Tensor:
+    """Scale every matrix to a Frobenius norm of 1/margin, in float32 (float64 for float64); zero stays zero.
 
-    Two divisions, because the square of an entry of 1e-20 or 1e+20 is not a float32. The margin of 1% keeps the
-    largest singular value inside the interval of the coefficients when a norm or a product is rounded up.
+    Two divisions, because the square of an entry of 1e-20 or 1e+20 is not a float32. A margin keeps the largest
+    singular value inside the interval of the coefficients when a norm or a product is rounded up.
     """
     batch = batch.to(torch.promote_types(batch.dtype, torch.float32))
     largest = torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True)
     batch = batch / _one_where_zero(largest)
     norm = torch.linalg.matrix_norm(batch, keepdim=True)
-    return batch.div_(1.01 * _one_where_zero(norm))
+    return batch / (margin * _one_where_zero(norm))
 
 
 def _one_where_zero(x: Tensor) -> Tensor:
@@ -89,7 +101,7 @@ def _refresh_steps(rows: int, cols: int, steps: int, form: Form) -> frozenset[in
         raise ValueError(f"Unknown form {form!r}; valid names are {', '.join(get_args(Form))}")
     if form == "standard" or (form == "auto" and cols < GRAM_ASPECT_RATIO * rows):
         return frozenset(range(1, steps + 1))
-    return frozenset((*range(2, steps, 3), steps))
+    return frozenset((*range(3, steps, 3), steps))
 
 
 def _iterate(x: Tensor, triples: tuple[Triple, ...], refresh_steps: frozenset[int]) -> Tensor:
@@ -124,11 +136,11 @@ def _plus_identity(z: Tensor, a: float) -> Tensor:
 
 
 def _polar_by_svd(batch: Tensor) -> Tensor:
-    u, s, vh = torch.linalg.svd(batch.to(torch.float64), full_matrices=False)
-    # A direction without a singular value has no polar factor: zero, as the iteration leaves it.
-    threshold = s[..., :1] * max(batch.shape[-2:]) * torch.finfo(torch.float64).eps
-    polar: Tensor = (u * (s > threshold).unsqueeze(-2)) @ vh
-    return polar.to(batch.dtype)
-
-
-__all__ = ["COEFFICIENT_SETS", "ORTHOGONALIZATIONS", "Form", "Orthogonalization", "normalize", "orthogonalize"]
+    finite = torch.isfinite(batch).all(-1).all(-1)[:, None, None]
+    # LAPACK raises for the whole batch if one matrix is not finite.
+    u, s, vh = torch.linalg.svd(torch.where(finite, batch, 0).to(torch.float64), full_matrices=False)
+    # What is below the rounding of the input is no direction of it: zero, as the iteration leaves it.
+    precision = torch.finfo(torch.promote_types(batch.dtype, torch.float32)).eps
+    threshold = s[..., :1] * max(batch.shape[-2:]) * precision
+    polar = (u * (s > threshold).unsqueeze(-2)) @ vh
+    return torch.where(finite, polar, torch.nan).to(batch.dtype)

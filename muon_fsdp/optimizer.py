@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
 from muon_fsdp.options import (
     ADAMW_OPTIONS,
+    FOREIGN_KEYS,
+    SCHEDULED_LRS,
     EngineOptions,
     NonFinite,
     canonical,
@@ -77,7 +79,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: options of what AdamW takes.
         nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
             The last two look at the gradients before anything is changed, which waits for the device.
-        max_stage_bytes: bound of the memory that updates in flight take.
+        max_stage_bytes: bytes of updates that are worked on at a time; temporary memory is a few times this.
         strict: refuse a matrix that lands in AdamW by a guess, and a model of which nothing lands in Muon.
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
     """
@@ -121,13 +123,19 @@ class MuonOptimizer(torch.optim.Optimizer):
             "split_sizes": split_sizes,
             "ns_stepsize": ns_stepsize,
         }
-        adamw_defaults = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
+        adamw_defaults = {
+            "adamw_lr": adamw_lr,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "adamw_weight_decay": adamw_weight_decay,
+        }
         check_group(defaults)
         check_group(adamw_defaults)
+        if rule == "adamw" and (lr != 0.02 or weight_decay != 0):
+            raise ValueError("with rule='adamw' nothing takes lr or weight_decay: say adamw_lr and adamw_weight_decay")
         # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
-        self._adamw_defaults = canonical(adamw_defaults)
-        self._engine = EngineOptions(nonfinite, max_stage_bytes)
-        self._strict = strict
+        self._adamw_defaults = canonical(_adamw_options(adamw_defaults))
+        self._engine = EngineOptions(nonfinite, max_stage_bytes, strict)
         model = params if isinstance(params, nn.Module) else None
         self._router = Router(overrides, model)
         self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
@@ -138,7 +146,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._router.forget_model()
         if self._router.unused_patterns:
             self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
-        if strict and not any(RULES[route.rule].orthogonalizes for routes in self._routes for route in routes):
+        if strict and not _any_orthogonalizes(self._all_routes()):
             raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
 
     # ------------------------------------------------------------------ groups
@@ -148,12 +156,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if key != "params"}
-        check_option_names(given, "a parameter group")
+        check_option_names(given, "a parameter group", foreign=FOREIGN_KEYS)
         check_group(given)
         named, parameters = _names_and_parameters(param_group)
         routes = self._route(parameters, named, given)
-        only_adamw = all(not RULES[route.rule].orthogonalizes for route in routes)
-
         members: dict[tuple[bool, str, str], list[int]] = defaultdict(list)
         for index, route in enumerate(routes):
             members[(not RULES[route.rule].orthogonalizes, route.rule, repr(route.options))].append(index)
@@ -162,13 +168,16 @@ class MuonOptimizer(torch.optim.Optimizer):
         new_groups = []
         for key in sorted(members, key=lambda key: (key[0], members[key][0])):  # matrices first, else as given
             indices = members[key]
-            group = self._options_of(routes[indices[0]], given, only_adamw=only_adamw)
+            group = self._options_of(routes[indices[0]], given, routes)
             group["params"] = [parameters[i] for i in indices]
             if keep_names:
                 group["param_names"] = [named[i] if named else routes[i].name for i in indices]
             else:
                 group.pop("param_names", None)
             new_groups.append((group, [routes[i] for i in indices]))
+        if not routes:  # as torch does, keep a group without parameters
+            rule = given.get("rule", self.defaults["rule"])
+            new_groups.append(({**self._options_of(Route("", rule, ""), given, []), "params": []}, []))
         for group, group_routes in new_groups:  # views are checked before anything is changed
             self._views(group, group_routes)
         for group, group_routes in new_groups:
@@ -192,7 +201,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             if self._router.overrides and not has_name:
                 raise ValueError("overrides need names: pass the model, or model.named_parameters()")
             route = self._router.route(parameter, name, named=has_name, rule=rule, rule_is_explicit=explicit)
-            if self._strict and route.guessed:
+            if self._engine.strict and route.guessed:
                 raise ValueError(
                     f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would take rule {route.rule!r} "
                     f"by a guess ({route.reason}); say overrides={{{name!r}: {route.rule!r}}} or {{{name!r}: 'muon'}}"
@@ -200,33 +209,27 @@ class MuonOptimizer(torch.optim.Optimizer):
             routes.append(route)
         return routes
 
-    def _options_of(self, route: Route, given: Mapping[str, Any], *, only_adamw: bool) -> Group:
+    def _options_of(self, route: Route, given: Mapping[str, Any], all_routes: Sequence[Route]) -> Group:
         """The options of a new group, from the least to the most specific source."""
         override = dict(route.options)
+        sources: list[Mapping[str, Any]] = [self.defaults, self._adamw_defaults]
         if RULES[route.rule].orthogonalizes:
-            sources: list[Mapping[str, Any]] = [self.defaults, self._adamw_defaults_for_matrices(), given, override]
+            # betas and eps too, though Muon has no use for them: every group has every key, as checkpoints need.
+            sources = [self._adamw_defaults, self.defaults, given, override]
         else:
-            # In a mixed group lr and weight_decay are those of the matrices.
-            own = {key: v for key, v in given.items() if only_adamw or key not in ("lr", "weight_decay")}
-            sources = [
-                self.defaults,
-                self._adamw_defaults,
-                own,
-                _adamw_options(given),
-                override,
-                _adamw_options(override),
+            same_override = [other for other in all_routes if other.options == route.options]
+            sources += [
+                _of_adamw(given, beside_matrices=_any_orthogonalizes(all_routes)),
+                _of_adamw(override, beside_matrices=_any_orthogonalizes(same_override)),
             ]
         options: Group = {}
         for source in sources:
             options.update({key: value for key, value in source.items() if key not in ADAMW_OPTIONS})
         options["rule"] = route.rule
         options = canonical(options)
-        if isinstance(options["lr"], Tensor):
+        if isinstance(options["lr"], Tensor) and any(group["lr"] is options["lr"] for group in self.param_groups):
             options["lr"] = options["lr"].clone()  # schedulers write to it in place, group by group
         return options
-
-    def _adamw_defaults_for_matrices(self) -> Group:
-        return {key: self._adamw_defaults[key] for key in ("betas", "eps")}
 
     def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
         """How every parameter of a group is read as matrices; None under an element-wise rule."""
@@ -248,20 +251,27 @@ class MuonOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _all_routes(self) -> list[Route]:
+        if [len(group["params"]) for group in self.param_groups] != [len(routes) for routes in self._routes]:
+            raise RuntimeError(
+                "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer "
+                "to remove some"
+            )
         return [route for routes in self._routes for route in routes]
 
     def routing_report(self) -> RoutingReport:
         """Which parameter takes which rule, why, and with which scale; `print` it for a table."""
+        self._all_routes()  # refuses groups that no longer fit
         rows = []
         for group, routes in zip(self.param_groups, self._routes, strict=True):
             for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
                 shapes = sorted({(rows, cols) for _, rows, cols in view.block_shapes}) if view else []
                 scales = ", ".join(f"{update_scale(group['scale'], *shape):.4g}" for shape in shapes)
-                rows.append(RoutingRow(route.name, tuple(parameter.shape), route.rule, route.reason, scales))
+                reason = route.reason if route.rule == group["rule"] else "rule of the group was changed"
+                rows.append(RoutingRow(route.name, tuple(parameter.shape), group["rule"], reason, scales))
         return RoutingReport((*rows, *self._frozen_rows), tuple(self._router.warnings))
 
     def _warn(self, message: str) -> None:
-        if self._strict:
+        if self._engine.strict:
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
         warnings.warn(message, stacklevel=3)
@@ -311,16 +321,17 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradients there are, by position, dense."""
         gradients = {}
-        for position, (parameter, route) in enumerate(zip(parameters, self._all_routes(), strict=True)):
+        rules = [RULES[group["rule"]] for group in self.param_groups for _ in group["params"]]
+        for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
             grad = parameter.grad
             if grad is None:
                 continue
             if grad.layout != torch.strided:
-                if RULES[route.rule].orthogonalizes:
+                if rule.orthogonalizes:
                     raise RuntimeError(
-                        f"Sparse gradients are not supported by Muon optimizer: parameter {route.name!r} has one. "
-                        "Let AdamW take it: create_hybrid_optimizer(model) does so for embeddings, "
-                        f"or say overrides={{{route.name!r}: 'adamw'}}."
+                        "Sparse gradients are not supported by Muon optimizer: parameter "
+                        f"{self._all_routes()[position].name!r} has one. Let AdamW take it: "
+                        "create_hybrid_optimizer(model) does so for embeddings; or give it a group with rule='adamw'."
                     )
                 grad = grad.to_dense()
             gradients[position] = grad
@@ -365,12 +376,12 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _current_plan(self) -> _Planned:
         """The plan, made anew when parameters or options have been exchanged since the last step."""
         parameters = self._parameters()
+        self._all_routes()  # refuses groups that no longer fit
         options = tuple(tuple(group[name] for name in _PLANNED_OPTIONS) for group in self.param_groups)
         key = (options, tuple((id(p), p.dtype, p.device) for p in parameters))
         if self._planned is None or self._planned.key != key:
-            for group, routes in zip(self.param_groups, self._routes, strict=True):
-                if len(group["params"]) != len(routes):
-                    raise RuntimeError("param_groups were changed by hand; use add_param_group to add parameters")
+            for group in self.param_groups:
+                check_group(group)
             self._planned = _Planned(self, parameters, key)
         return self._planned
 
@@ -428,7 +439,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_adamw_defaults", "_engine", "_strict", "_router", "_routes", "_frozen_rows", "_skipped_steps")
+        own = ("_adamw_defaults", "_engine", "_router", "_routes", "_frozen_rows", "_skipped_steps")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, "_planned": None}
 
 
@@ -495,11 +506,13 @@ def _orthogonality_residual(update: Tensor) -> float:
 
 def _as_torch_params(params: Params) -> Any:
     if isinstance(params, nn.Module):
-        return [parameter for parameter in params.parameters() if parameter.requires_grad]
+        return [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
     if isinstance(params, Tensor):
         return [params]
-    if isinstance(params, (dict, str)):
-        raise TypeError(f"params must be a model, tensors or a list of groups, got a {type(params).__name__}")
+    if isinstance(params, (dict, str, set)) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be a model, tensors, (name, tensor) pairs or a list of groups, got {type(params).__name__}"
+        )
     return params
 
 
@@ -514,9 +527,14 @@ def _names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Te
         return None, []
     pairs = [item for item in listed if isinstance(item, tuple)]
     if not pairs:
-        return param_group.get("param_names"), listed
+        names = param_group.get("param_names")
+        if names is not None and (isinstance(names, str) or len(names) != len(listed)):
+            raise ValueError(f"param_names must be a list of {len(listed)} names, one per parameter")
+        return names, listed
     if len(pairs) != len(listed):
         raise ValueError("either all parameters of a group have names or none")
+    if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise TypeError("named parameters must be (name, tensor) pairs, as model.named_parameters() gives")
     return [name for name, _ in pairs], [parameter for _, parameter in pairs]
 
 
@@ -535,6 +553,18 @@ def _check_parameter(name: str, parameter: object) -> None:
 
 def _adamw_options(options: Mapping[str, Any]) -> Group:
     return {ADAMW_OPTIONS[key]: value for key, value in options.items() if key in ADAMW_OPTIONS}
+
+
+def _of_adamw(options: Mapping[str, Any], *, beside_matrices: bool) -> Group:
+    """What the options of a group mean for its AdamW parameters: lr and weight_decay are those of the matrices."""
+    of_matrices = ("lr", "weight_decay", *SCHEDULED_LRS) if beside_matrices else ()
+    own = {key: value for key, value in options.items() if key not in of_matrices}
+    own.update(_adamw_options(options))
+    return own
+
+
+def _any_orthogonalizes(routes: Iterable[Route]) -> bool:
+    return any(RULES[route.rule].orthogonalizes for route in routes)
 
 
 def _frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:

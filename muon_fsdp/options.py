@@ -39,7 +39,8 @@ GROUP_OPTIONS = (
 # In a user's group that holds matrices and other parameters, these are the options of the others.
 ADAMW_OPTIONS = {"adamw_lr": "lr", "adamw_betas": "betas", "adamw_eps": "eps", "adamw_weight_decay": "weight_decay"}
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
-_FOREIGN_KEYS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
+FOREIGN_KEYS = ("params", "param_names", "name", "base_momentum", "max_momentum", *SCHEDULED_LRS)
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,18 @@ class EngineOptions:
 
     nonfinite: NonFinite
     max_stage_bytes: int
+    strict: bool
 
     def __post_init__(self) -> None:
+        _flag("strict", self.strict)
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
         _integer("max_stage_bytes", self.max_stage_bytes, at_least=1)
 
 
-def check_option_names(options: Mapping[str, Any], where: str) -> None:
+def check_option_names(options: Mapping[str, Any], where: str, *, foreign: tuple[str, ...] = ()) -> None:
     """Refuse a misspelt option, which torch would carry along and ignore."""
     valid = (*GROUP_OPTIONS, *ADAMW_OPTIONS)
-    unknown = [name for name in options if name not in (*valid, *_FOREIGN_KEYS)]
+    unknown = [name for name in options if name not in (*valid, *foreign)]
     if unknown:
         names = ", ".join(repr(name) for name in unknown)
         raise ValueError(f"Unknown option {names} in {where}; valid options are {', '.join(valid)}")
@@ -72,13 +75,18 @@ def check_group(options: Mapping[str, Any]) -> None:
 
 
 def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options as plain Python numbers and tuples, which any checkpoint format can hold."""
-    return {name: _canonical(value) for name, value in options.items()}
+    """The same options as plain Python numbers and tuples, which any checkpoint can hold; lr may stay a tensor."""
+    return {
+        name: value if name == "lr" and isinstance(value, torch.Tensor) else _canonical(value)
+        for name, value in options.items()
+    }
 
 
 def _canonical(value: Any) -> Any:
-    if isinstance(value, (bool, str, torch.Tensor)):
+    if isinstance(value, (bool, str)):
         return value
+    if isinstance(value, torch.Tensor):
+        return value.item()
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

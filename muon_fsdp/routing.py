@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from muon_fsdp.options import check_group, check_option_names
+from muon_fsdp.rules import RULES
 from muon_fsdp.views import VIEW_NAMES
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
@@ -20,8 +20,9 @@ _EMBEDDING_NAME = re.compile(r"(^|_)(wte|wpe|emb|embed|embeds|embedding|embeddin
 _HEAD_NAME = re.compile(
     r"(lm_|mlm_|output_|to_|final_)?(head|logits|unembed|unembedding)|output(_layer|_proj|_projection)?|embed_out|classifier|decoder"
 )
-_POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|position|positional|type|token_type|segment)([._]|\d|$)")
+_POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
+_NORM_CLASS = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d; not LayerNormLinear, whose weight is a matrix
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class Route:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-@dataclass
-class _ModelFacts:
-    """What a model says of one parameter."""
+@dataclass(eq=False)
+class _Facts:
+    """What a model, or a name, says of one parameter."""
 
     name: str
-    owners: list[tuple[str, nn.Module]] = field(default_factory=list)
+    shape: tuple[int, ...]
+    owners: list[nn.Module] = field(default_factory=list)
     view: str = "auto"
     transposed: bool = False
     adamw_reason: str | None = None
@@ -59,20 +61,23 @@ def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
     """
     if view not in VIEW_NAMES:
         raise ValueError(f"Unknown label {view!r}; valid names are {', '.join(VIEW_NAMES)}")
+    module = getattr(module, "_orig_mod", module)  # under torch.compile
     if parameter not in dict(module.named_parameters(recurse=False)):
         raise ValueError(f"{type(module).__name__} has no parameter {parameter!r} of its own to label")
     module.__dict__.setdefault(_LABEL_ATTRIBUTE, {})[parameter] = view
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name as the user wrote the model, without the segments that wrappers insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+    """A parameter's name as the user wrote the model, without what compiling, checkpointing and DDP insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS).removeprefix("module.")
 
 
 class Router:
     """Decides the rule of parameters: overrides first, then what the group, the model, the name or the shape says."""
 
     def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, model: nn.Module | None) -> None:
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
         self.warnings: list[str] = []
@@ -93,7 +98,11 @@ class Router:
         view = "attn" if facts.view == "auto" and getattr(parameter, "label", None) == "attn" else facts.view
         pattern, options = self._override_of(name)
         guessed = False
-        if "rule" in options:
+        # "blocks.*" may mean the matrices of the blocks and leave their vectors alone; a full name is obeyed.
+        obeyed = "rule" in options and (
+            pattern == name or not _is_vector(parameter) or not RULES[options["rule"]].orthogonalizes
+        )
+        if obeyed:
             rule, reason = options["rule"], f"override {pattern!r}"
         elif _is_vector(parameter):
             rule, reason = "adamw", "scalar" if parameter.ndim == 0 else "vector"
@@ -116,6 +125,8 @@ class Router:
 
 def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str, Any]:
     where = f"overrides[{pattern!r}]"
+    if not isinstance(pattern, str):
+        raise TypeError(f"{where}: a pattern of names must be a string")
     if not isinstance(value, (str, Mapping)):
         raise TypeError(f"{where} must be a rule name or a dict of group options, got {value!r}")
     options = {"rule": value} if isinstance(value, str) else dict(value)
@@ -129,8 +140,8 @@ def _is_vector(parameter: Tensor) -> bool:
     return parameter.ndim < 2 or (parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) < 2)
 
 
-def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _ModelFacts:
-    facts = _ModelFacts(name)
+def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
+    facts = _Facts(name, parameter.shape)
     if not named:
         return facts
     *path, leaf = name.lower().split(".")
@@ -152,65 +163,68 @@ def _is_head_name(name: str) -> bool:
     return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
 
-def _facts_of_model(model: nn.Module, warnings: list[str]) -> dict[int, _ModelFacts]:
-    facts: dict[int, _ModelFacts] = {}
+def _facts_of_model(model: nn.Module, warnings: list[str]) -> dict[int, _Facts]:
+    facts: dict[int, _Facts] = {}
     for name, parameter, module in _owned_parameters(model):
-        entry = facts.setdefault(id(parameter), _ModelFacts(name))
-        entry.owners.append((name, module))
+        entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape))
+        entry.owners.append(module)
         leaf = name.rpartition(".")[2]
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
             entry.view = getattr(module, _LABEL_ATTRIBUTE)[leaf]
         elif _is_convolution(module) and parameter.ndim >= 3:
             entry.view = "flatten"
-        entry.transposed |= type(module).__name__ == "Conv1D" and parameter.ndim == 2
+        class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard puts a class of its own in front
+        entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
+        reason = None
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            entry.adamw_reason = "embedding"
-        elif "Norm" in type(module).__name__ and entry.adamw_reason is None:
-            entry.adamw_reason = "weight of a normalization"
-        elif leaf != "weight" and entry.adamw_reason is None:
-            entry.adamw_reason = _facts_of_name(name, parameter, named=True).adamw_reason
-    _find_head(facts, warnings)
+            reason = "embedding"
+        elif any(map(_NORM_CLASS.search, class_names)) and not isinstance(module, nn.Linear):
+            reason = "weight of a normalization"
+        elif leaf != "weight" or not (isinstance(module, nn.Linear) or _is_convolution(module)):
+            reason = _facts_of_name(name, parameter, named=True).adamw_reason
+        entry.adamw_reason = entry.adamw_reason or reason
+    _find_heads(facts, warnings)
     return facts
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Every (name, parameter, module that holds it); a tied parameter once per holder."""
-    # DistributedDataParallel holds the user's model as its only child `module`.
-    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    for prefix, module in root.named_modules():
+    for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, module
 
 
-def _find_head(facts: dict[int, _ModelFacts], warnings: list[str]) -> None:
-    """Mark the output head: tied to an embedding, else named like one, else the only Linear of an embedding's shape."""
-    embedding_shapes = set()
-    for entry in facts.values():
-        embedded = [(name, m) for name, m in entry.owners if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        if embedded and any(isinstance(module, nn.Linear) for _, module in entry.owners):
-            entry.adamw_reason = "embedding tied to the output head"
-            return
-        embedding_shapes |= {
-            (m.num_embeddings, m.embedding_dim) for name, m in embedded if not _POSITION_NAME.search(name.lower())
-        }
-    candidates: dict[tuple[int, int], list[_ModelFacts]] = defaultdict(list)
-    for entry in facts.values():
-        for name, module in entry.owners:
-            if isinstance(module, nn.Linear) and name.endswith("weight"):
-                candidates[(module.out_features, module.in_features)].append(entry)
-    linears = [entry for shape in embedding_shapes for entry in candidates[shape]]
-    named = [entry for entry in linears if _is_head_name(entry.name)]
-    for entry in named:
-        entry.adamw_reason = "output head"
-    if named:
-        return
-    if len(linears) == 1:
-        linears[0].adamw_reason = "output head: the only Linear of the embedding's shape"
-        linears[0].guessed = True
-    elif linears:
-        names = ", ".join(entry.name for entry in linears[:4]) + (", ..." if len(linears) > 4 else "")
+def _find_heads(facts: dict[int, _Facts], warnings: list[str]) -> None:
+    """Mark output heads: tied to an embedding, named like one, or else the only Linear of an embedding's shape."""
+    embeddings = [entry for entry in facts.values() if (entry.adamw_reason or "").startswith("embedding")]
+    linears = [entry for entry in facts.values() if any(isinstance(module, nn.Linear) for module in entry.owners)]
+    matrices = [entry for entry in linears if len(entry.shape) == 2 and entry not in embeddings]
+    tied = [entry for entry in linears if entry in embeddings]
+    for entry in tied:
+        entry.adamw_reason = "embedding tied to the output head"
+    token_shapes = {entry.shape for entry in embeddings if not _POSITION_NAME.search(entry.name.lower())}
+    named_heads = [entry for entry in matrices if _is_head_name(entry.name)]
+    for entry in named_heads:
+        if entry.shape in token_shapes:
+            entry.adamw_reason = "output head"
+        else:
+            warnings.append(
+                f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
+                f"it takes the matrix rule. If it is a head, say overrides={{{entry.name!r}: 'adamw'}}."
+            )
+    if not tied and not any(entry.shape in token_shapes for entry in named_heads):
+        for shape in sorted(token_shapes):
+            _guess_head([entry for entry in matrices if entry.shape == shape], warnings)
+
+
+def _guess_head(candidates: list[_Facts], warnings: list[str]) -> None:
+    if len(candidates) == 1:
+        candidates[0].adamw_reason = "output head: the only Linear of the embedding's shape"
+        candidates[0].guessed = True
+    elif candidates:
+        names = ", ".join(entry.name for entry in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
         warnings.append(
-            f"{len(linears)} Linear layers have the shape of an embedding and none is named like an output head "
+            f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
             f"({names}): all of them take the matrix rule. If one is the head, say overrides={{name: 'adamw'}}."
         )
 

@@ -44,7 +44,7 @@ class MatrixView:
         stacks = [block.reshape(count, height, cols) for block, height in zip(blocks, self.row_heights, strict=True)]
         stack = torch.cat(stacks, dim=1) if len(stacks) > 1 else stacks[0]
         if self.transposed:
-            return stack.reshape(*self.shape[:-2], rows, cols).mT
+            return stack.reshape(rows, cols).mT
         return stack.reshape(self.shape)
 
     def _matrix_stack_shape(self) -> BlockShape:
@@ -61,25 +61,25 @@ def matrix_view(
     split_sizes: tuple[int, ...] | None = None,
 ) -> MatrixView:
     """Check that the options fit the shape of the parameter `name`, and give its view."""
-    label = f"parameter {name!r} of shape {tuple(shape)}"
+    which = f"parameter {name!r} of shape {tuple(shape)}"
     if len(shape) < 2:
-        raise ValueError(f"{label} is not a matrix and can't be orthogonalized; use rule 'adamw' for it")
+        raise ValueError(f"{which} is not a matrix and can't be orthogonalized; use rule 'adamw' for it")
     if kind == "auto":
         kind = "matrix" if len(shape) == 2 else "stacked" if len(shape) == 3 else "flatten"
     if kind == "matrix" and len(shape) != 2:
-        raise ValueError(f"{label}: view 'matrix' needs 2 dimensions; use 'stacked' or 'flatten'")
+        raise ValueError(f"{which}: view 'matrix' needs 2 dimensions; use 'stacked' or 'flatten'")
     if kind == "stacked" and len(shape) < 3:
-        raise ValueError(f"{label}: view 'stacked' needs at least 3 dimensions; use 'matrix'")
+        raise ValueError(f"{which}: view 'stacked' needs at least 3 dimensions; use 'matrix'")
     if kind == "attn" and (len(shape) != 2 or shape[1] % ATTN_MATRICES):
-        raise ValueError(f"{label}: view 'attn' needs a shape (d1, {ATTN_MATRICES} * d2)")
-    transposed = transposed and kind in ("matrix", "stacked")
+        raise ValueError(f"{which}: view 'attn' needs a shape (d1, {ATTN_MATRICES} * d2)")
+    transposed = transposed and kind == "matrix"
     _, rows, _ = _matrix_stack_shape(shape, kind, transposed)
     if num_heads is not None and split_sizes is not None:
-        raise ValueError(f"{label}: give num_heads or split_sizes, not both")
+        raise ValueError(f"{which}: give num_heads or split_sizes, not both")
     if num_heads is not None and rows % num_heads:
-        raise ValueError(f"{label}: num_heads={num_heads} does not divide its {rows} rows")
+        raise ValueError(f"{which}: num_heads={num_heads} does not divide its {rows} rows")
     if split_sizes is not None and sum(split_sizes) != rows:
-        raise ValueError(f"{label}: split_sizes {split_sizes} add up to {sum(split_sizes)}, not to its {rows} rows")
+        raise ValueError(f"{which}: split_sizes {split_sizes} add up to {sum(split_sizes)}, not to its {rows} rows")
     return MatrixView(tuple(shape), kind, transposed, split_sizes or (rows,), num_heads or 1)
 
 

@@ -208,6 +208,36 @@ def test_distributed_checkpoint_without_a_process_group(options, dtype):
     assert train(model, optimizer, 4, seed=1) == train(resumed_model, resumed, 4, seed=1)
 
 
+@pytest.mark.parametrize("flatten", [False, True])
+def test_distributed_checkpoint_with_frozen_parameters(flatten):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, other = Net(), Net(seed=1)
+    for net in (model, other):
+        net.down.requires_grad_(False)
+    optimizer, resumed = MuonOptimizer(model.named_parameters()), MuonOptimizer(other.named_parameters())
+    train(model, optimizer, 2)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    assert train(model, optimizer, 3) == train(other, resumed, 3)
+
+
+def test_distributed_checkpoint_finds_parameters_by_name():
+    """The same modules registered in another order: DCP loads by name, whatever the order of the groups."""
+    model = Net()
+    optimizer = create_hybrid_optimizer(model)
+    train(model, optimizer, 2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    reordered = Net()
+    for name in ("up", "embed"):
+        reordered._modules[name] = reordered._modules.pop(name)
+    resumed = create_hybrid_optimizer(reordered)
+    set_optimizer_state_dict(reordered, resumed, saved)
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(resumed.state[reordered.get_parameter(name)][key], value)
+
+
 def test_a_fresh_optimizer_can_be_saved_through_distributed_checkpoint():
     model, other = Net(), Net()
     optimizer = create_hybrid_optimizer(model)

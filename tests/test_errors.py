@@ -21,14 +21,14 @@ def matrix() -> nn.Parameter:
         ({"lr": float("inf")}, "Invalid learning rate: inf"),
         ({"lr": torch.tensor([0.1, 0.2])}, "Invalid learning rate: a tensor must hold one"),
         ({"lr": torch.tensor(-1.0)}, "Invalid learning rate: -1.0"),
-        ({"adamw_lr": -1}, "Invalid learning rate: -1.*'adamw_lr'|'lr'"),
+        ({"adamw_lr": -1}, "Invalid learning rate: -1 .*'adamw_lr'"),
         ({"momentum": 1.0}, r"Invalid momentum value: 1.0.*\[0, 1\)"),
         ({"momentum": -0.5}, "Invalid momentum value"),
         ({"weight_decay": -1e-3}, "Invalid weight_decay value: -0.001"),
         ({"weight_decay": float("nan")}, "Invalid weight_decay value: nan"),
-        ({"adamw_weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
-        ({"adamw_betas": (0.9, 1.0)}, r"Invalid betas\[1\]: 1.0"),
-        ({"adamw_eps": -1e-8}, "Invalid eps value"),
+        ({"adamw_weight_decay": -1.0}, "Invalid adamw_weight_decay value: -1.0"),
+        ({"adamw_betas": (0.9, 1.0)}, r"Invalid adamw_betas\[1\]: 1.0"),
+        ({"adamw_eps": -1e-8}, "Invalid adamw_eps value"),
         ({"ns_steps": 0}, "Invalid ns_steps: 0"),
         ({"ns_stepsize": float("inf")}, "Invalid ns_stepsize value"),
         ({"rule": "moun"}, "Unknown rule 'moun'; valid names are muon, adamw"),
@@ -48,6 +48,8 @@ def matrix() -> nn.Parameter:
             r"Unknown option 'momentun' in overrides\['\*'\]; valid options are rule, lr",
         ),
         ({"overrides": {"*": "adamw"}}, "overrides need names"),
+        ({"overrides": {"*": {"params": []}}}, "Unknown option 'params'"),
+        ({"rule": "adamw", "lr": 0.1}, "say adamw_lr and adamw_weight_decay"),
     ],
 )
 def test_values(options, text):
@@ -63,9 +65,12 @@ def test_values(options, text):
         ({"momentum": True}, "Invalid momentum value: True"),
         ({"nesterov": 1}, "Invalid nesterov: 1"),
         ({"ns_steps": 5.0}, "Invalid ns_steps: 5.0"),
-        ({"adamw_betas": 0.9}, "Invalid betas: 0.9"),
+        ({"adamw_betas": 0.9}, "Invalid adamw_betas: 0.9"),
         ({"split_sizes": 4}, "Invalid split_sizes: 4"),
         ({"max_stage_bytes": 1e6}, "Invalid max_stage_bytes"),
+        ({"strict": "yes"}, "Invalid strict: 'yes'"),
+        ({"overrides": ["*"]}, "overrides must be a dict of name patterns, got list"),
+        ({"overrides": {3: "adamw"}}, "must be a string"),
         ({"overrides": {"*": 3}}, r"overrides\['\*'\] must be a rule name or a dict"),
     ],
 )
@@ -97,7 +102,7 @@ def test_nothing_to_optimize(params):
 @pytest.mark.parametrize(
     ("params", "error", "text"),
     [
-        ({"params": []}, TypeError, "a list of groups, got a dict"),
+        ({"params": []}, TypeError, "a list of groups, got dict"),
         (["weight"], TypeError, r"parameter 'param\[0\]' is not a tensor but a str"),
         ([torch.randn(3, 3, requires_grad=True) * 2], ValueError, r"'param\[0\]' is not a leaf"),
         (
@@ -107,6 +112,11 @@ def test_nothing_to_optimize(params):
         ),
         ([torch.ones(2, 2, dtype=torch.int64)], ValueError, r"'param\[0\]' has dtype torch.int64"),
         ([{"lr": 0.1}], ValueError, "needs 'params'"),
+        (None, TypeError, "got NoneType"),
+        ({torch.ones(2, 2)}, TypeError, "got set"),
+        ([("a", torch.ones(2, 2), 1)], TypeError, r"\(name, tensor\) pairs"),
+        ([(torch.ones(2, 2), "a")], TypeError, r"\(name, tensor\) pairs"),
+        ([{"params": [torch.ones(2, 2)], "param_names": ["a", "b"]}], ValueError, "a list of 1 names"),
         ([{"params": {torch.ones(2, 2)}}], TypeError, "a set changes its order"),
         ([("w", torch.ones(2, 2)), torch.ones(2, 2)], ValueError, "all parameters of a group have names or none"),
     ],
@@ -124,9 +134,26 @@ def test_the_same_parameter_twice():
         MuonOptimizer([{"params": [("a", w)]}, {"params": [("b", w)]}])
 
 
+def test_a_value_that_goes_wrong_during_training():
+    w = matrix()
+    optimizer = MuonOptimizer([w])
+    w.grad = torch.randn_like(w)
+    optimizer.param_groups[0]["scale"] = "v9"
+    with pytest.raises(ValueError, match="Unknown scale 'v9'"):
+        optimizer.step()
+
+
+def test_groups_removed_by_hand():
+    optimizer = MuonOptimizer([matrix(), nn.Parameter(torch.ones(3))])
+    del optimizer.param_groups[1]
+    for use in (optimizer.step, optimizer.routing_report):
+        with pytest.raises(RuntimeError, match="changed by hand"):
+            use()
+
+
 def test_a_vector_can_not_be_orthogonalized():
     with pytest.raises(ValueError, match=r"parameter 'norm.weight' of shape \(4,\) is not a matrix"):
-        MuonOptimizer([("norm.weight", nn.Parameter(torch.ones(4)))], overrides={"norm.*": "muon"})
+        MuonOptimizer([("norm.weight", nn.Parameter(torch.ones(4)))], overrides={"norm.weight": "muon"})
 
 
 def test_sparse_gradients():

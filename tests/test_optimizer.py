@@ -482,8 +482,9 @@ def test_cyclic_momentum_is_that_of_the_matrices():
     assert optimizer.param_groups[0]["momentum"] == 0.97
 
 
-@pytest.mark.parametrize("lr", [torch.tensor(0.05), torch.tensor([0.05])])
-def test_tensor_lr(lr):
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_lr(shape):
+    lr = torch.full(shape, 0.05)
     model, other = mlp(), mlp()
     by_tensor, by_float = (
         MuonOptimizer(model, lr=lr, adamw_lr=lr, weight_decay=0.1),
@@ -498,7 +499,7 @@ def test_tensor_lr(lr):
     for a, b in zip(weights(model), weights(other), strict=True):
         torch.testing.assert_close(a, b)
     assert float(by_tensor.param_groups[1]["lr"]) == pytest.approx(0.05 / 8)
-    assert float(lr) == pytest.approx(0.05)
+    assert by_tensor.param_groups[0]["lr"] is lr  # as with torch's optimizers
 
 
 def test_closure_and_hooks():
@@ -648,11 +649,15 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     assert "0.bias: saved momentum_buffer" in text
     assert "0.bias: saved second_moment" in text
 
-    routed = MuonOptimizer(mlp().named_parameters(), rule="adamw")
-    assert (
-        "groups of 4 parameters were saved, groups of 2 (0.weight, 2.weight), 2 (0.bias, 2.bias) are here"
-        in refused(routed)
+    routed = refused(MuonOptimizer(mlp().named_parameters(), rule="adamw"))
+    assert "groups of 4 parameters were saved, groups of 2, 2 are here" in routed
+    assert "2.weight: saved with rule 'adamw', but takes 'muon' here" in routed
+    assert "0.bias:" not in routed
+    smaller = refused(
+        MuonOptimizer([("0.weight", nn.Parameter(torch.zeros(20, 12))), ("x", nn.Parameter(torch.zeros(3)))])
     )
+    assert "2.weight: not saved" in smaller
+    assert "x: saved, but not here" in smaller
     layers = {"a": nn.Linear(12, 20), "b": nn.Linear(20, 6)}
     renamed = MuonOptimizer([(f"{n}.{m}", p) for n, layer in layers.items() for m, p in layer.named_parameters()])
     assert "0.weight: the saved parameter in its place is 'a.weight'" in refused(renamed)
@@ -670,6 +675,28 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     )
     assert "2.weight: saved with rule 'adamw', but takes 'muon' here" in refused(swapped)
     assert "saved state ['exp_avg', 'exp_avg_sq', 'step']" in refused(trained_adamw())
+
+
+def test_parameters_in_another_order_are_refused():
+    """Both are (4, 4): loaded by position, their momentum would be exchanged silently."""
+    x, y = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    saved = MuonOptimizer(nn.ModuleDict({"x": x, "y": y}))
+    for p in saved._parameters():
+        p.grad = torch.randn_like(p)
+    saved.step()
+    with pytest.raises(RuntimeError, match=r"y.weight: the saved parameter in its place is 'x.weight'"):
+        MuonOptimizer(nn.ModuleDict({"y": y, "x": x})).load_state_dict(saved.state_dict())
+
+
+def test_state_that_did_not_exist_yet_can_be_loaded():
+    model, extra = mlp(), nn.Linear(6, 6)
+    optimizer = MuonOptimizer(model)
+    train(optimizer, model, 2)
+    optimizer.add_param_group({"params": extra.named_parameters("extra")})
+    optimizer.load_state_dict(optimizer.state_dict())
+    extra(torch.randn(2, 6)).sum().backward()
+    train(optimizer, model, 1)
+    assert "momentum_buffer" in optimizer.state[extra.weight]
 
 
 def trained_adamw() -> torch.optim.Optimizer:
@@ -714,6 +741,55 @@ def test_grad_scaler():
     scaler.scale(torch.tensor(1.0))
     scaler.step(scaled)
     assert_same(before, weights(model))
+
+
+@pytest.mark.parametrize("shape", [(50, 100), (64, 64)])
+def test_a_step_inside_autocast_is_the_same_step(shape):
+    def run(enabled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(shape))
+        p.grad = torch.randn(shape)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            MuonOptimizer([p]).step()
+        return p.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_exact_keeps_a_gradient_that_is_not_finite_to_its_own_matrix():
+    good, bad = (nn.Parameter(torch.randn(5, 6)) for _ in range(2))
+    optimizer = MuonOptimizer([good, bad], orthogonalization="exact")
+    good.grad, bad.grad = torch.randn(5, 6), torch.full((5, 6), torch.inf)
+    optimizer.step()
+    assert good.isfinite().all()
+    assert bad.isnan().all()
+
+
+def test_an_empty_group_stays_a_group():
+    optimizer = MuonOptimizer([{"params": []}, {"params": [nn.Parameter(torch.randn(3, 3))]}])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    optimizer.step()
+
+
+def test_the_rule_of_a_group_can_be_set():
+    w = nn.Parameter(torch.randn(4, 5))
+    optimizer = MuonOptimizer([w])
+    w.grad = torch.randn_like(w)
+    optimizer.step()
+    optimizer.param_groups[0].update(rule="adamw", lr=1e-3)
+    before = w.detach().clone()
+    optimizer.step()
+    assert 0 < (w - before).abs().max() < 0.05
+    assert optimizer.routing_report().rows[0].rule == "adamw"
+    resumed = MuonOptimizer([{"params": [w], "rule": "adamw"}])
+    resumed.load_state_dict(optimizer.state_dict())
+
+
+def test_initial_lr_of_a_mixed_group_is_that_of_the_matrices():
+    group = {"params": [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))], "lr": 0.05, "initial_lr": 0.05}
+    matrices, vectors = MuonOptimizer([group]).param_groups
+    assert matrices["initial_lr"] == 0.05
+    assert "initial_lr" not in vectors
 
 
 # -------------------------------------------------------------------------------------------------------- metrics

@@ -152,6 +152,103 @@ def test_other_modules():
     assert reasons(optimizer)["gain"] == "scalar"
 
 
+def test_classes_that_only_contain_the_word_norm():
+    class LayerNormLinear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4))
+
+    class NormedLinear(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"fused": LayerNormLinear(), "normed": NormedLinear(4, 6), "norm": nn.LayerNorm((3, 4))})
+    assert rules(MuonOptimizer(model)) == {
+        "fused.weight": "muon", "normed.weight": "muon", "normed.bias": "adamw", "norm.weight": "adamw",
+        "norm.bias": "adamw",
+    }  # fmt: skip
+
+
+def test_an_embedding_of_the_users_own():
+    class TokenTable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(20, 8))
+
+    model = nn.ModuleDict({"tok_embeddings": TokenTable(), "body": nn.Linear(8, 8), "output": nn.Linear(8, 20)})
+    found = rules(MuonOptimizer(model))
+    assert (found["tok_embeddings.weight"], found["output.weight"], found["body.weight"]) == ("adamw", "adamw", "muon")
+
+
+def test_a_head_of_another_shape_is_reported():
+    model = nn.ModuleDict({"wte": nn.Embedding(50, 8), "body": nn.Linear(8, 8), "lm_head": nn.Linear(8, 64)})
+    optimizer = create_hybrid_optimizer(model)
+    assert rules(optimizer)["lm_head.weight"] == "muon"
+    (warning,) = optimizer.routing_report().warnings
+    assert "lm_head.weight is named like an output head" in warning
+
+
+def test_a_linear_used_twice_is_one_candidate():
+    shared = nn.Linear(8, 50)
+    model = nn.ModuleDict({"wte": nn.Embedding(50, 8), "a": shared, "b": nn.Sequential(shared)})
+    optimizer = create_hybrid_optimizer(model)
+    assert rules(optimizer)["a.weight"] == "adamw"
+    assert not optimizer.routing_report().warnings
+
+
+def test_learned_positions_by_other_names():
+    model = nn.ModuleDict({"embed_positions": nn.Embedding(32, 8), "fc1": nn.Linear(8, 32), "fc2": nn.Linear(32, 8)})
+    assert rules(create_hybrid_optimizer(model))["fc1.weight"] == "muon"
+
+
+def test_an_untied_head_beside_a_tied_one():
+    wte = nn.Embedding(50, 8)
+    decoder = nn.Linear(8, 50, bias=False)
+    decoder.weight = wte.weight
+    model = nn.ModuleDict(
+        {
+            "wte": wte,
+            "tied": decoder,
+            "other": nn.Embedding(20, 8),
+            "lm_head": nn.Linear(8, 20),
+            "probe": nn.Linear(8, 20),
+        }
+    )
+    found = rules(create_hybrid_optimizer(model))
+    assert (found["lm_head.weight"], found["probe.weight"]) == ("adamw", "muon")
+
+
+def test_lr_of_an_override_for_a_block_is_that_of_its_matrices():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = MuonOptimizer(model, overrides={"1.*": {"lr": 0.5}, "0.bias": {"lr": 0.01}}, adamw_lr=0.001)
+    rates = {name: g["lr"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert rates == {"0.weight": 0.02, "1.weight": 0.5, "1.bias": 0.001, "0.bias": 0.01}
+    everything = MuonOptimizer(model, overrides={"1.*": "muon"})
+    assert rules(everything)["1.bias"] == "adamw"
+
+
+def test_conv1d_behind_another_class():
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 16))
+
+    class Wrapped(Conv1D):
+        pass
+
+    assert MuonOptimizer(Wrapped()).routing_report().rows[0].scale == "2"
+
+
+def test_prefixes_of_data_parallel_wrappers():
+    model = Model()
+    model.wpe.requires_grad_(False)
+    wrapped = nn.DataParallel(model)
+    optimizer = create_hybrid_optimizer(wrapped, overrides={"blocks.0.mlp.weight": "adamw"})
+    assert rules(optimizer)["blocks.0.mlp.weight"] == "adamw"
+    assert rules(optimizer)["wpe.weight"] == "none"
+    plain = MuonOptimizer(model.named_parameters())
+    MuonOptimizer(wrapped.named_parameters()).load_state_dict(plain.state_dict())
+
+
 def test_wrappers_do_not_change_names():
     model = Model()
     plain = rules(create_hybrid_optimizer(model))

@@ -66,7 +66,7 @@ class Rule(ABC):
         raise AssertionError(f"rule {self.name!r} does not orthogonalize")
 
     def apply(self, group: GroupOptions, params: list[Tensor], updates: list[Tensor]) -> None:
-        """W <- W (1 - lr * weight_decay) - lr * U, rounded to the parameter's precision once. Consumes `updates`."""
+        """W <- W (1 - lr * weight_decay) - lr * U, rounded to the parameter's precision once."""
         lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
         if isinstance(lr, Tensor) or weight_decay != 0:

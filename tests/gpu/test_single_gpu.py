@@ -23,7 +23,7 @@ def test_contract_on_1000_seeds(dtype, form):
     batch = torch.stack([torch.randn(50, 100, generator=torch.Generator().manual_seed(seed)) for seed in range(1000)])
     result = orthogonalize(batch.to("cuda", dtype), form=form)
     assert result.dtype == dtype
-    assert residual(result).max() < 0.1
+    assert residual(result).max() < (0.05 if dtype == torch.bfloat16 else 0.03)
     one = zeropower_via_newtonschulz5(batch[0].to("cuda", dtype), steps=5)
     assert torch.norm(one @ one.T - torch.eye(50, device="cuda", dtype=dtype)) < 0.1
 
@@ -78,6 +78,7 @@ def test_training_follows_the_cpu(dtype, lr):
     assert on_gpu[-1] < 0.8 * on_gpu[0]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_host_synchronization_in_a_step():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
     optimizer = MuonOptimizer(model)
