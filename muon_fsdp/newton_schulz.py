@@ -104,6 +104,17 @@ def _refresh_steps(rows: int, cols: int, steps: int, form: Form) -> frozenset[in
     return frozenset((*range(3, steps, 3), steps))
 
 
+def orthogonalization_flops(rows: int, cols: int, steps: int) -> float:
+    """Floating-point operations of one matrix, with every product counted in full."""
+    small, large = min(rows, cols), max(rows, cols)
+    refreshes = len(_refresh_steps(small, large, steps, "auto"))
+    between = steps - refreshes  # steps that only touch m x m matrices
+    # Per step Z; per step in between R twice, and Q unless it is the first since a refresh; per refresh XX^T and QX.
+    folded = refreshes if between else 0
+    square = steps + 2 * between + max(0, between - folded) + folded
+    return 2.0 * small * small * (square * small + 2 * refreshes * large)
+
+
 def _iterate(x: Tensor, triples: tuple[Triple, ...], refresh_steps: frozenset[int]) -> Tensor:
     """X <- aX + (bR + cR^2)X with R = XX^T, for every triple.
 

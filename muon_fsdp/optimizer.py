@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
+from muon_fsdp.distributed import agree, difference, layout_of, local, local_gradient
+from muon_fsdp.engine import Work, run_stages
 from muon_fsdp.options import (
     ADAMW_OPTIONS,
     FOREIGN_KEYS,
@@ -21,10 +24,11 @@ from muon_fsdp.options import (
     check_group,
     check_option_names,
 )
-from muon_fsdp.plan import Batch, ParameterSpec, Plan, Stage, make_plan
+from muon_fsdp.plan import Strategy
+from muon_fsdp.planned import PlannedStep, parameter_specs
+from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name
-from muon_fsdp.rules import RULES, Rule
-from muon_fsdp.rules.base import working_dtype
+from muon_fsdp.rules import RULES
 from muon_fsdp.scaling import update_scale
 from muon_fsdp.views import MatrixView, matrix_view
 
@@ -79,9 +83,13 @@ class MuonOptimizer(torch.optim.Optimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: options of what AdamW takes.
         nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
             The last two look at the gradients before anything is changed, which waits for the device.
+        strategy: for sharded matrices: "owner" computes each once in the whole job, "replicate" on every rank,
+            "auto" lets the planner choose.
+        comm_dtype: precision of what travels between ranks; None is bfloat16 between GPUs, float32 between CPUs.
         max_stage_bytes: bytes of updates that are worked on at a time; temporary memory is a few times this.
         strict: refuse a matrix that lands in AdamW by a guess, and a model of which nothing lands in Muon.
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
+        replicate_group: process group over which plain parameters are replicas (DDP): the work is split over it.
     """
 
     def __init__(
@@ -105,9 +113,12 @@ class MuonOptimizer(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.0,
         nonfinite: NonFinite = "propagate",
+        strategy: Strategy = "auto",
+        comm_dtype: torch.dtype | None = None,
         max_stage_bytes: int = 256 * 2**20,
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -135,19 +146,24 @@ class MuonOptimizer(torch.optim.Optimizer):
             raise ValueError("with rule='adamw' nothing takes lr or weight_decay: say adamw_lr and adamw_weight_decay")
         # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
         self._adamw_defaults = canonical(_adamw_options(adamw_defaults))
-        self._engine = EngineOptions(nonfinite, max_stage_bytes, strict)
-        model = params if isinstance(params, nn.Module) else None
+        self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype)
+        self._replicate_group = replicate_group
+        model = params if isinstance(params, nn.Module) else self._model_to_route_by()
         self._router = Router(overrides, model)
         self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
         self._frozen_rows = _frozen_rows(model) if model is not None else ()
         self._skipped_steps = 0
-        self._planned: _Planned | None = None
+        self._planned: PlannedStep | None = None
         super().__init__(_as_torch_params(params), canonical(defaults))
         self._router.forget_model()
         if self._router.unused_patterns:
             self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
         if strict and not _any_orthogonalizes(self._all_routes()):
             raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
+
+    def _model_to_route_by(self) -> nn.Module | None:
+        """The model whose modules say more of `params` than they do themselves; a subclass may have one."""
+        return None
 
     # ------------------------------------------------------------------ groups
 
@@ -294,32 +310,30 @@ class MuonOptimizer(torch.optim.Optimizer):
         gradients = self._gradients(planned.parameters)
         inert = not self.state and self._is_inert(gradients)
         self._create_state()
-        if inert or not self._admits(gradients):
+        if inert:
             return loss
-        for stage in planned.plan.stages:
-            self._run_stage(stage, planned, gradients)
+        wanted = self._agree(planned, gradients)
+        if wanted is not None:
+            work = self._work(planned, gradients, wanted)
+            run_stages(planned.plan.stages, planned.labels, self.param_groups, work, self._engine.comm_dtype)
         return loss
 
-    def _run_stage(self, stage: Stage, planned: _Planned, gradients: Mapping[int, Tensor]) -> None:
-        rule = RULES[stage.rule]
-        active = [
-            (self.param_groups[group], [i for i in positions if i in gradients])
-            for group, positions in stage.positions_by_group
-        ]
-        active = [(group, positions) for group, positions in active if positions]
-        updates: dict[int, Tensor] = {}
-        for group, positions in active:
-            parameters = [planned.parameters[i] for i in positions]
-            grads = [gradients[i].to(working_dtype(p.dtype)) for i, p in zip(positions, parameters, strict=True)]
-            prepared = rule.prepare(group, grads, [self.state[p] for p in parameters])
-            updates.update(zip(positions, prepared, strict=True))
-        if rule.orthogonalizes:
-            updates = _directions(rule, stage.batches, planned.views, updates)
-        for group, positions in active:
-            rule.apply(group, [planned.parameters[i] for i in positions], [updates[i] for i in positions])
+    def _work(
+        self, planned: PlannedStep, gradients: Mapping[int, Tensor], wanted: Mapping[int, Tensor]
+    ) -> dict[int, Work]:
+        """What this rank has to do: parameters with a gradient here, and those that may have one elsewhere."""
+        work = {}
+        for position, parameter in enumerate(planned.parameters):
+            if position in gradients or position in wanted:
+                state = {name: local(value) for name, value in self.state[parameter].items()}
+                if position in gradients:
+                    work[position] = Work.with_gradient(local(parameter), state, gradients[position])
+                else:
+                    work[position] = Work.without_gradient(local(parameter), state, wanted[position])
+        return work
 
     def _gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The gradients there are, by position, dense."""
+        """The gradients there are on this rank, by position, dense and local."""
         gradients = {}
         rules = [RULES[group["rule"]] for group in self.param_groups for _ in group["params"]]
         for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
@@ -334,7 +348,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                         "create_hybrid_optimizer(model) does so for embeddings; or give it a group with rule='adamw'."
                     )
                 grad = grad.to_dense()
-            gradients[position] = grad
+            gradients[position] = local_gradient(parameter, grad)
         return gradients
 
     def _is_inert(self, gradients: Mapping[int, Tensor]) -> bool:
@@ -351,29 +365,47 @@ class MuonOptimizer(torch.optim.Optimizer):
                     if spec.name not in state:
                         state[spec.name] = spec.create(parameter)
 
-    def _admits(self, gradients: Mapping[int, Tensor]) -> bool:
-        """Apply the policy for gradients that are not finite: whether to go on with this step."""
-        if self._engine.nonfinite == "propagate":
-            return True
-        present = [(i, grad) for i, grad in gradients.items() if grad.numel() > 0]
-        largest = torch._foreach_norm([grad for _, grad in present], ord=torch.inf) if present else ()
-        on_host = torch.stack([value.to("cpu", torch.float64) for value in largest]) if present else torch.zeros(0)
-        bad = [i for (i, _), finite in zip(present, torch.isfinite(on_host).tolist(), strict=True) if not finite]
-        if not bad:
-            return True
-        if self._engine.nonfinite == "raise":
-            routes = self._all_routes()
-            names = ", ".join(repr(routes[i].name) for i in bad[:8]) + (", ..." if len(bad) > 8 else "")
-            raise RuntimeError(
-                f"The gradient of {len(bad)} parameter(s) is not finite: {names}. Nothing was changed. "
-                "nonfinite='skip' leaves such steps out."
-            )
-        self._skipped_steps += 1
-        return False
+    def _agree(self, planned: PlannedStep, gradients: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
+        """Decide with the other ranks whether to go on, and which parameters have a gradient somewhere.
+
+        None: leave this step out. Else, for every shared parameter, a flag on its device. Ranks that see a different
+        plan, or a gradient that is not finite, must all act alike: whoever raised alone would leave the others waiting.
+        """
+        checks_gradients = self._engine.nonfinite != "propagate"
+        largest = _largest_entries(gradients) if checks_gradients else {}
+        not_finite = ~torch.isfinite(torch.stack(list(largest.values()))).all() if largest else torch.tensor(False)
+        wanted: dict[int, Tensor] = {}
+        # Twice where groups of ranks overlap, so that what one group found reaches the others.
+        for ranks in [*planned.shared] * min(2, len(planned.shared)):
+            positions = planned.shared[ranks]
+            device = local(planned.parameters[positions[0]]).device
+            has_gradient = [position in gradients for position in positions]
+            decision = agree(ranks, planned.fingerprints[ranks], not_finite, has_gradient, device)
+            looks = device.type == "cpu" or not planned.compared  # on a GPU, looking at every step would stall it
+            if looks and not decision.same_plan:
+                raise RuntimeError(
+                    "Ranks disagree about what to optimize: " + difference(ranks, planned.descriptions[ranks])
+                )
+            not_finite = decision.not_finite
+            wanted.update(zip(positions, decision.has_gradient, strict=True))
+        planned.compared = True
+        if checks_gradients and bool(not_finite):
+            if self._engine.nonfinite == "raise":
+                raise RuntimeError(self._not_finite_message(largest))
+            self._skipped_steps += 1
+            return None
+        return wanted
+
+    def _not_finite_message(self, largest: Mapping[int, Tensor]) -> str:
+        routes = self._all_routes()
+        bad = [routes[i].name for i, value in largest.items() if not torch.isfinite(value)]
+        shown = ", ".join(map(repr, bad[:8])) + (", ..." if len(bad) > 8 else "")
+        where = f"of {len(bad)} parameter(s) is not finite: {shown}" if bad else "on another rank is not finite"
+        return f"The gradient {where}. Nothing was changed. nonfinite='skip' leaves such steps out."
 
     # -------------------------------------------------------------------- plan
 
-    def _current_plan(self) -> _Planned:
+    def _current_plan(self) -> PlannedStep:
         """The plan, made anew when parameters or options have been exchanged since the last step."""
         parameters = self._parameters()
         self._all_routes()  # refuses groups that no longer fit
@@ -382,29 +414,50 @@ class MuonOptimizer(torch.optim.Optimizer):
         if self._planned is None or self._planned.key != key:
             for group in self.param_groups:
                 check_group(group)
-            self._planned = _Planned(self, parameters, key)
+            self._planned = PlannedStep(
+                key, self.param_groups, self._routes, self._all_views(), self._engine, self._replicate_group
+            )
         return self._planned
+
+    def _all_views(self) -> list[list[MatrixView | None]]:
+        return [self._views(group, routes) for group, routes in zip(self.param_groups, self._routes, strict=True)]
+
+    def plan_report(self, world_size: int | None = None, mesh: Sequence[int] | None = None) -> PlanReport:
+        """Who orthogonalizes what, what travels, and how even the work is; `print` it for a table.
+
+        Without arguments: for the parameters as they lie. With `world_size`: as if every parameter were sharded over
+        that many ranks by `fully_shard`, which needs neither processes nor memory (the model may be on the meta
+        device). `mesh` is the shape of the mesh, (replicas, shards) for HSDP.
+        """
+        layouts = fsdp_layouts(self._parameters(), world_size, mesh) if world_size or mesh else None
+        if layouts is None:
+            layouts = [layout_of(parameter, self._replicate_group) for parameter in self._parameters()]
+        specs = parameter_specs(self.param_groups, self._routes, self._all_views(), layouts)
+        return make_report(specs, self._engine)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: skipped steps, and what the momentum of one matrix of every shape now gives.
 
         Nothing is kept for this during training: the update of the sampled matrices is computed when asked for.
+        Sampled are matrices that this rank holds whole, so that one rank may ask alone.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         residuals, sizes = [], []
         planned = self._current_plan()
         with torch.no_grad():
-            for batch in (batch for stage in planned.plan.stages for batch in stage.batches):
-                member = batch.members[0]
-                parameter, view = planned.parameters[member.position], planned.views[member.position]
-                if not self.state.get(parameter) or view is None:
-                    continue
-                momentum = view.split(self.state[parameter]["momentum_buffer"])[member.block][member.start]
-                group = self.param_groups[planned.group_of[member.position]]
-                update = RULES[group["rule"]].direction(batch.key, momentum.unsqueeze(0))[0]
-                sizes.append(float(group["lr"]) * float(update.square().mean().sqrt()))
-                factor = update_scale(group["scale"], batch.rows, batch.cols) * group["ns_stepsize"]
-                residuals.append(_orthogonality_residual(update / factor) if factor else 0.0)
+            for stage in planned.plan.stages:
+                for batch in stage.batches:
+                    unit = stage.units[batch.members[0].unit]
+                    parameter = planned.parameters[unit.position]
+                    if not self.state.get(parameter) or local(parameter).shape != unit.tile.shape:
+                        continue
+                    momentum = unit.view.split(local(self.state[parameter]["momentum_buffer"]))
+                    sample = momentum[batch.members[0].block][batch.members[0].start]
+                    group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+                    update = RULES[group["rule"]].direction(batch.key, sample.unsqueeze(0))[0]
+                    sizes.append(float(group["lr"]) * float(update.square().mean().sqrt()))
+                    factor = update_scale(group["scale"], batch.rows, batch.cols) * group["ns_stepsize"]
+                    residuals.append(_orthogonality_residual(update / factor) if factor else 0.0)
         if residuals:
             numbers["orthogonality_residual"] = max(residuals)
             numbers["update_rms"] = sum(sizes) / len(sizes)
@@ -440,60 +493,9 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_adamw_defaults", "_engine", "_router", "_routes", "_frozen_rows", "_skipped_steps")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, "_planned": None}
-
-
-class _Planned:
-    """A plan with the live parameters it was made for; holding them keeps their identities from being re-used."""
-
-    def __init__(self, optimizer: MuonOptimizer, parameters: list[Tensor], key: object) -> None:
-        self.key = key
-        self.parameters = parameters
-        self.views: list[MatrixView | None] = []
-        self.group_of: list[int] = []
-        specs: list[ParameterSpec] = []
-        for index, (group, routes) in enumerate(zip(optimizer.param_groups, optimizer._routes, strict=True)):
-            rule = RULES[group["rule"]]
-            for parameter, view in zip(group["params"], optimizer._views(group, routes), strict=True):
-                blocks = view.block_shapes if view else ()
-                dtype = working_dtype(parameter.dtype)
-                specs.append(
-                    ParameterSpec(
-                        position=len(specs),
-                        group=index,
-                        rule=rule.name,
-                        shape=tuple(parameter.shape),
-                        bytes_per_element=dtype.itemsize,
-                        placement=(parameter.device, dtype),
-                        blocks=blocks,
-                        batch_keys=tuple(rule.batch_key(group, rows, cols) for _, rows, cols in blocks),
-                    )
-                )
-                self.views.append(view)
-                self.group_of.append(index)
-        self.plan: Plan = make_plan(specs, optimizer._engine.max_stage_bytes)
-
-
-def _directions(
-    rule: Rule, batches: Sequence[Batch], views: Sequence[MatrixView | None], prepared: Mapping[int, Tensor]
-) -> dict[int, Tensor]:
-    """Pass what is prepared through `rule.direction`, batch by batch; parameters without a gradient are left out."""
-    view_of = {i: view for i in prepared if (view := views[i]) is not None}
-    blocks = {i: view.split(prepared[i]) for i, view in view_of.items()}
-    results: dict[int, list[list[Tensor]]] = {i: [[] for _ in blocks[i]] for i in prepared}
-    for batch in batches:
-        members = [member for member in batch.members if member.position in prepared]
-        if not members:
-            continue
-        matrices = [blocks[m.position][m.block][m.start : m.stop] for m in members]
-        directions = rule.direction(batch.key, torch.cat(matrices) if len(matrices) > 1 else matrices[0])
-        sizes = [m.stop - m.start for m in members]
-        for member, piece in zip(members, torch.split(directions, sizes), strict=True):
-            results[member.position][member.block].append(piece)
-    return {
-        i: view_of[i].join([torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in results[i]])
-        for i in prepared
-    }
+        # Process groups can't be copied; a copy that needs one is built anew.
+        nothing = {"_planned": None, "_replicate_group": None}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 
 
 def _orthogonality_residual(update: Tensor) -> float:
@@ -502,6 +504,16 @@ def _orthogonality_residual(update: Tensor) -> float:
     gram = wide @ wide.mT
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return float((gram - identity).norm() / len(gram) ** 0.5)
+
+
+def _largest_entries(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The largest absolute value of every gradient on the first one's device; NaN and infinity show in it."""
+    present = {position: grad for position, grad in gradients.items() if grad.numel() > 0}
+    if not present:
+        return {}
+    values = torch._foreach_norm(list(present.values()), ord=torch.inf)
+    device = values[0].device
+    return {i: value.to(device, torch.float32) for i, value in zip(present, values, strict=True)}
 
 
 def _as_torch_params(params: Params) -> Any:

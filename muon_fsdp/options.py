@@ -12,6 +12,7 @@ import torch
 
 from muon_fsdp.coefficients import check_steps
 from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS
+from muon_fsdp.plan import STRATEGIES, Strategy
 from muon_fsdp.rules import RULES
 from muon_fsdp.scaling import SCALE_VERSIONS
 from muon_fsdp.views import VIEW_NAMES
@@ -45,14 +46,21 @@ FOREIGN_KEYS = ("params", "param_names", "name", "base_momentum", "max_momentum"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What concerns the whole optimizer and the machine it runs on; not part of a checkpoint."""
+    """What concerns the whole optimizer and the machines it runs on; not part of a checkpoint."""
 
     nonfinite: NonFinite
     max_stage_bytes: int
     strict: bool
+    strategy: Strategy
+    comm_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
         _flag("strict", self.strict)
+        _choice("strategy", self.strategy, STRATEGIES)
+        if self.comm_dtype is not None and not (
+            isinstance(self.comm_dtype, torch.dtype) and self.comm_dtype.is_floating_point
+        ):
+            raise TypeError(f"Invalid comm_dtype: {self.comm_dtype!r} (must be None or a floating-point torch.dtype)")
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
         _integer("max_stage_bytes", self.max_stage_bytes, at_least=1)
 

@@ -1,13 +1,31 @@
-"""Planning of a step from metadata alone: which matrices are orthogonalized together, and in which stage."""
+"""Planning of a step from metadata alone: who orthogonalizes which matrices, in which stage, and what is sent.
+
+Everything here is a pure function of shapes and layouts. All ranks make the same outline (`make_outline`), and each
+takes its own part of it (`make_plan`); an outline for thousands of ranks needs none of them.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, get_args
 
-from muon_fsdp.views import BlockShape
+from muon_fsdp.layout import Layout, Tile
+from muon_fsdp.views import MatrixView
+
+Strategy = Literal["auto", "owner", "replicate"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+# The cost model of "auto": a GPU's matrix rate, what one rank can send, and what a step costs however small it is.
+FLOPS_PER_SECOND = 4e14
+BYTES_PER_SECOND = 1e11
+FIXED_SECONDS = 1e-4
+# Computing everything everywhere must promise this much of the owner's time before it is preferred.
+REPLICATE_BELOW = 0.7
 
 
 @dataclass(frozen=True)
@@ -18,21 +36,45 @@ class ParameterSpec:
     group: int
     rule: str
     shape: tuple[int, ...]
+    layout: Layout
     bytes_per_element: int  # in working precision
     placement: Hashable  # device and working dtype: parameters that differ in it are never in one stage
-    blocks: tuple[BlockShape, ...] = ()  # its logical matrices, none for an element-wise rule
-    batch_keys: tuple[Hashable, ...] = ()  # per block, what matrices of one batch must share
+    view: MatrixView | None = None  # None for an element-wise rule
+    batch_keys: tuple[Hashable, ...] = ()  # per block of the view, what matrices of one batch must share
+    block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A box of a parameter that is orthogonalized in one place: all of it, or some matrices of a stack."""
+
+    position: int
+    tile: Tile
+    view: MatrixView
+    batch_keys: tuple[Hashable, ...]
+    flops: float
+    owner: int | None = None  # a global rank; None: every rank of the layout computes it
 
     @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.bytes_per_element
+    def num_matrices(self) -> int:
+        return sum(count for count, _, _ in self.view.block_shapes)
+
+
+@dataclass(frozen=True)
+class StageOutline:
+    """What all ranks of `ranks` agree on: parameters that pass through a step together, and who computes them."""
+
+    rule: str
+    ranks: tuple[int, ...]
+    specs: tuple[ParameterSpec, ...]
+    units: tuple[Unit, ...]
 
 
 @dataclass(frozen=True)
 class Member:
-    """Matrices [start, stop) of one block of one parameter."""
+    """Matrices [start, stop) of one block of one unit of the stage."""
 
-    position: int
+    unit: int
     block: int
     start: int
     stop: int
@@ -53,13 +95,51 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A box that travels: part of the unit, held by some rank."""
+
+    unit: int
+    in_shard: tuple[slice, ...]  # where it lies in the holder's local tensor
+    in_unit: tuple[slice, ...]  # where it lies in the unit
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What this rank sends and receives, by index of the other rank in `ranks`; its own entries never travel."""
+
+    ranks: tuple[int, ...]  # sorted
+    me: int
+    gather_send: tuple[tuple[Piece, ...], ...]  # my shards, to whoever computes
+    gather_receive: tuple[tuple[Piece, ...], ...]  # others' shards of what I compute
+    scatter_send: tuple[tuple[Piece, ...], ...]  # results, to everyone who holds a part
+    scatter_receive: tuple[tuple[Piece, ...], ...]  # results for my shards
+    gathers: bool  # whether anything travels on any rank: all of them take part in a collective, or none
+    scatters: bool
+
+    def elements_sent(self) -> tuple[int, int]:
+        """Elements that this rank hands to the gather and to the scatter for others."""
+        return tuple(  # type: ignore[return-value]
+            sum(piece.numel for other, pieces in enumerate(lists) if other != self.me for piece in pieces)
+            for lists in (self.gather_send, self.scatter_send)
+        )
+
+
+@dataclass(frozen=True)
 class Stage:
-    """Parameters of one rule that pass through prepare, direction and apply together."""
+    """This rank's part of a stage."""
 
     rule: str
     positions_by_group: tuple[tuple[int, tuple[int, ...]], ...]
+    units: tuple[Unit, ...]
+    mine: tuple[int, ...]  # the units this rank computes
     batches: tuple[Batch, ...]
-    num_bytes: int
+    exchange: Exchange | None  # None: this rank holds what it computes and computes what it holds
+    num_bytes: int  # of this rank's shards, in working precision
 
 
 @dataclass(frozen=True)
@@ -68,53 +148,242 @@ class Plan:
 
     @property
     def num_matrices(self) -> int:
+        """Matrices that this rank orthogonalizes in a step."""
         return sum(batch.count for stage in self.stages for batch in stage.batches)
 
 
-def make_plan(specs: Iterable[ParameterSpec], max_stage_bytes: int) -> Plan:
-    """Put equal matrices together, and cut the work into stages of at most `max_stage_bytes` of updates.
+def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int) -> Plan:
+    """The part of `rank` in the outlines it takes part in, in their order."""
+    return Plan(tuple(_localize(outline, rank, max_stage_bytes) for outline in outlines if rank in outline.ranks))
+
+
+def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:
+    """A stage that only assembles one tensor, on every rank."""
+    whole = Tile((0,) * len(shape), shape)
+    unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), (), 0.0, owner=None)
+    spec = ParameterSpec(0, 0, "", shape, layout, 1, None)
+    outline = StageOutline("", layout.ranks, (spec,), (unit,))
+    return Stage("", (), (unit,), (0,), (), _make_exchange(outline, {0: spec}, layout.ranks.index(rank)), 0)
+
+
+# ------------------------------------------------------------------------------------------------------- outlines
+
+
+def make_outline(
+    specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strategy: str = "auto", wire_bytes: int = 2
+) -> list[StageOutline]:
+    """Who computes what in which stage, for all ranks; the same on every rank that sees the same parameters.
+
+    Stages come in one total order (ranks, then size), so that groups of ranks that overlap can't wait for each other
+    in a circle.
+    """
+    by_kind: dict[tuple[tuple[int, ...], str, Hashable], list[ParameterSpec]] = defaultdict(list)
+    for spec in sorted(specs, key=lambda spec: spec.layout.ranks):
+        if math.prod(spec.shape) > 0:
+            by_kind[(spec.layout.ranks, spec.rule, spec.placement)].append(spec)
+    units = {spec.position: _units_of(spec) for kind in by_kind.values() for spec in kind if spec.view is not None}
+    layouts = {spec.position: spec.layout for kind in by_kind.values() for spec in kind}
+    shapes = {spec.position: spec.shape for kind in by_kind.values() for spec in kind}
+    owned = _assign_owners(units, layouts, shapes, wire_bytes)
+    outlines = []
+    for (ranks, rule, _), members in by_kind.items():
+        work = {spec.position: owned.get(spec.position, ()) for spec in members}
+        if len(ranks) > 1 and _replicates(
+            [u for us in work.values() for u in us], members[0].layout, strategy, wire_bytes
+        ):
+            work = {position: tuple(replace(unit, owner=None) for unit in us) for position, us in work.items()}
+        largest_first = sorted(members, key=lambda spec: _order(spec, work[spec.position]))
+        outlines += [
+            StageOutline(rule, ranks, tuple(stage), tuple(unit for spec in stage for unit in work[spec.position]))
+            for stage in _cut(largest_first, work, max_stage_bytes)
+        ]
+    return outlines
+
+
+def _order(spec: ParameterSpec, units: Sequence[Unit]) -> tuple[object, ...]:
+    """Largest first, as owners are assigned, so that every stage spreads over all ranks; equal shapes side by side."""
+    return (-max((unit.flops for unit in units), default=0.0), spec.shape, repr(spec.batch_keys), spec.position)
+
+
+def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
+    """Cut a stack of matrices where ranks could share the work; anything else is one unit."""
+    view = spec.view
+    assert view is not None
+    shape = spec.shape
+    cuts = [0, shape[0]]
+    if view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1:
+        cuts = list(range(shape[0] + 1))
+    units = []
+    for start, stop in pairwise(cuts):
+        tile = Tile((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+        part = replace(view, shape=tile.shape)
+        flops = sum(count * cost for (count, _, _), cost in zip(part.block_shapes, spec.block_flops, strict=True))
+        units.append(Unit(spec.position, tile, part, spec.batch_keys, flops))
+    return tuple(units)
+
+
+def _assign_owners(
+    units: dict[int, tuple[Unit, ...]],
+    layouts: dict[int, Layout],
+    shapes: dict[int, tuple[int, ...]],
+    wire_bytes: int,
+) -> dict[int, tuple[Unit, ...]]:
+    """Give every unit an owner, by load over the whole model.
+
+    A rank knows only the parameters it holds a part of, and owners must be the same on all ranks that share them.
+    So the widest sets of ranks come first, and a narrower set counts what its ranks do in the sets that contain it.
+    """
+    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
+    for position, many in units.items():
+        by_ranks[layouts[position].ranks].extend(many)
+    loads: dict[tuple[int, ...], dict[int, float]] = {}
+    placed: dict[int, list[Unit]] = defaultdict(list)
+    for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks)):
+        wider = [other for other in loads if set(ranks) <= set(other)]
+        before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
+        members = by_ranks[ranks]
+        holders = [_whole_holders(unit, layouts[unit.position], shapes[unit.position]) for unit in members]
+        owners, after = _assign(members, holders, before, wire_bytes)
+        loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
+        for unit, owner in zip(members, owners, strict=True):
+            placed[unit.position].append(replace(unit, owner=owner))
+    return {position: tuple(many) for position, many in placed.items()}
+
+
+def _assign(
+    units: Sequence[Unit], holders: Sequence[tuple[int, ...]], loads: dict[int, float], wire_bytes: int
+) -> tuple[list[int], dict[int, float]]:
+    """Owners of units that share their ranks: whoever holds one whole where there is such a rank, else anybody.
+
+    Weights that lie whole on few ranks (256 experts over 4,096 ranks) are moved all the same when the others would
+    wait longer than moving takes.
+    """
+    owners, after = _balance(units, holders, loads)
+    if any(0 < len(who) < len(loads) for who in holders):
+        free_owners, free_after = _balance(units, [()] * len(units), loads)
+        moved = sum(
+            2 * unit.tile.numel * wire_bytes
+            for unit, who, owner in zip(units, holders, free_owners, strict=True)
+            if who and owner not in who
+        )
+        seconds_to_move = FIXED_SECONDS + moved / (len(loads) * BYTES_PER_SECOND)
+        seconds_saved = (max(after.values()) - max(free_after.values())) / FLOPS_PER_SECOND
+        if seconds_to_move < seconds_saved:
+            return free_owners, free_after
+    return owners, after
+
+
+def _whole_holders(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks whose tile contains the unit."""
+    tiles = layout.tiles(shape)
+    if all(tile.numel < unit.tile.numel for tile in set(tiles)):
+        return ()
+    return tuple(rank for rank, tile in zip(layout.ranks, tiles, strict=True) if tile.contains(unit.tile))
+
+
+def _balance(
+    units: Sequence[Unit], candidates: Sequence[tuple[int, ...]], loads: dict[int, float]
+) -> tuple[list[int], dict[int, float]]:
+    """Longest processing time first: the next largest unit goes to the least loaded of its candidates."""
+    loads = dict(loads)
+    everybody = tuple(loads)
+    owners = [-1] * len(units)
+    heaps: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    # Units with a choice of few ranks first: the others can even out what these leave.
+    has_choice = [not 0 < len(who) < len(loads) for who in candidates]
+    for index in sorted(range(len(units)), key=lambda i: (has_choice[i], -units[i].flops)):
+        ranks = everybody if has_choice[index] else candidates[index]
+        heap = heaps.get(ranks)
+        if heap is None:
+            heap = heaps[ranks] = [(loads[rank], rank) for rank in ranks]
+            heapq.heapify(heap)
+        while heap[0][0] != loads[heap[0][1]]:  # this rank was given work from another heap meanwhile
+            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        load, rank = heap[0]
+        owners[index] = rank
+        loads[rank] = load + units[index].flops
+        heapq.heapreplace(heap, (loads[rank], rank))
+    return owners, loads
+
+
+def _replicates(units: Sequence[Unit], layout: Layout, strategy: str, wire_bytes: int) -> bool:
+    """Whether every rank should compute everything instead of each unit once."""
+    if strategy != "auto" or not units:
+        return strategy == "replicate"
+    num_ranks, num_replicas = len(layout.ranks), max(layout.replica_of) + 1
+    shards = num_ranks // num_replicas
+    loads: dict[int, float] = defaultdict(float)
+    for unit in units:
+        if unit.owner is not None:
+            loads[unit.owner] += unit.flops
+    num_bytes = wire_bytes * sum(unit.tile.numel for unit in units)
+    gathered = num_bytes * (shards - 1) / shards
+    scattered = num_bytes * num_replicas - num_bytes / shards
+    owner = (
+        FIXED_SECONDS + max(loads.values()) / FLOPS_PER_SECOND + (gathered + scattered) / num_ranks / BYTES_PER_SECOND
+    )
+    everywhere = FIXED_SECONDS + sum(loads.values()) / FLOPS_PER_SECOND + gathered / BYTES_PER_SECOND
+    return everywhere < REPLICATE_BELOW * owner
+
+
+def _cut(
+    specs: Sequence[ParameterSpec], work: dict[int, tuple[Unit, ...]], max_stage_bytes: int
+) -> list[list[ParameterSpec]]:
+    """Cut parameters into stages in which no rank holds or computes more than `max_stage_bytes`.
 
     A parameter is never divided between stages, so one that is larger than the bound is a stage by itself; its
     matrices are still orthogonalized in batches within the bound where it holds several.
     """
-    by_kind: dict[Hashable, list[ParameterSpec]] = defaultdict(list)
-    for spec in specs:
-        if math.prod(spec.shape) > 0:
-            by_kind[(spec.rule, spec.placement)].append(spec)
-    stages = []
-    for kind in by_kind.values():
-        same_shape_adjacent = sorted(kind, key=lambda spec: (spec.blocks, repr(spec.batch_keys), spec.position))
-        stages += [_make_stage(members, max_stage_bytes) for members in _cut(same_shape_adjacent, max_stage_bytes)]
-    return Plan(tuple(stages))
-
-
-def _cut(specs: Sequence[ParameterSpec], max_stage_bytes: int) -> list[list[ParameterSpec]]:
     stages: list[list[ParameterSpec]] = []
-    room = 0
+    held = 0
+    computed: dict[int | None, int] = defaultdict(int)
     for spec in specs:
-        if not stages or spec.num_bytes > room:
+        shard = max(tile.numel for tile in set(spec.layout.tiles(spec.shape))) * spec.bytes_per_element
+        extra: dict[int | None, int] = defaultdict(int)
+        for unit in work[spec.position]:
+            extra[unit.owner] += unit.tile.numel * spec.bytes_per_element
+        if not stages or max((held + shard, *(computed[who] + size for who, size in extra.items()))) > max_stage_bytes:
             stages.append([])
-            room = max_stage_bytes
+            held = 0
+            computed.clear()
         stages[-1].append(spec)
-        room -= spec.num_bytes
+        held += shard
+        for who, size in extra.items():
+            computed[who] += size
     return stages
 
 
-def _make_stage(specs: Sequence[ParameterSpec], max_stage_bytes: int) -> Stage:
+# ---------------------------------------------------------------------------------------------- one rank's part
+
+
+def _localize(outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
+    me = outline.ranks.index(rank)
+    specs = {spec.position: spec for spec in outline.specs}
     by_group: dict[int, list[int]] = defaultdict(list)
-    members: dict[tuple[int, int, Hashable], list[Member]] = defaultdict(list)
-    for spec in specs:
+    num_bytes = 0
+    for spec in outline.specs:
         by_group[spec.group].append(spec.position)
-        for block, ((count, rows, cols), key) in enumerate(zip(spec.blocks, spec.batch_keys, strict=True)):
-            members[(rows, cols, key)].append(Member(spec.position, block, 0, count))
-    bytes_per_element = specs[0].bytes_per_element  # one working dtype in a stage
-    batches = [
+        num_bytes += spec.layout.tiles(spec.shape)[me].numel * spec.bytes_per_element
+    mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
+    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, max_stage_bytes)
+    exchange = _make_exchange(outline, specs, me) if len(outline.ranks) > 1 and outline.units else None
+    groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
+    return Stage(outline.rule, groups, outline.units, mine, batches, exchange, num_bytes)
+
+
+def _make_batches(
+    units: Sequence[Unit], mine: Sequence[int], bytes_per_element: int, max_stage_bytes: int
+) -> tuple[Batch, ...]:
+    members: dict[tuple[int, int, Hashable], list[Member]] = defaultdict(list)
+    for index in mine:
+        unit = units[index]
+        for block, ((count, rows, cols), key) in enumerate(zip(unit.view.block_shapes, unit.batch_keys, strict=True)):
+            members[(rows, cols, key)].append(Member(index, block, 0, count))
+    return tuple(
         Batch(key, rows, cols, piece)
         for (rows, cols, key), whole in members.items()
         for piece in _chunk(whole, max(1, max_stage_bytes // (rows * cols * bytes_per_element)))
-    ]
-    groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
-    return Stage(specs[0].rule, groups, tuple(batches), sum(spec.num_bytes for spec in specs))
+    )
 
 
 def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, ...]]:
@@ -126,7 +395,7 @@ def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, .
         start = member.start
         while start < member.stop:
             stop = min(member.stop, start + room)
-            current.append(Member(member.position, member.block, start, stop))
+            current.append(replace(member, start=start, stop=stop))
             room -= stop - start
             start = stop
             if room == 0:
@@ -135,3 +404,62 @@ def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, .
     if current:
         chunks.append(tuple(current))
     return chunks
+
+
+def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: int) -> Exchange:
+    """Every list is in the order of the units, on both sides of every message."""
+    ranks = outline.ranks
+    index_of = {rank: index for index, rank in enumerate(ranks)}
+    gather_send: list[list[Piece]] = [[] for _ in ranks]
+    gather_receive: list[list[Piece]] = [[] for _ in ranks]
+    scatter_send: list[list[Piece]] = [[] for _ in ranks]
+    scatter_receive: list[list[Piece]] = [[] for _ in ranks]
+    gathers = scatters = False
+    for number, unit in enumerate(outline.units):
+        spec = specs[unit.position]
+        tiles = spec.layout.tiles(spec.shape)
+        replica_of = spec.layout.replica_of
+        computing = range(len(ranks)) if unit.owner is None else (index_of[unit.owner],)
+        for computer in computing:
+            whole_there = tiles[computer].contains(unit.tile)
+            gathers |= not whole_there
+            holds = me == computer if whole_there else replica_of[me] == replica_of[computer]
+            if holds:
+                _append(gather_send[computer], number, unit.tile, tiles[me])
+            if computer == me:
+                for source in [me] if whole_there else range(len(ranks)):
+                    if replica_of[source] == replica_of[me]:
+                        _append(gather_receive[source], number, unit.tile, tiles[source])
+        if unit.owner is None:
+            _append(scatter_send[me], number, unit.tile, tiles[me])
+            _append(scatter_receive[me], number, unit.tile, tiles[me])
+        else:
+            owner = index_of[unit.owner]
+            scatters = scatters or any(
+                rank != owner and tile.intersect(unit.tile).numel > 0 for rank, tile in enumerate(tiles)
+            )
+            _append(scatter_receive[owner], number, unit.tile, tiles[me])
+            if owner == me:
+                for holder in range(len(ranks)):
+                    _append(scatter_send[holder], number, unit.tile, tiles[holder])
+    in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # a process group numbers its ranks so
+
+    def ordered(lists: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
+        return tuple(tuple(lists[index]) for index in in_group_order)
+
+    return Exchange(
+        ranks=tuple(sorted(ranks)),
+        me=in_group_order.index(me),
+        gather_send=ordered(gather_send),
+        gather_receive=ordered(gather_receive),
+        scatter_send=ordered(scatter_send),
+        scatter_receive=ordered(scatter_receive),
+        gathers=gathers,
+        scatters=scatters,
+    )
+
+
+def _append(pieces: list[Piece], number: int, unit: Tile, tile: Tile) -> None:
+    common = tile.intersect(unit)
+    if common.numel > 0:
+        pieces.append(Piece(number, common.within(tile), common.within(unit), common.shape))

@@ -61,6 +61,10 @@ class Rule(ABC):
         """What two equally shaped matrices must share to be given to `direction` in one batch."""
         raise AssertionError(f"rule {self.name!r} does not orthogonalize")
 
+    def flops(self, key: Any, rows: int, cols: int) -> float:
+        """Cost of `direction` for one matrix, for the balance of ranks."""
+        raise AssertionError(f"rule {self.name!r} does not orthogonalize")
+
     def direction(self, key: Any, matrices: Tensor) -> Tensor:  # (B, rows, cols) -> (B, rows, cols)
         """The update for every matrix of a batch, as a new tensor."""
         raise AssertionError(f"rule {self.name!r} does not orthogonalize")

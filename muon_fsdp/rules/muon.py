@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.newton_schulz import orthogonalization_flops, orthogonalize
 from muon_fsdp.rules.base import GroupOptions, Rule, State, StateSpec
 from muon_fsdp.scaling import update_scale
 
@@ -36,6 +36,9 @@ class Muon(Rule):
     def batch_key(self, group: GroupOptions, rows: int, cols: int) -> MuonBatchKey:
         factor = update_scale(group["scale"], rows, cols) * float(group["ns_stepsize"])
         return MuonBatchKey(group["orthogonalization"], group["ns_steps"], factor)
+
+    def flops(self, key: MuonBatchKey, rows: int, cols: int) -> float:
+        return orthogonalization_flops(rows, cols, key.steps)
 
     def direction(self, key: MuonBatchKey, matrices: Tensor) -> Tensor:
         return orthogonalize(matrices, method=key.method, steps=key.steps).mul_(key.factor)

@@ -1,0 +1,255 @@
+"""The only module that calls collectives: assembling sharded matrices where they are computed, and scattering back.
+
+One stage goes through three phases. *Gather*: every holder sends its boxes to whoever computes the unit. *Compute* is
+the caller's. *Scatter*: results go to every holder, replicas included. Both transfers are one all-to-all with unequal
+splits, started asynchronously, so that the next stage is gathered and the last one scattered while this one computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.layout import Layout, Tile, local_layout
+from muon_fsdp.plan import Exchange, Piece, Stage, make_gather_stage
+
+_FLAGS_PER_BLOCK = 1024
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+# --------------------------------------------------------------------------------------------- tensors and layouts
+
+
+def my_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing memory with it; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> Layout:
+    """How a parameter lies on ranks. A plain one is this rank's own, or a replica in `replicate_group`."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        return Layout(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), tuple(parameter.placements))
+    if replicate_group is not None:
+        ranks = tuple(dist.get_process_group_ranks(replicate_group))
+        return Layout(ranks, (len(ranks),), local_layout(0).placements)
+    return local_layout(my_rank())
+
+
+def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, in the layout of its parameter."""
+    if not isinstance(parameter, DTensor):
+        return local(grad)
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)  # partial sums under tensor parallelism, say
+    return local(grad)
+
+
+def like(parameter: Tensor, part: Tensor) -> Tensor:
+    """A tensor that is distributed as the parameter and whose local part is `part`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group of these ranks, made once; every rank of it must ask for its groups in the same order."""
+    key = tuple(sorted(ranks))
+    group = _groups.get(key)
+    if group is None or not _is_alive(group):
+        if len(key) == dist.get_world_size():
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(list(key), use_local_synchronization=True)
+        assert group is not None
+        _groups[key] = group
+    return group
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the group belongs to the current initialization of torch.distributed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------- transfers
+
+
+class Transfer:
+    """One all-to-all under way."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        outgoing: Sequence[Sequence[Tensor]],  # per rank, what to send to it
+        incoming: Sequence[Sequence[Piece]],  # per rank, what it sends
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        me = exchange.me
+        self._incoming = [(piece, other) for other, pieces in enumerate(incoming) for piece in pieces if other != me]
+        send_sizes = [sum(map(torch.numel, many)) if other != me else 0 for other, many in enumerate(outgoing)]
+        receive_sizes = [
+            sum(piece.numel for piece in many) if other != me else 0 for other, many in enumerate(incoming)
+        ]
+        flat = [tensor.reshape(-1).to(dtype) for other, many in enumerate(outgoing) if other != me for tensor in many]
+        self._send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        self._received = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
+        self._work = dist.all_to_all_single(
+            self._received, self._send, receive_sizes, send_sizes, group=group_of(exchange.ranks), async_op=True
+        )
+
+    def wait(self) -> list[tuple[Piece, Tensor]]:
+        """The pieces that arrived. On a GPU this makes the stream wait, not the host."""
+        self._work.wait()
+        sizes = [piece.numel for piece, _ in self._incoming]
+        parts = torch.split(self._received, sizes)
+        return [(piece, part.view(piece.shape)) for (piece, _), part in zip(self._incoming, parts, strict=True)]
+
+
+class StageExchange:
+    """The two transfers of a stage that travels. `shards` are this rank's tensors by position of the parameter."""
+
+    def __init__(self, stage: Stage, shards: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+        assert stage.exchange is not None
+        self._stage, self._exchange, self._shards, self._dtype = stage, stage.exchange, shards, dtype
+        self._device = next(iter(shards.values())).device
+        self._gather: Transfer | None = None
+        self._scatter: Transfer | None = None
+        self._kept: list[tuple[Piece, Tensor]] = []  # results for this rank's own shards
+
+    def start_gather(self) -> None:
+        exchange = self._exchange
+        if exchange.gathers:
+            outgoing = [[self._part(piece) for piece in pieces] for pieces in exchange.gather_send]
+            self._gather = Transfer(exchange, outgoing, exchange.gather_receive, self._dtype, self._device)
+
+    def finish_gather(self) -> dict[int, Tensor]:
+        """The whole units that this rank computes."""
+        exchange = self._exchange
+        arrived = self._gather.wait() if self._gather is not None else []
+        arrived += [(piece, self._part(piece)) for piece in exchange.gather_receive[exchange.me]]
+        pieces_of: dict[int, list[tuple[Piece, Tensor]]] = {number: [] for number in self._stage.mine}
+        for piece, part in arrived:
+            pieces_of[piece.unit].append((piece, part))
+        self._gather = None
+        return {number: self._assemble(number, pieces) for number, pieces in pieces_of.items()}
+
+    def start_scatter(self, results: Mapping[int, Tensor]) -> None:
+        exchange = self._exchange
+        # Every holder gets the same numbers, this rank too: replicas must not drift apart by a rounding.
+        sent = {number: result.to(self._dtype) if exchange.scatters else result for number, result in results.items()}
+        outgoing = [[sent[piece.unit][piece.in_unit] for piece in pieces] for pieces in exchange.scatter_send]
+        kept = exchange.scatter_receive[exchange.me]
+        self._kept = list(zip(kept, outgoing[exchange.me], strict=True))
+        if exchange.scatters:
+            self._scatter = Transfer(exchange, outgoing, exchange.scatter_receive, self._dtype, self._device)
+
+    def finish_scatter(self) -> dict[int, Tensor]:
+        """The update of every shard, by position."""
+        arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
+        updates = {position: torch.empty_like(shard) for position, shard in self._shards.items()}
+        for piece, part in arrived:
+            updates[self._stage.units[piece.unit].position][piece.in_shard].copy_(part)
+        return updates
+
+    def _part(self, piece: Piece) -> Tensor:
+        return self._shards[self._stage.units[piece.unit].position][piece.in_shard]
+
+    def _assemble(self, number: int, pieces: list[tuple[Piece, Tensor]]) -> Tensor:
+        unit = self._stage.units[number]
+        if len(pieces) == 1 and pieces[0][0].shape == unit.tile.shape:
+            return pieces[0][1].to(self._shards[unit.position].dtype)
+        whole = self._shards[unit.position].new_empty(unit.tile.shape)
+        for piece, part in pieces:
+            # Through the wire's precision also where nothing was sent: all who compute must see the same matrix.
+            whole[piece.in_unit].copy_(part.to(self._dtype))
+        return whole
+
+
+def gather_full(parameter: Tensor) -> Tensor:
+    """The whole of a parameter as a new plain tensor, on every rank that holds it and in its own precision."""
+    shard = local(parameter).detach()
+    if not isinstance(parameter, DTensor):
+        return shard.clone()
+    layout = layout_of(parameter, None)
+    stage = make_gather_stage(tuple(parameter.shape), layout, my_rank())
+    exchange = StageExchange(stage, {0: shard}, parameter.dtype)
+    exchange.start_gather()
+    return exchange.finish_gather()[0].clone()
+
+
+def scatter_full(parameter: Tensor, whole: Tensor) -> None:
+    """Write this rank's box of `whole` into a parameter; no communication."""
+    shard = local(parameter)
+    if isinstance(parameter, DTensor):
+        layout = layout_of(parameter, None)
+        tile = layout.tiles(tuple(parameter.shape))[layout.ranks.index(my_rank())]
+        whole = whole[tile.within(Tile((0,) * whole.ndim, tuple(whole.shape)))]
+    shard.copy_(whole)
+
+
+# ------------------------------------------------------------------------------------------------------- agreement
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks of a group know after `agree`; tensors stay on their device until somebody looks."""
+
+    same_plan: Tensor  # bool
+    not_finite: Tensor  # bool: some rank has a gradient that is not finite
+    has_gradient: Tensor  # (num_parameters,) bool: some rank has a gradient for it
+
+
+def agree(
+    ranks: tuple[int, ...], fingerprint: int, not_finite: Tensor, has_gradient: Sequence[bool], device: torch.device
+) -> Decision:
+    """One small all-reduce, in which every rank of the group takes part at every step, whatever it has seen."""
+    blocks = -(-len(has_gradient) // _FLAGS_PER_BLOCK)  # rounded up: the size must not differ before it is compared
+    flags = torch.zeros(3 + blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
+    flags[0], flags[1] = fingerprint, -fingerprint  # equal everywhere if the largest of both are opposite
+    flags[3 : 3 + len(has_gradient)] = torch.tensor(has_gradient, dtype=torch.int32)
+    flags = flags.to(device, non_blocking=True)
+    flags[2] = not_finite.to(device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group_of(ranks))
+    return Decision(flags[0] == -flags[1], flags[2] > 0, flags[3 : 3 + len(has_gradient)] > 0)
+
+
+def fingerprint(description: Sequence[str]) -> int:
+    """31 bits of a hash, the same in every process."""
+    digest = hashlib.sha256("\n".join(description).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def difference(ranks: tuple[int, ...], description: Sequence[str]) -> str:
+    """Which line of the descriptions that ranks have differs, for an error message; a collective."""
+    gathered: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(gathered, list(description), group=group_of(ranks))
+    ordered = sorted(ranks)
+    for other, lines in zip(ordered[1:], gathered[1:], strict=True):
+        for first, second in zip_longest(gathered[0], lines, fillvalue="nothing"):
+            if first != second:
+                return f"rank {ordered[0]} has {first}; rank {other} has {second}"
+    return "no difference found"

@@ -1,0 +1,141 @@
+"""A plan together with the live parameters it was made for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.distributed import fingerprint, layout_of, local, my_rank
+from muon_fsdp.engine import stage_label
+from muon_fsdp.layout import Layout, LayoutError, local_layout
+from muon_fsdp.options import EngineOptions
+from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
+from muon_fsdp.routing import Route
+from muon_fsdp.rules import RULES
+from muon_fsdp.rules.base import working_dtype
+from muon_fsdp.views import MatrixView
+
+
+class PlannedStep:
+    """What a step needs besides gradients. Holding the parameters keeps their identities from being re-used."""
+
+    def __init__(
+        self,
+        key: object,
+        groups: Sequence[Mapping[str, Any]],
+        routes: Sequence[Sequence[Route]],
+        views: Sequence[Sequence[MatrixView | None]],
+        engine: EngineOptions,
+        replicate_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.key = key
+        self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        self.layouts = [layout_of(parameter, replicate_group) for parameter in self.parameters]
+        specs = parameter_specs(groups, routes, views, self.layouts)
+        self.outlines: list[StageOutline] = make_outline(
+            [_elementwise_is_local(spec, self.parameters[spec.position]) for spec in specs],
+            max_stage_bytes=engine.max_stage_bytes,
+            strategy=engine.strategy,
+            wire_bytes=2 if engine.comm_dtype is None else engine.comm_dtype.itemsize,
+        )
+        self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
+        self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
+        # Positions of parameters by the ranks that must agree about them; in one order on all ranks.
+        members: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for position, layout in enumerate(self.layouts):
+            if len(layout.ranks) > 1:
+                members[tuple(sorted(layout.ranks))].append(position)
+        self.shared = dict(sorted(members.items()))
+        self.descriptions = {
+            ranks: _describe(positions, groups, routes, self.layouts) for ranks, positions in self.shared.items()
+        }
+        self.fingerprints = {ranks: fingerprint(lines) for ranks, lines in self.descriptions.items()}
+        self.compared = False  # whether the ranks have been found to have the same plan
+
+
+def parameter_specs(
+    groups: Sequence[Mapping[str, Any]],
+    routes: Sequence[Sequence[Route]],
+    views: Sequence[Sequence[MatrixView | None]],
+    layouts: Sequence[Layout],
+) -> list[ParameterSpec]:
+    """What the planner needs to know of every parameter."""
+    specs: list[ParameterSpec] = []
+    for index, (group, group_routes, group_views) in enumerate(zip(groups, routes, views, strict=True)):
+        rule = RULES[group["rule"]]
+        for parameter, route, view in zip(group["params"], group_routes, group_views, strict=True):
+            layout = layouts[len(specs)]
+            if view is not None:
+                _check_layout(route.name, parameter, layout)
+            shapes = [(rows, cols) for _, rows, cols in view.block_shapes] if view else []
+            keys = tuple(rule.batch_key(group, *shape) for shape in shapes)
+            dtype = working_dtype(parameter.dtype)
+            specs.append(
+                ParameterSpec(
+                    position=len(specs),
+                    group=index,
+                    rule=rule.name,
+                    shape=tuple(parameter.shape),
+                    layout=layout,
+                    bytes_per_element=dtype.itemsize,
+                    placement=(parameter.device, dtype),
+                    view=view,
+                    batch_keys=keys,
+                    block_flops=tuple(rule.flops(key, *shape) for key, shape in zip(keys, shapes, strict=True)),
+                )
+            )
+    return specs
+
+
+def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
+    """An element-wise rule only sees this rank's shard, whatever the layout."""
+    if spec.view is not None:
+        return spec
+    return replace(spec, shape=tuple(local(parameter).shape), layout=local_layout(my_rank()))
+
+
+def _check_layout(name: str, parameter: Tensor, layout: Layout) -> None:
+    where = f"parameter {name!r} of shape {tuple(parameter.shape)} with placements {layout.placements}"
+    try:
+        tiles = layout.tiles(tuple(parameter.shape))
+    except LayoutError as error:
+        raise RuntimeError(f"{where} can't be orthogonalized: {error}; let rule 'adamw' take it") from error
+    if not isinstance(parameter, DTensor):
+        return
+    if parameter.device.type not in (parameter.device_mesh.device_type, "meta"):
+        raise RuntimeError(
+            f"CPU offload is not supported: {where} lies on {parameter.device.type} and its mesh on "
+            f"{parameter.device_mesh.device_type}. Leave out offload_policy in fully_shard."
+        )
+    held, expected = tuple(local(parameter).shape), tiles[layout.ranks.index(my_rank())].shape
+    if held != expected:
+        raise RuntimeError(f"{where} holds a local tensor of shape {held} where its layout says {expected}")
+
+
+def _describe(
+    positions: Sequence[int],
+    groups: Sequence[Mapping[str, Any]],
+    routes: Sequence[Sequence[Route]],
+    layouts: Sequence[Layout],
+) -> list[str]:
+    """One line per parameter with all that must be equal on every rank."""
+    flat = [
+        (group, index, route) for group, names in zip(groups, routes, strict=True) for index, route in enumerate(names)
+    ]
+    lines = []
+    for position in positions:
+        group, index, route = flat[position]
+        options = ", ".join(
+            f"{key}={float(value) if isinstance(value, Tensor) else value!r}"
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names")
+        )
+        shape = tuple(group["params"][index].shape)
+        lines.append(f"parameter {route.name!r} {shape} {layouts[position].placements} with {options}")
+    return lines

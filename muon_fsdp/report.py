@@ -1,0 +1,171 @@
+"""A plan in figures: strategy, owners, bytes and balance per shape, for real or imagined ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from muon_fsdp.layout import Layout
+from muon_fsdp.options import EngineOptions
+from muon_fsdp.plan import ParameterSpec, Unit, make_outline
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Parameters of one shape and layout."""
+
+    shape: tuple[int, ...]
+    num_parameters: int
+    num_matrices: int
+    strategy: str  # "owner", "replicate", or "local" where nothing has to travel
+    num_owners: int
+    gather_bytes: int  # in the whole job, in a step
+    scatter_bytes: int
+    flops: float  # in the whole job, every matrix once
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `optimizer.plan_report()` gives; its text is a table."""
+
+    num_ranks: int
+    num_stages: int
+    rows: tuple[PlanRow, ...]
+    flops_by_rank: dict[int, float]
+    balance: float  # the busiest rank over the lower bound of what any assignment could reach
+
+    @property
+    def num_matrices(self) -> int:
+        return sum(row.num_matrices for row in self.rows)
+
+    @property
+    def gather_bytes(self) -> int:
+        return sum(row.gather_bytes for row in self.rows)
+
+    @property
+    def scatter_bytes(self) -> int:
+        return sum(row.scatter_bytes for row in self.rows)
+
+    @property
+    def max_flops(self) -> float:
+        return max(self.flops_by_rank.values(), default=0.0)
+
+    @property
+    def mean_flops(self) -> float:
+        return sum(self.flops_by_rank.values()) / max(1, self.num_ranks)
+
+    def __str__(self) -> str:
+        header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
+        table = [
+            (
+                "x".join(map(str, row.shape)),
+                str(row.num_parameters),
+                str(row.num_matrices),
+                row.strategy,
+                str(row.num_owners),
+                _bytes(row.gather_bytes),
+                _bytes(row.scatter_bytes),
+                f"{row.flops / 1e9:.4g}",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in (header, *table)]
+        lines.append(
+            f"{self.num_ranks} rank(s), {self.num_stages} stage(s); FLOPs of a rank: busiest {self.max_flops:.3g}, "
+            f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
+        )
+        return "\n".join(lines)
+
+
+def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
+    """The layout that `fully_shard` would give every parameter on a mesh (shards,) or (replicas, shards)."""
+    shape = tuple(mesh) if mesh is not None else (world_size or 1,)
+    if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
+        raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
+    ranks = tuple(range(math.prod(shape)))
+    placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
+    return [Layout(ranks, shape, placements)] * len(parameters)
+
+
+def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanReport:
+    """Plan the parameters that are orthogonalized, and add up."""
+    matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
+    wire_bytes = 2 if engine.comm_dtype is None else engine.comm_dtype.itemsize
+    outlines = make_outline(
+        matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy, wire_bytes=wire_bytes
+    )
+    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
+    loads: dict[int, float] = {rank: 0.0 for spec in matrices for rank in spec.layout.ranks}
+    costs = []
+    for outline in outlines:
+        units = defaultdict(list)
+        for unit in outline.units:
+            units[unit.position].append(unit)
+            costs.append(unit.flops)
+            for rank in outline.ranks if unit.owner is None else (unit.owner,):
+                loads[rank] += unit.flops
+        for spec in outline.specs:
+            by_shape[(spec.shape, spec.layout)].append((spec, units[spec.position]))
+    rows = tuple(_row(members, wire_bytes) for members in by_shape.values())
+    bound = balance_bound(costs, len(loads))
+    return PlanReport(
+        len(loads), len(outlines), rows, loads, max(loads.values(), default=0.0) / bound if bound else 1.0
+    )
+
+
+def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
+    """No assignment of these costs to ranks can leave the busiest with less."""
+    ordered = sorted(costs, reverse=True)
+    bound = max(sum(ordered) / max(1, num_ranks), ordered[0] if ordered else 0.0)
+    for per_rank in (2, 3):  # some rank gets two of the first r + 1, and some three of the first 2r + 1
+        last = (per_rank - 1) * num_ranks + 1
+        if len(ordered) >= last:
+            bound = max(bound, sum(ordered[last - per_rank : last]))
+    return bound
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], wire_bytes: int) -> PlanRow:
+    spec = members[0][0]
+    units = [unit for _, many in members for unit in many]
+    gathered, scattered = 0, 0
+    for unit in units:
+        gather, scatter = _traffic(unit, spec.layout, spec.shape)
+        gathered += gather
+        scattered += scatter
+    owners = {unit.owner for unit in units}
+    replicated = None in owners and len(spec.layout.ranks) > 1
+    return PlanRow(
+        spec.shape,
+        len(members),
+        sum(unit.num_matrices for unit in units),
+        "local" if gathered + scattered == 0 and not replicated else "replicate" if replicated else "owner",
+        len(spec.layout.ranks) if replicated else len(owners),
+        gathered * wire_bytes,
+        scattered * wire_bytes,
+        sum(unit.flops for unit in units),
+    )
+
+
+def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Elements that travel to who computes the unit, and back."""
+    num_ranks, num_replicas = len(layout.ranks), max(layout.replica_of) + 1
+    size = unit.tile.numel
+    tiles = layout.tiles(shape)
+    if unit.owner is None:
+        own = sum(tile.intersect(unit.tile).numel for tile in tiles)
+        return num_ranks * size - own, 0
+    own = tiles[layout.ranks.index(unit.owner)].intersect(unit.tile).numel
+    return size - own, num_replicas * size - own

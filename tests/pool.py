@@ -1,0 +1,90 @@
+"""A pool of processes that stay alive for the whole test session and run functions as ranks of a gloo group."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class RankError(AssertionError):
+    """Something failed on a rank; the message holds every rank's traceback."""
+
+
+class RankPool:
+    """Starts ranks as they are needed: importing torch takes seconds, a new process group milliseconds."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        atexit.register(self.close)
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """`function(*args)` on `world_size` ranks of a fresh process group; the results by rank."""
+        self._start(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            task = (function.__module__, function.__qualname__, args, world_size, os.path.join(folder, "store"))
+            for rank in range(world_size):
+                self._workers[rank][1].send((rank, *task))
+            replies = []
+            for rank in range(world_size):
+                connection = self._workers[rank][1]
+                if not connection.poll(timeout):
+                    self.close()
+                    raise RankError(f"rank {rank} did not answer within {timeout} s; answers so far: {replies}")
+                try:
+                    replies.append(connection.recv())
+                except EOFError:
+                    self.close()
+                    raise RankError(f"rank {rank} died; answers so far: {replies}") from None
+        failures = [f"--- rank {rank}\n{text}" for rank, (failed, text) in enumerate(replies) if failed]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [result for _, result in replies]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def _start(self, count: int) -> None:
+        while len(self._workers) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # loopback only
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, module, name, args, world_size, store = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            torch.manual_seed(0)
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            reply = (False, function(*args))
+        except BaseException:
+            reply = (True, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(reply)
