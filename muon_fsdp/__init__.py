@@ -1,9 +1,10 @@
 """Muon for PyTorch: each weight matrix is updated by the orthogonalized momentum of its gradient."""
 
+from muon_fsdp.fsdp import FSDPMuonOptimizer
 from muon_fsdp.hybrid import create_hybrid_optimizer
 from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.routing import label
 
 __version__ = "0.1.0"
 
-__all__ = ["MuonOptimizer", "create_hybrid_optimizer", "label"]
+__all__ = ["FSDPMuonOptimizer", "MuonOptimizer", "create_hybrid_optimizer", "label"]

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from muon_fsdp.distributed import can_take_part, like, local_part
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES
-from muon_fsdp.rules.base import State
+from muon_fsdp.rules.base import State, StateSpec
 
 StateDict: TypeAlias = dict[str, Any]
 
@@ -39,12 +40,17 @@ def fitting_state(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> di
             values = state_dict["state"].get(key)
             if values:
                 result[parameter] = {
-                    spec.name: torch.as_tensor(values[spec.name])
-                    .detach()
-                    .to(device=parameter.device, dtype=spec.dtype(parameter), copy=True)
+                    spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, parameter)
                     for spec in RULES[group["rule"]].state
                 }
     return result
+
+
+def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
+    """A copy of the value where and as the parameter lies."""
+    part = local_part(value, parameter) if spec.like == "parameter" else value
+    part = part.to(device=parameter.device, dtype=spec.dtype(parameter), copy=True)
+    return like(parameter, part) if spec.like == "parameter" else part
 
 
 def _mismatches(
@@ -109,8 +115,16 @@ def _state_mismatches(route: Route, rule: str, parameter: Tensor, state: dict[st
     specs = {spec.name: spec for spec in RULES[rule].state}
     if not specs.keys() <= state.keys():
         return [f"{route.name}: saved state {sorted(state)}, but rule {rule!r} has {sorted(specs)}"]
-    return [
-        f"{route.name}: saved {name} of shape {tuple(shape)}, expected {tuple(spec.shape(parameter))}"
-        for name, spec in specs.items()
-        if (shape := torch.as_tensor(state[name]).shape) != spec.shape(parameter)
-    ]
+    mismatches = []
+    for name, spec in specs.items():
+        value = torch.as_tensor(state[name])
+        if value.shape != spec.shape(parameter):
+            mismatches.append(
+                f"{route.name}: saved {name} of shape {tuple(value.shape)}, expected {tuple(spec.shape(parameter))}"
+            )
+        elif spec.like == "parameter" and not can_take_part(value, parameter):
+            mismatches.append(
+                f"{route.name}: saved {name} is sharded otherwise than the parameter; "
+                "use torch.distributed.checkpoint, which reshards"
+            )
+    return mismatches

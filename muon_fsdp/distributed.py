@@ -71,6 +71,28 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
     )
 
 
+def can_take_part(value: Tensor, parameter: Tensor) -> bool:
+    """Whether `local_part` can be had without communication."""
+    if not isinstance(value, DTensor):
+        return True
+    if isinstance(parameter, DTensor):
+        return layout_of(value, None) == layout_of(parameter, None)
+    return value.device_mesh.size() == 1
+
+
+def local_part(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a value for the parameter: of a whole one, its box; of one that lies alike, the local one."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return local(value)
+    return value[_own_box(parameter)]
+
+
+def _own_box(parameter: DTensor) -> tuple[slice, ...]:
+    layout = layout_of(parameter, None)
+    tile = layout.tiles(tuple(parameter.shape))[layout.ranks.index(my_rank())]
+    return tile.within(Tile((0,) * parameter.ndim, tuple(parameter.shape)))
+
+
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group of these ranks, made once; every rank of it must ask for its groups in the same order."""
     key = tuple(sorted(ranks))
@@ -203,12 +225,7 @@ def gather_full(parameter: Tensor) -> Tensor:
 
 def scatter_full(parameter: Tensor, whole: Tensor) -> None:
     """Write this rank's box of `whole` into a parameter; no communication."""
-    shard = local(parameter)
-    if isinstance(parameter, DTensor):
-        layout = layout_of(parameter, None)
-        tile = layout.tiles(tuple(parameter.shape))[layout.ranks.index(my_rank())]
-        whole = whole[tile.within(Tile((0,) * whole.ndim, tuple(whole.shape)))]
-    shard.copy_(whole)
+    local(parameter).copy_(local_part(whole, parameter))
 
 
 # ------------------------------------------------------------------------------------------------------- agreement

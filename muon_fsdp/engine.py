@@ -31,8 +31,9 @@ class Work:
     originals: tuple[Tensor, State] | None = None
 
     @classmethod
-    def with_gradient(cls, parameter: Tensor, state: State, grad: Tensor) -> Work:
-        return cls(parameter, state, grad.to(working_dtype(parameter.dtype)))
+    def with_gradient(cls, parameter: Tensor, state: State, grad: Tensor, divisor: int) -> Work:
+        grad = grad.to(working_dtype(parameter.dtype))
+        return cls(parameter, state, grad / divisor if divisor > 1 else grad)
 
     @classmethod
     def without_gradient(cls, parameter: Tensor, state: State, wanted: Tensor) -> Work:

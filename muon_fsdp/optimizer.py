@@ -153,6 +153,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
         self._frozen_rows = _frozen_rows(model) if model is not None else ()
         self._skipped_steps = 0
+        self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
         super().__init__(_as_torch_params(params), canonical(defaults))
         self._router.forget_model()
@@ -242,6 +243,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         for source in sources:
             options.update({key: value for key, value in source.items() if key not in ADAMW_OPTIONS})
         options["rule"] = route.rule
+        options["micro_step"] = 0  # calls of step() since the last that updated; saved with the group
         options = canonical(options)
         if isinstance(options["lr"], Tensor) and any(group["lr"] is options["lr"] for group in self.param_groups):
             options["lr"] = options["lr"].clone()  # schedulers write to it in place, group by group
@@ -310,13 +312,27 @@ class MuonOptimizer(torch.optim.Optimizer):
         gradients = self._gradients(planned.parameters)
         inert = not self.state and self._is_inert(gradients)
         self._create_state()
-        if inert:
+        if inert or self._still_accumulates():
             return loss
         wanted = self._agree(planned, gradients)
         if wanted is not None:
             work = self._work(planned, gradients, wanted)
             run_stages(planned.plan.stages, planned.labels, self.param_groups, work, self._engine.comm_dtype)
         return loss
+
+    def _still_accumulates(self) -> bool:
+        """Count a call of `step()`; whether it is one of those that only let gradients add up."""
+        if self._accumulation_steps == 1:
+            return False
+        micro_step = (self.param_groups[0]["micro_step"] + 1) % self._accumulation_steps
+        for group in self.param_groups:
+            group["micro_step"] = micro_step
+        return bool(micro_step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; while they accumulate over several calls of `step()`, only after the last."""
+        if self.param_groups[0]["micro_step"] == 0:
+            super().zero_grad(set_to_none)
 
     def _work(
         self, planned: PlannedStep, gradients: Mapping[int, Tensor], wanted: Mapping[int, Tensor]
@@ -327,7 +343,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             if position in gradients or position in wanted:
                 state = {name: local(value) for name, value in self.state[parameter].items()}
                 if position in gradients:
-                    work[position] = Work.with_gradient(local(parameter), state, gradients[position])
+                    grad = gradients[position]
+                    work[position] = Work.with_gradient(local(parameter), state, grad, self._accumulation_steps)
                 else:
                     work[position] = Work.without_gradient(local(parameter), state, wanted[position])
         return work
@@ -492,7 +509,15 @@ class MuonOptimizer(torch.optim.Optimizer):
                 handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_adamw_defaults", "_engine", "_router", "_routes", "_frozen_rows", "_skipped_steps")
+        own = (
+            "_adamw_defaults",
+            "_engine",
+            "_router",
+            "_routes",
+            "_frozen_rows",
+            "_skipped_steps",
+            "_accumulation_steps",
+        )
         # Process groups can't be copied; a copy that needs one is built anew.
         nothing = {"_planned": None, "_replicate_group": None}
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
@@ -553,6 +578,8 @@ def _names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Te
 def _check_parameter(name: str, parameter: object) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
+    if getattr(parameter, "_is_flat_param", False):
+        raise RuntimeError(f"FSDP1 is not supported: {name!r} is a flat parameter. Use fully_shard (FSDP2).")
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name!r} is complex, which is not supported; optimize torch.view_as_real(parameter) instead"

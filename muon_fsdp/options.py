@@ -104,6 +104,11 @@ def _canonical(value: Any) -> Any:
     return value
 
 
+def check_count(name: str, value: object) -> None:
+    """Refuse anything but an int of at least 1."""
+    _integer(name, value, at_least=1)
+
+
 def _number(name: str, value: object, *, below: float = math.inf, label: str | None = None) -> None:
     shown = label or f"{name} value"
     interval = ">= 0" if below == math.inf else f"in [0, {below:g})"

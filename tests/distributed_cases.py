@@ -11,10 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from muon_fsdp import MuonOptimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp import distributed as muon_distributed
+from muon_fsdp.rules import RULES
+from tests.reference import ReferenceAdamW, ReferenceMuon
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
 
@@ -68,16 +72,16 @@ def make_model(**options: Any) -> Model:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (2, BATCH), generator=generator)
-    return tokens[0], tokens[1]
+    tokens = torch.randint(0, VOCABULARY, (BATCH,), generator=generator)
+    return tokens, (3 * tokens + 1) % VOCABULARY
 
 
 OPTIONS: dict[str, Any] = {
-    "lr": 0.05,
+    "lr": 0.02,
     "momentum": 0.9,
     "nesterov": True,
     "weight_decay": 0.05,
-    "adamw_lr": 0.02,
+    "adamw_lr": 0.01,
     "adamw_weight_decay": 0.03,
 }
 
@@ -164,14 +168,14 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
 
 
 def curve(
-    layout: str | None, steps: int = 20, by_model: bool = False, model_options: Any = None, **options: Any
+    layout: str | None, options: dict[str, Any], model_options: Any = None, steps: int = 20, by_model: bool = False
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """The loss curve and the final weights of a training run in a layout; None is one device."""
     model = make_model(**(model_options or {}))
     module, data_rank, data_size = (model, 0, 1) if layout is None else lay_out(model, layout)
     options = {**OPTIONS, **options}
     if by_model:
-        optimizer: torch.optim.Optimizer = MuonOptimizer(module, **options)
+        optimizer: torch.optim.Optimizer = FSDPMuonOptimizer(module, **options)
     else:
         group = dist.group.WORLD if layout == "ddp" else None
         optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, **options)
@@ -179,5 +183,227 @@ def curve(
     return losses, full_state(module)
 
 
-def curve_kw(layout: str, options: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    return curve(layout, **options)
+# ----------------------------------------------------------------------------------- against the float64 reference
+
+
+def follow_reference(layout: str, strategy: str, steps: int = 5) -> float:
+    """Random gradients on a float64 model in a layout; the largest difference from the reference, over all weights."""
+    model_options = {"hidden": 32} if layout == "fsdp_tp" else {}
+    model = make_model(**model_options).double()
+    references: dict[str, list[Any]] = {}
+    for name, p in model.named_parameters():
+        value = p.detach().numpy()
+        if "wte" in name or "lm_head" in name or p.ndim == 1:
+            references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03)]
+        else:
+            muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
+            references[name] = [ReferenceMuon(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
+    module, _, _ = lay_out(model, layout)
+    group = dist.group.WORLD if layout == "ddp" else None
+    optimizer = MuonOptimizer(
+        module.named_parameters(), orthogonalization="exact", strategy=strategy, replicate_group=group, **OPTIONS
+    )
+    worst = 0.0
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for name, p in module.named_parameters():
+            grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad.clone()
+            many = references[name.replace("module.", "")]
+            for reference, part in zip(many, grad.numpy() if p.ndim == 3 else [grad.numpy()], strict=True):
+                reference.step(part)
+        optimizer.step()
+    for name, p in module.named_parameters():
+        many = [reference.w for reference in references[name.replace("module.", "")]]
+        value = (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
+        worst = max(worst, float(np.abs(value - (np.stack(many) if p.ndim == 3 else many[0])).max()))
+    return worst
+
+
+# --------------------------------------------------------------------------------------------------------- counting
+
+
+def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, Any]:
+    """Orthogonalizations and bytes of one step, counted, beside what the plan says."""
+    module, data_rank, data_size = lay_out(make_model(**(model_options or {})), layout)
+    group = dist.group.WORLD if layout == "ddp" else None
+    optimizer = MuonOptimizer(module.named_parameters(), strategy=strategy, replicate_group=group, **OPTIONS)
+    train(module, optimizer, range(1), data_rank, data_size)
+    matrices, sent = 0, 0
+    rule, collective, full_tensor = type(RULES["muon"]), dist.all_to_all_single, DTensor.full_tensor
+    direction = rule.direction
+
+    def counted_direction(self: Any, key: Any, batch: Tensor) -> Tensor:
+        nonlocal matrices
+        matrices += len(batch)
+        return direction(self, key, batch)
+
+    def counted_collective(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += input.numel() * input.itemsize
+        return collective(output, input, *args, **kwargs)
+
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("full_tensor was called")
+
+    rule.direction, dist.all_to_all_single, DTensor.full_tensor = counted_direction, counted_collective, forbidden
+    try:
+        optimizer.step()
+    finally:
+        rule.direction, dist.all_to_all_single, DTensor.full_tensor = direction, collective, full_tensor
+    stages = optimizer._current_plan().plan.stages
+    planned = sum(4 * sum(stage.exchange.elements_sent()) for stage in stages if stage.exchange is not None)
+    report = optimizer.plan_report()
+    return {
+        "matrices": matrices,
+        "sent": sent,
+        "planned": planned,
+        "report_matrices": report.num_matrices,
+        "report_bytes": 2 * (report.gather_bytes + report.scatter_bytes),  # the report counts bfloat16, this is float32
+        "strategies": sorted({row.strategy for row in report.rows}),
+    }
+
+
+def lone_matrix() -> tuple[int, int]:
+    """One (64, 48) matrix on all ranks: matrices that this rank computes, and bytes that it sends."""
+    layer = nn.Linear(48, 64, bias=False)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = MuonOptimizer(layer.parameters())
+    layer.weight.grad = distribute_tensor(torch.randn(64, 48), layer.weight.device_mesh, layer.weight.placements)
+    optimizer.step()
+    plan = optimizer._current_plan().plan
+    return plan.num_matrices, 4 * sum(sum(s.exchange.elements_sent()) for s in plan.stages if s.exchange is not None)
+
+
+# -------------------------------------------------------------------------------------------------- rank agreement
+
+
+def missing_gradients(layout: str, missing_on: str) -> dict[str, bool]:
+    """Leave out gradients on no, some or all ranks; whether parameters and state changed, per parameter."""
+    module, data_rank, data_size = lay_out(make_model(), layout)
+    group = dist.group.WORLD if layout == "ddp" else None
+    optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, **OPTIONS)
+    train(module, optimizer, range(1), data_rank, data_size)
+    affected = ("blocks.0.up.weight", "blocks.0.up.bias", "wte.weight", "blocks.1.experts.weight")
+    parameters = {name.replace("module.", ""): p for name, p in module.named_parameters()}
+    if missing_on == "all" or dist.get_rank() == 0:
+        for name in affected:
+            parameters[name].grad = None
+
+    def snapshot() -> dict[str, list[Tensor]]:
+        return {
+            name: [muon_distributed.local(v).clone() for v in (p.detach(), *optimizer.state[p].values())]
+            for name, p in parameters.items()
+        }
+
+    before = snapshot()
+    optimizer.step()
+    after = snapshot()
+    changed = {n: all(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
+    same = {n: all(torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
+    holds = {n: muon_distributed.local(parameters[n]).numel() > 0 for n in affected}
+    return {n: changed[n] if missing_on == "some" else same[n] for n in affected if holds[n]}
+
+
+def zero_equals_missing() -> bool:
+    """A gradient that is missing on one rank counts as zero there."""
+    results = []
+    for missing in (True, False):
+        module, _, _ = lay_out(make_model(), "fsdp")
+        optimizer = MuonOptimizer(module.named_parameters(), **OPTIONS)
+        torch.manual_seed(3)
+        for p in module.parameters():
+            p.grad = distribute_tensor(torch.randn(p.shape), p.device_mesh, p.placements)
+            if dist.get_rank() == 0:
+                if missing:
+                    p.grad = None
+                else:
+                    p.grad.to_local().zero_()
+        optimizer.step()
+        results.append(full_state(module))
+    return all(np.array_equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def local_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [muon_distributed.local(value) for state in optimizer.state.values() for value in state.values()]
+
+
+def not_finite_on_one_rank(policy: str) -> tuple[bool, str, float]:
+    """Whether nothing changed, the error's text, and skipped steps."""
+    module, data_rank, data_size = lay_out(make_model(), "fsdp")
+    optimizer = MuonOptimizer(module.named_parameters(), nonfinite=policy, **OPTIONS)
+    train(module, optimizer, range(2), data_rank, data_size)
+    before = full_state(module), [value.clone() for value in local_state(optimizer)]
+    if dist.get_rank() == 1:
+        module.blocks[0].down.weight.grad.to_local()[0, 0] = torch.nan
+    text = ""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        text = str(error)
+    after = full_state(module), local_state(optimizer)
+    same = all(np.array_equal(before[0][n], after[0][n]) for n in before[0])
+    same = same and all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+    losses = train(module, optimizer, range(2, 4), data_rank, data_size)
+    assert all(np.isfinite(losses))
+    return same, text, optimizer.metrics()["skipped_steps"]
+
+
+def disagreement(kind: str) -> str:
+    """Build something different on rank 1; the error that every rank gets."""
+    module, data_rank, data_size = lay_out(make_model(), "fsdp")
+    options = dict(OPTIONS)
+    if dist.get_rank() == 1:
+        options.update({"scale": {"scale": "v1"}, "lr": {"lr": 0.5}}.get(kind, {}))
+    names = list(module.named_parameters())
+    if kind == "parameters" and dist.get_rank() == 1:
+        names = names[:-1]
+    optimizer = MuonOptimizer(names, **options)
+    try:
+        train(module, optimizer, range(1), data_rank, data_size)
+        if kind == "later":
+            if dist.get_rank() == 1:
+                optimizer.param_groups[0]["scale"] = "v3"
+            train(module, optimizer, range(1, 2), data_rank, data_size)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def unsupported_layout() -> list[str]:
+    """Errors for a parameter of partial sums and for one whose shard is not a box; AdamW takes the second."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    texts = []
+    partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
+    strided = nn.Parameter(
+        DTensor.from_local(torch.randn(4, 4), mesh, [_StridedShard(0, split_factor=2)], shape=(8, 4), stride=(4, 1))
+    )
+    for p in (partial, strided):
+        p.grad = DTensor.from_local(torch.randn(4, 4), mesh, p.placements, shape=p.shape, stride=p.stride())
+        optimizer = MuonOptimizer([("odd.weight", p)])
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            texts.append(str(error))
+    before = strided.to_local().clone()
+    MuonOptimizer([{"params": [strided], "rule": "adamw"}]).step()
+    assert not torch.equal(before, strided.to_local())
+    return texts
+
+
+def partial_gradients() -> bool:
+    """A gradient of partial sums is reduced to the layout of its parameter first."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    start, grad = torch.randn(6, 4), torch.randn(6, 4)
+    results = []
+    for placements in ([Shard(0)], [Partial()]):
+        p = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
+        if isinstance(placements[0], Partial):
+            p.grad = None
+            p.grad = DTensor.from_local(grad / dist.get_world_size(), mesh, placements)
+        else:
+            p.grad = distribute_tensor(grad, mesh, placements)
+        MuonOptimizer([p]).step()
+        results.append(p.full_tensor())
+    return bool(torch.allclose(results[0], results[1], atol=1e-6))

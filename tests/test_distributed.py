@@ -1,0 +1,165 @@
+"""Sharded training equals one device, on real gloo ranks; every matrix once, every byte as planned, no rank alone."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from tests import distributed_cases as cases
+from tests.pool import RankPool
+
+LAYOUTS = [
+    ("fsdp", 1),
+    ("fsdp", 2),
+    ("fsdp", 3),
+    ("fsdp", 4),
+    ("fsdp_columns", 2),
+    ("hsdp", 2),
+    ("hsdp", 4),
+    ("fsdp_tp", 4),
+    ("tp", 2),
+    ("experts_inside", 2),
+    ("two_meshes", 4),
+    ("ddp", 2),
+    ("ddp", 3),
+]
+
+
+def model_options(layout: str) -> dict[str, int]:
+    return {"hidden": 32} if "tp" in layout else {}  # tensor parallelism needs even shards
+
+
+@functools.cache
+def one_device(hidden: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    return cases.curve(None, {}, {"hidden": hidden})
+
+
+@pytest.mark.parametrize("strategy", ["owner", "replicate"])
+@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+def test_same_curve_as_one_device(ranks: RankPool, layout, world_size, strategy):
+    options = model_options(layout)
+    expected, expected_weights = one_device(options.get("hidden", 31))
+    results = ranks.run(world_size, cases.curve, layout, {"strategy": strategy}, options)
+    for losses, weights in results:
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for name, value in expected_weights.items():
+            np.testing.assert_allclose(weights[name], value, atol=1e-4, err_msg=name)
+    assert expected[-1] < 0.9 * expected[0]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
+def test_bfloat16_on_the_wire(ranks: RankPool, layout, world_size):
+    expected, _ = one_device(31)
+    results = ranks.run(world_size, cases.curve, layout, {"strategy": "owner", "comm_dtype": torch.bfloat16})
+    np.testing.assert_allclose(results[0][0], expected, rtol=1e-2)
+    assert results[0][0] != expected
+    for _, weights in results[1:]:  # replicas and everyone else see the same weights
+        for name, value in weights.items():
+            np.testing.assert_array_equal(value, results[0][1][name])
+
+
+@pytest.mark.parametrize("max_stage_bytes", [1, 3000])
+def test_stages_and_their_overlap_do_not_change_the_curve(ranks: RankPool, max_stage_bytes):
+    expected, _ = one_device(31)
+    (losses, _), *_ = ranks.run(2, cases.curve, "fsdp", {"strategy": "owner", "max_stage_bytes": max_stage_bytes})
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["owner", "replicate"])
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 3), ("hsdp", 4), ("fsdp_tp", 4), ("ddp", 2)])
+def test_follows_the_float64_reference(ranks: RankPool, layout, world_size, strategy):
+    assert max(ranks.run(world_size, cases.follow_reference, layout, strategy)) < 1e-10
+
+
+# ---------------------------------------------------------------------------------------------------------- counted
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("ddp", 2), ("tp", 2)])
+def test_every_matrix_once_and_every_byte_as_planned(ranks: RankPool, layout, world_size):
+    results = ranks.run(world_size, cases.count, layout, "owner", model_options(layout))
+    in_model = 2 * 2 + 2 * 3 + 1  # up and down of two blocks, three experts in each, the gate
+    repeated = world_size - 1 if layout == "tp" else 0  # experts and gate are plain tensors on every rank there
+    assert sum(result["matrices"] for result in results) == in_model + repeated * 7
+    for result in results:
+        assert result["sent"] == result["planned"]
+    assert sum(result["sent"] for result in results) == results[0]["report_bytes"]
+
+
+def test_replicate_computes_everything_everywhere(ranks: RankPool):
+    results = ranks.run(2, cases.count, "fsdp", "replicate")
+    assert [result["matrices"] for result in results] == [11, 11]
+    assert all(result["sent"] == result["planned"] for result in results)
+    assert "replicate" in results[0]["strategies"]
+
+
+def test_experts_that_lie_whole_do_not_travel(ranks: RankPool):
+    results = ranks.run(2, cases.count, "fsdp", "owner", {"num_experts": 4})
+    assert "local" in results[0]["strategies"]
+    without = ranks.run(2, cases.count, "fsdp", "owner", {"num_experts": 0})
+    assert sum(r["sent"] for r in results) == sum(r["sent"] for r in without)
+    assert sum(r["matrices"] for r in results) == 4 + 8 + 1
+
+
+def test_a_lone_matrix_moves_its_own_bytes_only(ranks: RankPool):
+    results = ranks.run(8, cases.lone_matrix)
+    assert sum(matrices for matrices, _ in results) == 1
+    one_way = 64 * 48 * 4 * 7 // 8  # all but what the owner holds itself
+    assert sum(sent for _, sent in results) == 2 * one_way
+
+
+# -------------------------------------------------------------------------------------------------- rank agreement
+
+
+@pytest.mark.parametrize("missing_on", ["some", "all"])
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4), ("ddp", 2)])
+def test_missing_gradients(ranks: RankPool, layout, world_size, missing_on):
+    for result in ranks.run(world_size, cases.missing_gradients, layout, missing_on):
+        assert result
+        assert all(result.values()), result
+
+
+def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(ranks: RankPool):
+    assert all(ranks.run(2, cases.zero_equals_missing))
+
+
+def test_nan_on_one_rank_skips_the_step_on_all(ranks: RankPool):
+    for same, text, skipped in ranks.run(3, cases.not_finite_on_one_rank, "skip"):
+        assert same
+        assert not text
+        assert skipped == 1
+
+
+def test_nan_on_one_rank_raises_on_all(ranks: RankPool):
+    results = ranks.run(3, cases.not_finite_on_one_rank, "raise")
+    assert all(same for same, _, _ in results)
+    assert "blocks.0.down.weight" in results[1][1]
+    assert "on another rank" in results[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("scale", "scale='v2'"),
+        ("lr", "lr=0.5"),
+        ("parameters", "lm_head.weight"),
+        ("later", "scale='v3'"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(ranks: RankPool, kind, expected):
+    for text in ranks.run(2, cases.disagreement, kind):
+        assert "Ranks disagree" in text
+        assert expected in text
+
+
+def test_layouts_that_can_not_be_handled_are_named(ranks: RankPool):
+    for partial, strided in ranks.run(2, cases.unsupported_layout):
+        assert "'odd.weight' of shape (4, 4) with placements (Partial(sum),)" in partial
+        assert "'odd.weight' of shape (8, 4)" in strided
+        assert "several separate ranges" in strided
+
+
+def test_partial_gradients_are_reduced_first(ranks: RankPool):
+    assert all(ranks.run(2, cases.partial_gradients))
