@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.distributed import can_take_part, like, local_part
+from muon_fsdp.options import canonical
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import State, StateSpec
@@ -26,10 +27,14 @@ def check_and_complete(
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
     groups = [
-        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, **saved}
+        {**_options(group), **saved, **canonical(_options(saved))}
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return {**state_dict, "param_groups": groups}
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def fitting_state(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Tensor, State]:

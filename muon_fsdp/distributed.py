@@ -48,6 +48,12 @@ def layout_of(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> L
     return local_layout(my_rank())
 
 
+def layouts_of(parameters: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> list[Layout]:
+    """The layouts of parameters; equal ones are one object, which planning relies on to be fast."""
+    known: dict[Layout, Layout] = {}
+    return [known.setdefault(layout, layout) for layout in (layout_of(p, replicate_group) for p in parameters)]
+
+
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
     """This rank's part of a gradient, in the layout of its parameter."""
     if not isinstance(parameter, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -62,6 +63,43 @@ class Layout:
         """The tile of every rank, in the order of `ranks`."""
         return _tiles(shape, self.mesh_shape, self.placements)
 
+    def holders(self, shape: Shape, box: Tile) -> tuple[int, ...]:
+        """The ranks whose tile contains the box."""
+        if self.largest_tile(shape) < box.numel:
+            return ()
+        key = (shape, box)
+        if key not in self._holders:
+            distinct = self._distinct_tiles(shape)
+            self._holders[key] = tuple(rank for tile, ranks in distinct if tile.contains(box) for rank in ranks)
+        return self._holders[key]
+
+    def largest_tile(self, shape: Shape) -> int:
+        """Elements of the largest tile."""
+        return self._distinct_tiles(shape)[0][0].numel
+
+    def _distinct_tiles(self, shape: Shape) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
+        """Every tile with the ranks that hold it, the largest first."""
+        if shape not in self._distinct:
+            ranks_of: dict[Tile, list[int]] = defaultdict(list)
+            for rank, tile in zip(self.ranks, self.tiles(shape), strict=True):
+                ranks_of[tile].append(rank)
+            ordered = sorted(ranks_of.items(), key=lambda item: -item[0].numel)
+            self._distinct[shape] = tuple((tile, tuple(ranks)) for tile, ranks in ordered)
+        return self._distinct[shape]
+
+    @cached_property
+    def _holders(self) -> dict[tuple[Shape, Tile], tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _distinct(self) -> dict[Shape, tuple[tuple[Tile, tuple[int, ...]], ...]]:
+        return {}
+
+    @cached_property
+    def index_of(self) -> dict[int, int]:
+        """The place of every rank in `ranks`."""
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
     @cached_property
     def replica_of(self) -> tuple[int, ...]:
         """Per rank, the number of its replica: ranks of one replica hold the tensor once, together."""
@@ -71,6 +109,10 @@ class Layout:
         return tuple(
             numbers.setdefault(tuple(coordinate[axis] for axis in axes), len(numbers)) for coordinate in coordinates
         )
+
+    @cached_property
+    def num_replicas(self) -> int:
+        return max(self.replica_of) + 1
 
 
 def local_layout(rank: int) -> Layout:
@@ -87,10 +129,11 @@ def tile_of(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement], co
     segments: list[_Segments] = [[(0, size)] for size in shape]
     for num_chunks, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if isinstance(placement, _StridedShard):
-            pieces = _chunk(segments[placement.dim], int(placement.split_factor))
-            segments[placement.dim] = [part for piece in pieces for part in _chunk(piece, num_chunks)[index]]
+            factor = int(placement.split_factor)
+            pieces = [_chunk(segments[placement.dim], factor, number) for number in range(factor)]
+            segments[placement.dim] = [part for piece in pieces for part in _chunk(piece, num_chunks, index)]
         elif isinstance(placement, Shard):
-            segments[placement.dim] = _chunk(segments[placement.dim], num_chunks)[index]
+            segments[placement.dim] = _chunk(segments[placement.dim], num_chunks, index)
         elif not isinstance(placement, Replicate):
             kind = "partial sums" if isinstance(placement, Partial) else repr(placement)
             raise LayoutError(f"placements {tuple(placements)} hold {kind}, not values")
@@ -107,14 +150,11 @@ def _tiles(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -
     return tuple(tile_of(shape, mesh_shape, placements, at) for at in product(*map(range, mesh_shape)))
 
 
-def _chunk(segments: _Segments, num_chunks: int) -> list[_Segments]:
-    """Cut indices into `num_chunks` runs as torch.chunk does: all of one length, the last shorter, then empty ones."""
+def _chunk(segments: _Segments, num_chunks: int, index: int) -> _Segments:
+    """One of `num_chunks` runs of indices as torch.chunk cuts them: all of one length, the last shorter, then none."""
     total = sum(stop - start for start, stop in segments)
     length = -(-total // num_chunks)
-    return [
-        _positions(segments, min(total, index * length), min(total, (index + 1) * length))
-        for index in range(num_chunks)
-    ]
+    return _positions(segments, min(total, index * length), min(total, (index + 1) * length))
 
 
 def _positions(segments: _Segments, first: int, last: int) -> _Segments:

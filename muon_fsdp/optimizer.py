@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
-from muon_fsdp.distributed import agree, difference, layout_of, local, local_gradient
+from muon_fsdp.distributed import agree, difference, layouts_of, local, local_gradient
 from muon_fsdp.engine import Work, run_stages
 from muon_fsdp.options import (
     ADAMW_OPTIONS,
@@ -448,7 +448,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         """
         layouts = fsdp_layouts(self._parameters(), world_size, mesh) if world_size or mesh else None
         if layouts is None:
-            layouts = [layout_of(parameter, self._replicate_group) for parameter in self._parameters()]
+            layouts = layouts_of(self._parameters(), self._replicate_group)
         specs = parameter_specs(self.param_groups, self._routes, self._all_views(), layouts)
         return make_report(specs, self._engine)
 

@@ -177,21 +177,26 @@ def make_outline(
     Stages come in one total order (ranks, then size), so that groups of ranks that overlap can't wait for each other
     in a circle.
     """
-    by_kind: dict[tuple[tuple[int, ...], str, Hashable], list[ParameterSpec]] = defaultdict(list)
-    for spec in sorted(specs, key=lambda spec: spec.layout.ranks):
-        if math.prod(spec.shape) > 0:
-            by_kind[(spec.layout.ranks, spec.rule, spec.placement)].append(spec)
-    units = {spec.position: _units_of(spec) for kind in by_kind.values() for spec in kind if spec.view is not None}
-    layouts = {spec.position: spec.layout for kind in by_kind.values() for spec in kind}
-    shapes = {spec.position: spec.shape for kind in by_kind.values() for spec in kind}
-    owned = _assign_owners(units, layouts, shapes, wire_bytes)
+    specs = [spec for spec in specs if math.prod(spec.shape) > 0 or spec.view is None]  # empty shards count steps
+    # Sets of ranks are long: they are compared once per layout, not once per parameter.
+    layouts = {id(spec.layout): spec.layout for spec in specs}
+    rank_sets = sorted({layout.ranks for layout in layouts.values()})
+    set_of = {key: rank_sets.index(layout.ranks) for key, layout in layouts.items()}
+    by_kind: dict[tuple[int, str, Hashable], list[ParameterSpec]] = defaultdict(list)
+    for spec in sorted(specs, key=lambda spec: set_of[id(spec.layout)]):
+        by_kind[(set_of[id(spec.layout)], spec.rule, spec.placement)].append(spec)
+    by_set: dict[int, list[ParameterSpec]] = defaultdict(list)
+    for spec in specs:
+        if spec.view is not None:
+            by_set[set_of[id(spec.layout)]].append(spec)
+    owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()}, wire_bytes)
     outlines = []
-    for (ranks, rule, _), members in by_kind.items():
+    for (number, rule, _), members in by_kind.items():
+        ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
-        if len(ranks) > 1 and _replicates(
-            [u for us in work.values() for u in us], members[0].layout, strategy, wire_bytes
-        ):
-            work = {position: tuple(replace(unit, owner=None) for unit in us) for position, us in work.items()}
+        units = [unit for many in work.values() for unit in many]
+        if len(ranks) > 1 and _replicates(units, members[0].layout, strategy, wire_bytes):
+            work = {position: tuple(replace(unit, owner=None) for unit in many) for position, many in work.items()}
         largest_first = sorted(members, key=lambda spec: _order(spec, work[spec.position]))
         outlines += [
             StageOutline(rule, ranks, tuple(stage), tuple(unit for spec in stage for unit in work[spec.position]))
@@ -223,30 +228,24 @@ def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
 
 
 def _assign_owners(
-    units: dict[int, tuple[Unit, ...]],
-    layouts: dict[int, Layout],
-    shapes: dict[int, tuple[int, ...]],
-    wire_bytes: int,
+    specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]], wire_bytes: int
 ) -> dict[int, tuple[Unit, ...]]:
-    """Give every unit an owner, by load over the whole model.
+    """The units of every parameter, each with an owner, by load over the whole model.
 
     A rank knows only the parameters it holds a part of, and owners must be the same on all ranks that share them.
     So the widest sets of ranks come first, and a narrower set counts what its ranks do in the sets that contain it.
     """
-    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for position, many in units.items():
-        by_ranks[layouts[position].ranks].extend(many)
     loads: dict[tuple[int, ...], dict[int, float]] = {}
     placed: dict[int, list[Unit]] = defaultdict(list)
-    for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks)):
+    for ranks in sorted(specs_by_ranks, key=lambda ranks: (-len(ranks), ranks)):
         wider = [other for other in loads if set(ranks) <= set(other)]
         before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
-        members = by_ranks[ranks]
-        holders = [_whole_holders(unit, layouts[unit.position], shapes[unit.position]) for unit in members]
-        owners, after = _assign(members, holders, before, wire_bytes)
+        units = [(unit, spec) for spec in specs_by_ranks[ranks] for unit in _units_of(spec)]
+        holders = [spec.layout.holders(spec.shape, unit.tile) for unit, spec in units]
+        owners, after = _assign([unit for unit, _ in units], holders, before, wire_bytes)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
-        for unit, owner in zip(members, owners, strict=True):
-            placed[unit.position].append(replace(unit, owner=owner))
+        for (unit, spec), owner in zip(units, owners, strict=True):
+            placed[spec.position].append(replace(unit, owner=owner))
     return {position: tuple(many) for position, many in placed.items()}
 
 
@@ -271,14 +270,6 @@ def _assign(
         if seconds_to_move < seconds_saved:
             return free_owners, free_after
     return owners, after
-
-
-def _whole_holders(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks whose tile contains the unit."""
-    tiles = layout.tiles(shape)
-    if all(tile.numel < unit.tile.numel for tile in set(tiles)):
-        return ()
-    return tuple(rank for rank, tile in zip(layout.ranks, tiles, strict=True) if tile.contains(unit.tile))
 
 
 def _balance(
@@ -310,7 +301,7 @@ def _replicates(units: Sequence[Unit], layout: Layout, strategy: str, wire_bytes
     """Whether every rank should compute everything instead of each unit once."""
     if strategy != "auto" or not units:
         return strategy == "replicate"
-    num_ranks, num_replicas = len(layout.ranks), max(layout.replica_of) + 1
+    num_ranks, num_replicas = len(layout.ranks), layout.num_replicas
     shards = num_ranks // num_replicas
     loads: dict[int, float] = defaultdict(float)
     for unit in units:
@@ -331,25 +322,27 @@ def _cut(
 ) -> list[list[ParameterSpec]]:
     """Cut parameters into stages in which no rank holds or computes more than `max_stage_bytes`.
 
-    A parameter is never divided between stages, so one that is larger than the bound is a stage by itself; its
-    matrices are still orthogonalized in batches within the bound where it holds several.
+    A parameter is never divided between stages, so where one exceeds the bound the largest one takes its place: a
+    stage of large matrices still has one for every rank. They are orthogonalized in batches within the bound where
+    a parameter holds several.
     """
-    stages: list[list[ParameterSpec]] = []
-    held = 0
-    computed: dict[int | None, int] = defaultdict(int)
+    needs: list[tuple[int, dict[int | None, int]]] = []  # bytes of a shard, and of units by who computes them
     for spec in specs:
-        shard = max(tile.numel for tile in set(spec.layout.tiles(spec.shape))) * spec.bytes_per_element
-        extra: dict[int | None, int] = defaultdict(int)
+        computed: dict[int | None, int] = defaultdict(int)
         for unit in work[spec.position]:
-            extra[unit.owner] += unit.tile.numel * spec.bytes_per_element
-        if not stages or max((held + shard, *(computed[who] + size for who, size in extra.items()))) > max_stage_bytes:
+            computed[unit.owner] += unit.tile.numel * spec.bytes_per_element
+        needs.append((spec.layout.largest_tile(spec.shape) * spec.bytes_per_element, computed))
+    limit = max([max_stage_bytes, *(max((shard, *computed.values())) for shard, computed in needs)])
+    stages: list[list[ParameterSpec]] = []
+    held, by_rank = 0, dict[int | None, int]()
+    for spec, (shard, computed) in zip(specs, needs, strict=True):
+        if not stages or max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit:
             stages.append([])
-            held = 0
-            computed.clear()
+            held, by_rank = 0, {}
         stages[-1].append(spec)
         held += shard
-        for who, size in extra.items():
-            computed[who] += size
+        for who, size in computed.items():
+            by_rank[who] = by_rank.get(who, 0) + size
     return stages
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.distributed import fingerprint, layout_of, local, my_rank
+from muon_fsdp.distributed import fingerprint, layouts_of, local, my_rank
 from muon_fsdp.engine import stage_label
 from muon_fsdp.layout import Layout, LayoutError, local_layout
 from muon_fsdp.options import EngineOptions
@@ -36,7 +36,7 @@ class PlannedStep:
     ) -> None:
         self.key = key
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-        self.layouts = [layout_of(parameter, replicate_group) for parameter in self.parameters]
+        self.layouts = layouts_of(self.parameters, replicate_group)
         specs = parameter_specs(groups, routes, views, self.layouts)
         self.outlines: list[StageOutline] = make_outline(
             [_elementwise_is_local(spec, self.parameters[spec.position]) for spec in specs],

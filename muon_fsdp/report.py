@@ -101,7 +101,8 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
         matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy, wire_bytes=wire_bytes
     )
     by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
-    loads: dict[int, float] = {rank: 0.0 for spec in matrices for rank in spec.layout.ranks}
+    layouts = {id(spec.layout): spec.layout for spec in matrices}
+    loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
     costs = []
     for outline in outlines:
         units = defaultdict(list)
@@ -111,7 +112,7 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
             for rank in outline.ranks if unit.owner is None else (unit.owner,):
                 loads[rank] += unit.flops
         for spec in outline.specs:
-            by_shape[(spec.shape, spec.layout)].append((spec, units[spec.position]))
+            by_shape[(spec.shape, id(spec.layout))].append((spec, units[spec.position]))
     rows = tuple(_row(members, wire_bytes) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
     return PlanReport(
@@ -161,11 +162,9 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], wire_bytes: int) -
 
 def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     """Elements that travel to who computes the unit, and back."""
-    num_ranks, num_replicas = len(layout.ranks), max(layout.replica_of) + 1
     size = unit.tile.numel
     tiles = layout.tiles(shape)
     if unit.owner is None:
-        own = sum(tile.intersect(unit.tile).numel for tile in tiles)
-        return num_ranks * size - own, 0
-    own = tiles[layout.ranks.index(unit.owner)].intersect(unit.tile).numel
-    return size - own, num_replicas * size - own
+        return len(layout.ranks) * size - sum(tile.intersect(unit.tile).numel for tile in tiles), 0
+    own = tiles[layout.index_of[unit.owner]].intersect(unit.tile).numel
+    return size - own, layout.num_replicas * size - own

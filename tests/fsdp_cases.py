@@ -1,0 +1,365 @@
+"""What FSDPMuonOptimizer does on a model, run on ranks by tests/test_fsdp.py and under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
+from muon_fsdp.distributed import local
+from tests.distributed_cases import batch, full_state, lay_out, make_model, shard, train
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05, "adamw_lr": 0.01}
+
+
+def world_mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def data_place() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def classes_agree() -> bool:
+    """The two classes with equal options and routing give equal results, bit for bit."""
+    results = []
+    for by_class in (True, False):
+        model = make_model()
+        shard(model, world_mesh())
+        if by_class:
+            optimizer: MuonOptimizer = FSDPMuonOptimizer(model, **OPTIONS)
+        else:
+            groups = [{key: v for key, v in g.items() if key != "micro_step"} for g in optimizer.param_groups]
+            by_name = dict(model.named_parameters())
+            for group in groups:
+                group["params"] = [(name, by_name[name]) for name in group.pop("param_names")]
+            optimizer = MuonOptimizer(groups)
+        losses = train(model, optimizer, range(5), *data_place())
+        results.append((losses, full_state(model)))
+    (losses, weights), (other_losses, other_weights) = results
+    return losses == other_losses and all(np.array_equal(weights[n], other_weights[n]) for n in weights)
+
+
+def unshard() -> dict[str, bool]:
+    """Everything that unshard_params promises."""
+    model = make_model().double()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shard(model, world_mesh())
+    optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+    seen: dict[str, bool] = {}
+    before = {name: local(p).clone() for name, p in model.named_parameters()}
+    with optimizer.unshard_params():
+        inside = dict(model.named_parameters())
+        seen["plain"] = all(not isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in inside.values())
+        seen["whole"] = all(torch.equal(inside[name], value) for name, value in expected.items())
+        with torch.no_grad():
+            inside["blocks.0.up.weight"].add_(1.0)
+    after = dict(model.named_parameters())
+    seen["sharded"] = all(isinstance(p, DTensor) for p in after.values())
+    seen["untouched"] = all(torch.equal(local(after[n]), before[n]) for n in before if n != "blocks.0.up.weight")
+    changed = after["blocks.0.up.weight"].full_tensor()
+    seen["written"] = torch.equal(changed, expected["blocks.0.up.weight"] + 1.0)
+    train(model.float(), optimizer, range(2), *data_place())
+    loss = model(batch(0)[0]).sum()
+    try:
+        with optimizer.unshard_params():
+            pass
+        seen["refused"] = False
+    except RuntimeError as error:
+        seen["refused"] = "between forward and backward" in str(error)
+    loss.backward()
+    with optimizer.unshard_params():
+        pass
+    with torch.no_grad():
+        model(batch(0)[0])
+    with optimizer.unshard_params():  # after an evaluation, FSDP keeps the root unsharded
+        seen["after evaluation"] = all(not isinstance(p, DTensor) for p in model.parameters())
+    optimizer.zero_grad()
+    train(model, optimizer, range(2), *data_place())
+    return seen
+
+
+def accumulate(steps_per_update: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Train with micro-batches; the losses of whole batches and the final weights."""
+    model = make_model()
+    shard(model, world_mesh())
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=steps_per_update, **OPTIONS)
+    rank, world = data_place()
+    losses = []
+    for step in range(4):
+        whole = 0.0
+        for micro in range(steps_per_update):
+            tokens, targets = (part.chunk(steps_per_update)[micro].chunk(world)[rank] for part in batch(step))
+            loss = nn.functional.cross_entropy(model(tokens), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            whole += loss.item() / steps_per_update
+        losses.append(whole)
+    return losses, full_state(model)
+
+
+def accumulation_is_saved() -> bool:
+    """A run that is saved and resumed in the middle of an accumulation goes on as if it had not been."""
+    rank, world = data_place()
+
+    def micro_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        tokens, targets = (part.chunk(world)[rank] for part in batch(number))
+        nn.functional.cross_entropy(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def start() -> tuple[nn.Module, FSDPMuonOptimizer]:
+        model = make_model()
+        shard(model, world_mesh())
+        return model, FSDPMuonOptimizer(model, gradient_accumulation_steps=3, **OPTIONS)
+
+    model, optimizer = start()
+    for number in range(4):
+        micro_step(model, optimizer, number)
+    resumed_model, resumed = start()
+    resumed.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), resumed_model.parameters(), strict=True):
+            local(q).copy_(local(p))
+            q.grad = None if p.grad is None else p.grad.clone()
+    for number in range(4, 9):
+        micro_step(model, optimizer, number)
+        micro_step(resumed_model, resumed, number)
+    left, right = full_state(model), full_state(resumed_model)
+    return all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def mixed_precision(dtype_name: str) -> tuple[list[float], set[str], set[str]]:
+    """Losses, dtypes of weights and of momentum under FSDP2's mixed precision, fp16 with a GradScaler."""
+    dtype = getattr(torch, dtype_name)
+    model = make_model()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=world_mesh(), mp_policy=policy)
+    fully_shard(model, mesh=world_mesh(), mp_policy=policy)
+    optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+    rank, world = data_place()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype == torch.float16)
+    losses = []
+    for step in range(10):
+        tokens, targets = (part.chunk(world)[rank] for part in batch(step))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / world)
+    momenta = {str(s["momentum_buffer"].dtype) for s in optimizer.state.values()}
+    return losses, {str(p.dtype) for p in model.parameters()}, momenta
+
+
+def scaler_overflow() -> bool:
+    """An infinite gradient on one rank: GradScaler leaves the step out on all, and nothing is poisoned."""
+    model = make_model()
+    shard(model, world_mesh())
+    optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    train(model, optimizer, range(1), *data_place())
+    before = full_state(model)
+    optimizer.zero_grad()
+    scaler.scale(model(batch(1)[0]).sum()).backward()
+    local(model.blocks[0].up.weight.grad)[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    after = full_state(model)
+    return all(np.array_equal(before[name], after[name]) for name in before) and scaler.get_scale() == 4.0
+
+
+def variant(kind: str) -> tuple[list[float], list[float]]:
+    """Losses with a way of building or running the model that must not matter, and without it."""
+    results = []
+    for special in (True, False):
+        if special and kind == "meta":
+            with torch.device("meta"):
+                model = make_model()
+        else:
+            model = make_model()
+        reference = make_model()
+        if special and kind == "checkpointing":
+            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+            model.blocks = nn.ModuleList([checkpoint_wrapper(block) for block in model.blocks])
+        if special and kind == "compile":
+            for block in model.blocks:
+                block.compile(backend="eager")
+        keep = special and kind == "keep unsharded"
+        for block in model.blocks:
+            fully_shard(block, mesh=world_mesh(), reshard_after_forward=not keep)
+        fully_shard(model, mesh=world_mesh(), reshard_after_forward=not keep)
+        if special and kind == "meta":
+            optimizer = FSDPMuonOptimizer(model, **OPTIONS)  # before the weights exist
+            model.to_empty(device="cpu")
+            options = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(model, reference.state_dict(), options=options)
+        else:
+            optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+        after = clip if special and kind == "clip" else None
+        results.append(train(model, optimizer, range(6), *data_place(), after_backward=after))
+    return results[0], results[1]
+
+
+def clip(module: nn.Module) -> None:
+    """To a norm that is never reached: this must work on DTensors and change nothing."""
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e4)
+    assert 0 < float(norm.full_tensor() if isinstance(norm, DTensor) else norm) < 1e4
+
+
+def refusals() -> list[str]:
+    """Messages for what is not supported."""
+    texts = []
+    offloaded = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(offloaded, mesh=world_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    for build in (
+        lambda: FSDPMuonOptimizer(offloaded),
+        lambda: FSDPMuonOptimizer(flat),
+        lambda: MuonOptimizer(flat.parameters()),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            build()
+        texts.append(str(caught.value))
+    return texts
+
+
+def labels() -> list[str]:
+    """A label on a module survives fully_shard, put there before or after."""
+    scales = []
+    for before in (True, False):
+        layer = nn.Sequential(nn.Linear(16, 4, bias=False))
+        if before:
+            label(layer[0], "attn")
+        fully_shard(layer, mesh=world_mesh())
+        if not before:
+            label(layer[0], "attn")
+        scales += [row.scale for row in FSDPMuonOptimizer(layer, scale="v1").routing_report().rows]
+    return scales
+
+
+def ddp_counts() -> tuple[int, int, bool]:
+    """Under DDP the work is split: matrices that this rank computes, in all, and whether replicas stay equal."""
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = FSDPMuonOptimizer(model, comm_dtype=torch.bfloat16, **OPTIONS)
+    train(model, optimizer, range(4), *data_place())
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weights)
+    plan = optimizer._current_plan().plan
+    return plan.num_matrices, optimizer.plan_report().num_matrices, all(torch.equal(weights, w) for w in gathered)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def saved_in(folder: str, layout: str, options: dict[str, Any]) -> list[float]:
+    """Train, save with torch.distributed.checkpoint, train on; the losses after the save."""
+    module, data_rank, data_size = lay_out(make_model(hidden=32), layout)
+    optimizer = FSDPMuonOptimizer(module, **OPTIONS)
+    train(module, optimizer, range(5), data_rank, data_size)
+    choice = StateDictOptions(**options)
+    state = {
+        "model": get_model_state_dict(module, options=choice),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=choice),
+    }
+    dcp.save(state, checkpoint_id=folder)
+    return train(module, optimizer, range(5, 10), data_rank, data_size)
+
+
+def resumed_from(folder: str, layout: str | None, options: dict[str, Any]) -> list[float]:
+    """Load what `saved_in` saved into another layout, and train on."""
+    torch.manual_seed(1)
+    model = make_model(hidden=32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    module, data_rank, data_size = (model, 0, 1) if layout is None else lay_out(model, layout)
+    optimizer = FSDPMuonOptimizer(module, **{**OPTIONS, "lr": 0.3})  # options come from the checkpoint
+    choice = StateDictOptions(**options)
+    state = {
+        "model": get_model_state_dict(module, options=choice),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=choice),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(module, state["model"], options=choice)
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=choice)
+    assert all(isinstance(s["momentum_buffer"], DTensor) == isinstance(p, DTensor) for p, s in optimizer.state.items())
+    return train(module, optimizer, range(5, 10), data_rank, data_size)
+
+
+def full_state_dict_round_trip() -> bool:
+    """A full, CPU-offloaded state dict into a fresh optimizer on the same ranks."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model = make_model()
+    shard(model, world_mesh())
+    optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+    train(model, optimizer, range(3), *data_place())
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        assert all(not isinstance(v, DTensor) for state in saved["state"].values() for v in state.values())
+    other = make_model()
+    shard(other, world_mesh())
+    resumed = FSDPMuonOptimizer(other, **OPTIONS)
+    choice = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(other, resumed, saved, options=choice)
+    return all(
+        torch.equal(local(optimizer.state[p][key]), local(resumed.state[q][key]))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True)
+        for key in optimizer.state[p]
+    )
+
+
+def plain_state_dict(folder: str) -> list[bool]:
+    """`state_dict` and `load_state_dict`: the same ranks, and a single device's state into shards."""
+    model = make_model()
+    shard(model, world_mesh())
+    optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+    train(model, optimizer, range(3), *data_place())
+    path = Path(folder) / f"rank{dist.get_rank()}"
+    torch.save(optimizer.state_dict(), path)
+    resumed = FSDPMuonOptimizer(model, **OPTIONS)
+    resumed.load_state_dict(torch.load(path, weights_only=False))
+    same = all(
+        torch.equal(local(optimizer.state[p][key]), local(resumed.state[p][key]))
+        for p in model.parameters()
+        for key in optimizer.state[p]
+    )
+    alone = make_model()
+    single = FSDPMuonOptimizer(alone, **OPTIONS)
+    train(alone, single, range(3))
+    resumed.load_state_dict(single.state_dict())
+    placed = all(
+        torch.equal(resumed.state[p]["momentum_buffer"].full_tensor(), single.state[q]["momentum_buffer"])
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+    )
+    try:
+        single.load_state_dict(optimizer.state_dict())
+        refused = False
+    except RuntimeError as error:
+        refused = "torch.distributed.checkpoint" in str(error)
+    return [same, placed, refused]
