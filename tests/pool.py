@@ -1,4 +1,4 @@
-"""A pool of processes that stay alive for the whole test session and run functions as ranks of a gloo group."""
+"""A pool of processes that stay alive for the whole test session and run functions as ranks of a process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class RankError(AssertionError):
 class RankPool:
     """Starts ranks as they are needed: importing torch takes seconds, a new process group milliseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
@@ -58,13 +59,13 @@ class RankPool:
     def _start(self, count: int) -> None:
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._backend), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, backend: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # loopback only
     import torch
     import torch.distributed as dist
@@ -76,7 +77,12 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            if backend == "nccl":
+                # NCCL refuses two ranks on one GPU of a host, so every rank says it is a host of its own.
+                os.environ["NCCL_HOSTID"] = f"rank{rank}"
+                os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+                torch.cuda.set_device(0)
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
             torch.manual_seed(0)
             function: Any = importlib.import_module(module)
             for part in name.split("."):

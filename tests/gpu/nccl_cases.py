@@ -1,0 +1,140 @@
+"""FSDP2 on NCCL ranks that share one GPU; run by tests/gpu/test_nccl.py."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from muon_fsdp import FSDPMuonOptimizer
+from muon_fsdp.distributed import StageExchange
+from muon_fsdp.rules import RULES
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, num_blocks: int, vocabulary: int = 128) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def sharded_net(width: int = 128, num_blocks: int = 4) -> Net:
+    torch.manual_seed(0)
+    model = Net(width, num_blocks).cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 128, (64,), generator=generator).chunk(dist.get_world_size())[dist.get_rank()].cuda()
+    loss = nn.functional.cross_entropy(model(tokens).float(), (3 * tokens + 1) % 128)
+    loss.backward()
+    return loss.detach()
+
+
+def curve(strategy: str) -> list[float]:
+    model = sharded_net()
+    optimizer = FSDPMuonOptimizer(model, adamw_lr=0.01, strategy=strategy, max_stage_bytes=2**18)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = backward(model, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    assert len(optimizer._current_plan().plan.stages) > 3
+    return losses
+
+
+def overlap() -> tuple[bool, bool]:
+    """Whether the gather of the next stage ended while a stage still computed, and whether that stage still did."""
+    model = sharded_net()
+    optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=2**19)
+    backward(model, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    gathers: list[StageExchange] = []
+    observed: list[tuple[bool, bool]] = []
+    start_gather, rule = StageExchange.start_gather, type(RULES["muon"])
+    direction = rule.direction
+
+    def noted_gather(self: StageExchange) -> None:
+        start_gather(self)
+        gathers.append(self)
+
+    def slow_direction(self: Any, key: Any, matrices: Tensor) -> Tensor:
+        if not observed and len(gathers) >= 2:
+            torch.cuda._sleep(6_000_000_000)  # seconds of work on the computing stream
+            end = torch.cuda.Event()
+            end.record()
+            transfer = gathers[-1]._gather
+            assert transfer is not None
+            deadline = time.monotonic() + 20
+            while not transfer._work.is_completed() and not end.query() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            observed.append((transfer._work.is_completed(), not end.query()))
+        return direction(self, key, matrices)
+
+    StageExchange.start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+    finally:
+        StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    return observed[0]
+
+
+def peak_of_step(kind: str, width: int, num_blocks: int, max_stage_bytes: int) -> dict[str, float]:
+    """Bytes per rank: shards of the weights, state, and the peak of a step beyond what is there before it."""
+    model = sharded_net(width, num_blocks)
+    if kind == "muon":
+        optimizer: torch.optim.Optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=max_stage_bytes)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=kind == "adamw fused", foreach=kind == "adamw")
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    torch.cuda.synchronize()
+    weights = sum(p.to_local().nbytes for p in model.parameters())
+    state = sum(
+        (v.to_local() if hasattr(v, "to_local") else v).nbytes
+        for s in optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, Tensor)
+    )
+    return {"weights": weights, "state": state, "peak of step": torch.cuda.max_memory_allocated() - before}

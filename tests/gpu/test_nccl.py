@@ -1,0 +1,44 @@
+"""Several NCCL ranks on one GPU: training equal to one rank, overlap, and memory bounded by the stage buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu import nccl_cases
+from tests.pool import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[RankPool]:
+    pool = RankPool("nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("strategy", ["owner", "replicate"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_training_equals_one_rank(nccl: RankPool, world_size, strategy):
+    (expected,) = nccl.run(1, nccl_cases.curve, strategy)
+    for losses in nccl.run(world_size, nccl_cases.curve, strategy):
+        assert losses == pytest.approx(expected, rel=2e-2)
+    assert expected[-1] < 0.5 * expected[0]
+
+
+def test_the_next_stage_is_gathered_while_one_computes(nccl: RankPool):
+    for gathered, still_computing in nccl.run(2, nccl_cases.overlap):
+        assert gathered
+        assert still_computing
+
+
+def test_memory_beyond_weights_gradients_and_momentum_is_bounded_by_stages(nccl: RankPool):
+    bound = 8 * 2**20
+    for result in nccl.run(2, nccl_cases.peak_of_step, "muon", 1024, 8, bound):
+        # Three stages in flight (gathered, computed, scattered) with their send and receive buffers and the scratch
+        # of an orthogonalization; the largest matrix is 16 MiB in float32 and takes the place of the bound.
+        assert result["peak of step"] < 16 * 2 * bound
+        assert result["state"] < 1.1 * result["weights"]
