@@ -137,83 +137,99 @@ class Transfer:
         device: torch.device,
     ) -> None:
         me = exchange.me
-        self._incoming = [(piece, other) for other, pieces in enumerate(incoming) for piece in pieces if other != me]
+        self._incoming = [piece for other, pieces in enumerate(incoming) if other != me for piece in pieces]
         send_sizes = [sum(map(torch.numel, many)) if other != me else 0 for other, many in enumerate(outgoing)]
         receive_sizes = [
             sum(piece.numel for piece in many) if other != me else 0 for other, many in enumerate(incoming)
         ]
         flat = [tensor.reshape(-1).to(dtype) for other, many in enumerate(outgoing) if other != me for tensor in many]
-        self._send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        self._send: Tensor | None = send  # kept until the transfer has ended
         self._received = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
         self._work = dist.all_to_all_single(
-            self._received, self._send, receive_sizes, send_sizes, group=group_of(exchange.ranks), async_op=True
+            self._received, send, receive_sizes, send_sizes, group=group_of(exchange.ranks), async_op=True
         )
 
     def wait(self) -> list[tuple[Piece, Tensor]]:
         """The pieces that arrived. On a GPU this makes the stream wait, not the host."""
         self._work.wait()
-        sizes = [piece.numel for piece, _ in self._incoming]
-        parts = torch.split(self._received, sizes)
-        return [(piece, part.view(piece.shape)) for (piece, _), part in zip(self._incoming, parts, strict=True)]
+        self._send = None
+        parts = torch.split(self._received, [piece.numel for piece in self._incoming])
+        return [(piece, part.view(piece.shape)) for piece, part in zip(self._incoming, parts, strict=True)]
 
 
 class StageExchange:
-    """The two transfers of a stage that travels. `shards` are this rank's tensors by position of the parameter."""
+    """The two transfers of a stage. `shards` are this rank's tensors by position of the parameter.
 
-    def __init__(self, stage: Stage, shards: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+    Nothing is kept longer than it is needed: shards until they are sent, buffers until they have arrived.
+    """
+
+    def __init__(self, stage: Stage, shards: Mapping[int, Tensor], wire: torch.dtype) -> None:
         assert stage.exchange is not None
-        self._stage, self._exchange, self._shards, self._dtype = stage, stage.exchange, shards, dtype
-        self._device = next(iter(shards.values())).device
+        self._stage, self._exchange, self._wire = stage, stage.exchange, wire
+        first = next(iter(shards.values()))
+        self._device, self._dtype = first.device, first.dtype
+        self._shapes = {position: shard.shape for position, shard in shards.items()}
         self._gather: Transfer | None = None
         self._scatter: Transfer | None = None
-        self._kept: list[tuple[Piece, Tensor]] = []  # results for this rank's own shards
+        self._kept: list[tuple[Piece, Tensor]] = []  # what stays on this rank: of its shards, then of the results
+        self._start_gather(shards)
 
-    def start_gather(self) -> None:
+    def _start_gather(self, shards: Mapping[int, Tensor]) -> None:
         exchange = self._exchange
+
+        def parts(pieces: Sequence[Piece]) -> list[Tensor]:
+            return [shards[self._stage.units[piece.unit].position][piece.in_shard] for piece in pieces]
+
+        kept = exchange.gather_receive[exchange.me]
+        # Through the wire's precision also where nothing is sent: all who compute must see the same matrix.
+        self._kept = [
+            (piece, part if self._is_whole(piece) else part.to(self._wire))
+            for piece, part in zip(kept, parts(kept), strict=True)
+        ]
         if exchange.gathers:
-            outgoing = [[self._part(piece) for piece in pieces] for pieces in exchange.gather_send]
-            self._gather = Transfer(exchange, outgoing, exchange.gather_receive, self._dtype, self._device)
+            outgoing = [parts(pieces) for pieces in exchange.gather_send]
+            self._gather = Transfer(exchange, outgoing, exchange.gather_receive, self._wire, self._device)
 
     def finish_gather(self) -> dict[int, Tensor]:
         """The whole units that this rank computes."""
-        exchange = self._exchange
-        arrived = self._gather.wait() if self._gather is not None else []
-        arrived += [(piece, self._part(piece)) for piece in exchange.gather_receive[exchange.me]]
+        arrived = (self._gather.wait() if self._gather is not None else []) + self._kept
+        self._gather, self._kept = None, []
         pieces_of: dict[int, list[tuple[Piece, Tensor]]] = {number: [] for number in self._stage.mine}
         for piece, part in arrived:
             pieces_of[piece.unit].append((piece, part))
-        self._gather = None
         return {number: self._assemble(number, pieces) for number, pieces in pieces_of.items()}
 
     def start_scatter(self, results: Mapping[int, Tensor]) -> None:
         exchange = self._exchange
         # Every holder gets the same numbers, this rank too: replicas must not drift apart by a rounding.
-        sent = {number: result.to(self._dtype) if exchange.scatters else result for number, result in results.items()}
+        sent = {number: result.to(self._wire) if exchange.scatters else result for number, result in results.items()}
         outgoing = [[sent[piece.unit][piece.in_unit] for piece in pieces] for pieces in exchange.scatter_send]
-        kept = exchange.scatter_receive[exchange.me]
-        self._kept = list(zip(kept, outgoing[exchange.me], strict=True))
+        self._kept = list(zip(exchange.scatter_receive[exchange.me], outgoing[exchange.me], strict=True))
         if exchange.scatters:
-            self._scatter = Transfer(exchange, outgoing, exchange.scatter_receive, self._dtype, self._device)
+            self._scatter = Transfer(exchange, outgoing, exchange.scatter_receive, self._wire, self._device)
 
     def finish_scatter(self) -> dict[int, Tensor]:
         """The update of every shard, by position."""
         arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
-        updates = {position: torch.empty_like(shard) for position, shard in self._shards.items()}
+        self._scatter, self._kept = None, []
+        updates = {
+            position: torch.empty(shape, dtype=self._dtype, device=self._device)
+            for position, shape in self._shapes.items()
+        }
         for piece, part in arrived:
             updates[self._stage.units[piece.unit].position][piece.in_shard].copy_(part)
         return updates
 
-    def _part(self, piece: Piece) -> Tensor:
-        return self._shards[self._stage.units[piece.unit].position][piece.in_shard]
+    def _is_whole(self, piece: Piece) -> bool:
+        return piece.shape == self._stage.units[piece.unit].tile.shape
 
     def _assemble(self, number: int, pieces: list[tuple[Piece, Tensor]]) -> Tensor:
-        unit = self._stage.units[number]
-        if len(pieces) == 1 and pieces[0][0].shape == unit.tile.shape:
-            return pieces[0][1].to(self._shards[unit.position].dtype)
-        whole = self._shards[unit.position].new_empty(unit.tile.shape)
+        if len(pieces) == 1 and self._is_whole(pieces[0][0]):
+            return pieces[0][1].to(self._dtype)
+        whole = torch.empty(self._stage.units[number].tile.shape, dtype=self._dtype, device=self._device)
         for piece, part in pieces:
-            # Through the wire's precision also where nothing was sent: all who compute must see the same matrix.
-            whole[piece.in_unit].copy_(part.to(self._dtype))
+            whole[piece.in_unit].copy_(part)
         return whole
 
 
@@ -224,9 +240,7 @@ def gather_full(parameter: Tensor) -> Tensor:
         return shard.clone()
     layout = layout_of(parameter, None)
     stage = make_gather_stage(tuple(parameter.shape), layout, my_rank())
-    exchange = StageExchange(stage, {0: shard}, parameter.dtype)
-    exchange.start_gather()
-    return exchange.finish_gather()[0].clone()
+    return StageExchange(stage, {0: shard}, parameter.dtype).finish_gather()[0].clone()
 
 
 def scatter_full(parameter: Tensor, whole: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,11 +112,10 @@ class _StageRun:
                 prepared = self.rule.prepare(group, [w.grad for w in works], [w.state for w in works])
                 self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
-            first = next(iter(self._updates.values()))
-            wire = wire_dtype(self._comm_dtype, first)
-            self._exchange = StageExchange(self.stage, self._updates, wire)
+            wire = wire_dtype(self._comm_dtype, next(iter(self._updates.values())))
             with record_function(f"muon_fsdp.gather {self.label}"):
-                self._exchange.start_gather()
+                self._exchange = StageExchange(self.stage, self._updates, wire)
+            self._updates = {}
 
     def compute(self) -> None:
         if not self.rule.orthogonalizes:
@@ -164,17 +164,26 @@ def wire_dtype(comm_dtype: torch.dtype | None, update: Tensor) -> torch.dtype:
 
 
 def _directions(
-    rule: Rule, batches: Sequence[Batch], units: Sequence[Unit], whole: Mapping[int, Tensor]
+    rule: Rule, batches: Sequence[Batch], units: Sequence[Unit], whole: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out."""
-    blocks = {number: units[number].view.split(tensor) for number, tensor in whole.items()}
+    """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out.
+
+    `whole` is emptied on the way, so that what has been copied into a batch can be freed.
+    """
+    blocks = {number: units[number].view.split(whole.pop(number)) for number in list(whole)}
     results: dict[int, list[list[Tensor]]] = {number: [[] for _ in parts] for number, parts in blocks.items()}
+    left = Counter(member.unit for batch in batches for member in batch.members)
     for batch in batches:
         members = [member for member in batch.members if member.unit in blocks]
         if not members:
             continue
         matrices = [blocks[m.unit][m.block][m.start : m.stop] for m in members]
-        directions = rule.direction(batch.key, torch.cat(matrices) if len(matrices) > 1 else matrices[0])
+        together = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+        del matrices
+        left.subtract(member.unit for member in members)
+        for number in {member.unit for member in members if left[member.unit] == 0}:
+            del blocks[number]
+        directions = rule.direction(batch.key, together)
         sizes = [m.stop - m.start for m in members]
         for member, piece in zip(members, torch.split(directions, sizes), strict=True):
             results[member.unit][member.block].append(piece)

@@ -85,11 +85,11 @@ def overlap() -> tuple[bool, bool]:
     dist.barrier()
     gathers: list[StageExchange] = []
     observed: list[tuple[bool, bool]] = []
-    start_gather, rule = StageExchange.start_gather, type(RULES["muon"])
+    start_gather, rule = StageExchange._start_gather, type(RULES["muon"])
     direction = rule.direction
 
-    def noted_gather(self: StageExchange) -> None:
-        start_gather(self)
+    def noted_gather(self: StageExchange, shards: Any) -> None:
+        start_gather(self, shards)
         gathers.append(self)
 
     def slow_direction(self: Any, key: Any, matrices: Tensor) -> Tensor:
@@ -105,11 +105,11 @@ def overlap() -> tuple[bool, bool]:
             observed.append((transfer._work.is_completed(), not end.query()))
         return direction(self, key, matrices)
 
-    StageExchange.start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
+    StageExchange._start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
     try:
         optimizer.step()
     finally:
-        StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
+        StageExchange._start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
     torch.cuda.synchronize()
     return observed[0]
 

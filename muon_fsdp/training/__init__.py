@@ -1,0 +1,1 @@
+"""Programs that train a small GPT with the library's optimizers, as any user would."""

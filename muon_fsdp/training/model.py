@@ -1,0 +1,188 @@
+"""A compact decoder-only GPT: RMSNorm, rotary positions, causal attention, GELU MLP, untied head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes and switches of a `GPT`; values that cannot work are refused with a ValueError."""
+
+    num_layers: int
+    num_heads: int
+    d_model: int
+    sequence_length: int
+    vocab_size: int = 256
+    mlp_ratio: int = 4
+    qk_norm: bool = True
+    rope_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "d_model", "sequence_length", "vocab_size", "mlp_ratio"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"GPTConfig.{name} must be a positive integer, got {value!r}")
+        if not self.rope_base > 0:
+            raise ValueError(f"GPTConfig.rope_base must be positive, got {self.rope_base!r}")
+        if self.d_model % self.num_heads != 0:
+            raise ValueError(
+                f"GPTConfig.d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}): "
+                "each head takes an equal slice of the model width"
+            )
+        if self.head_dim % 2 != 0:
+            raise ValueError(
+                f"GPTConfig.d_model / num_heads must be even, got {self.head_dim}: rotary positions turn pairs of "
+                "channels; change d_model or num_heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+# d_model differs from vocab_size on purpose: at equal sizes the head would have the shape of a hidden matrix, and a
+# reader could not tell from shapes alone which matrices Muon orthogonalizes.
+PRESETS: dict[str, GPTConfig] = {
+    "demo": GPTConfig(num_layers=4, num_heads=5, d_model=160, sequence_length=128),
+}
+
+
+def preset(name: str) -> GPTConfig:
+    """The named configuration; the error lists the names there are."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown model preset {name!r}; choose one of: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns channel pairs by an angle that grows with the position, so that q.k depends on the distance alone."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, sequence_length: int, base: float) -> None:
+        super().__init__()
+        frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (head_dim / 2,)
+        angles = torch.outer(torch.arange(sequence_length, dtype=torch.float64), frequencies)  # (T, head_dim / 2)
+        # Derived from the config, so kept out of checkpoints.
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, heads, T, head_dim) -> same
+        length = x.size(-2)
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention to earlier positions, with separate q, k, v, o matrices: four updates for Muon."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.q = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.v = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.o = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+        self.rope = RotaryEmbedding(config.head_dim, config.sequence_length, config.rope_base)
+
+    def _split_heads(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> (B, heads, T, head_dim)
+        return x.view(x.size(0), x.size(1), self.num_heads, -1).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> same
+        q = self.rope(self.q_norm(self._split_heads(self.q(x))))
+        k = self.rope(self.k_norm(self._split_heads(self.k(x))))
+        v = self._split_heads(self.v(x))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, head_dim)
+        return cast(Tensor, self.o(mixed.transpose(1, 2).flatten(-2)))
+
+
+class MLP(nn.Module):
+    """Two matrices with a GELU between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.mlp_ratio * config.d_model, bias=False)
+        self.down = nn.Linear(config.mlp_ratio * config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> same
+        return cast(Tensor, self.down(functional.gelu(self.up(x))))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on a normalized input and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model)
+        self.attention = CausalSelfAttention(config)
+        self.mlp_norm = nn.RMSNorm(config.d_model)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> same
+        x = x + self.attention(self.attention_norm(x))
+        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+def _init_matrix(linear: nn.Linear, gain: float = 1.0) -> None:
+    nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
+
+
+class GPT(nn.Module):
+    """The language model. Seed torch before building it: the initial weights come from the global generator."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.RMSNorm(config.d_model)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random embedding of unit variance, matrices that keep it, and a zero head: the first loss is log(vocab_size).
+
+        The embedding's scale matters: with AdamW and one lr of 4e-3 for everything, the demo's validation loss after
+        200 steps was 2.43 with a standard deviation of 0.02 and 2.06 with 1.
+        """
+        nn.init.normal_(self.wte.weight)
+        # Each block adds two branches to the residual stream; this keeps the sum's variance independent of the depth.
+        branch_scale = (2 * self.config.num_layers) ** -0.5
+        for module in self.blocks.modules():
+            if isinstance(module, CausalSelfAttention):
+                for matrix in (module.q, module.k, module.v):
+                    _init_matrix(matrix)
+                _init_matrix(module.o, branch_scale)
+            elif isinstance(module, MLP):
+                _init_matrix(module.up)
+                _init_matrix(module.down, branch_scale)
+        nn.init.zeros_(self.lm_head.weight)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, T, vocab) for tokens (B, T), and the mean cross-entropy in nats if `targets` (B, T) are given."""
+        length = tokens.size(-1)
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"{length} tokens were given, but the model was built for sequence_length="
+                f"{self.config.sequence_length}; shorten the input or raise sequence_length"
+            )
+        x = self.wte(tokens)  # (B, T, d_model)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.lm_head(self.final_norm(x))  # (B, T, vocab)
+        if targets is None:
+            return logits, None
+        return logits, functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,107 @@
+"""The acceptance snippets and a training run under FSDP2.
+
+By pytest on a pool of gloo ranks; and directly, on two GPUs or on the CPU:
+
+    torchrun --nproc_per_node=2 tests/test_fsdp_integration.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from tests.pool import RankPool
+
+
+def device() -> torch.device:
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= dist.get_world_size()
+    return torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
+
+
+def acceptance_snippet() -> bool:
+    """DTensor parameters into the plain class, as a newcomer would write it."""
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)).to(device())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optim = MuonOptimizer(model.parameters())
+    before = [p.to_local().clone() for p in model.parameters()]
+    for _ in range(3):
+        optim.zero_grad()
+        model(torch.randn(4, 100, device=device())).square().mean().backward()
+        optim.step()
+    return all(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+
+
+def loss_falls() -> bool:
+    """FSDPMuonOptimizer learns a permutation of features."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).to(device())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = FSDPMuonOptimizer(model, lr=0.02, adamw_lr=0.01)
+    print(optimizer.plan_report()) if dist.get_rank() == 0 else None
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(64, 32, device=device())
+        loss = (model(x) - x.roll(1, -1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_acceptance_snippet(ranks: RankPool, world_size):
+    assert all(ranks.run(world_size, acceptance_snippet))
+
+
+def test_loss_falls(ranks: RankPool):
+    assert all(ranks.run(2, loss_falls))
+
+
+@pytest.mark.parametrize("name", ["test_fsdp_integration.py", "test_fsdp.py"])
+def test_runs_under_torchrun(name):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"tests/{name}"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "passed, 0 failed" in result.stdout
+
+
+def main() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    world_size = int(os.environ["WORLD_SIZE"])
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    if not on_gpus:
+        torch.set_num_threads(1)
+    assert acceptance_snippet()
+    assert loss_falls()
+    if dist.get_rank() == 0:
+        print("2 passed, 0 failed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
