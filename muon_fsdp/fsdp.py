@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import gather_full, scatter_full
-from muon_fsdp.optimizer import MuonOptimizer, Params
+from muon_fsdp.groups import Params
+from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.options import check_count
 from muon_fsdp.routing import Route
 

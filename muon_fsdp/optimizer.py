@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
 from muon_fsdp.distributed import agree, difference, layouts_of, local, local_gradient
 from muon_fsdp.engine import Work, run_stages
+from muon_fsdp.groups import (
+    Group,
+    Params,
+    adamw_options,
+    any_orthogonalizes,
+    as_torch_params,
+    check_parameter,
+    names_and_parameters,
+    options_of,
+)
 from muon_fsdp.options import (
-    ADAMW_OPTIONS,
     FOREIGN_KEYS,
-    SCHEDULED_LRS,
     EngineOptions,
     NonFinite,
     canonical,
@@ -27,13 +35,10 @@ from muon_fsdp.options import (
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
-from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name
+from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import RULES
 from muon_fsdp.scaling import update_scale
 from muon_fsdp.views import MatrixView, matrix_view
-
-Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-Group: TypeAlias = dict[str, Any]
 
 # Options of a group on which the plan depends; lr, momentum and the like are read when they are used.
 _PLANNED_OPTIONS = (
@@ -145,21 +150,21 @@ class MuonOptimizer(torch.optim.Optimizer):
         if rule == "adamw" and (lr != 0.02 or weight_decay != 0):
             raise ValueError("with rule='adamw' nothing takes lr or weight_decay: say adamw_lr and adamw_weight_decay")
         # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
-        self._adamw_defaults = canonical(_adamw_options(adamw_defaults))
+        self._adamw_defaults = canonical(adamw_options(adamw_defaults))
         self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype)
         self._replicate_group = replicate_group
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
         self._router = Router(overrides, model)
         self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
-        self._frozen_rows = _frozen_rows(model) if model is not None else ()
+        self._frozen_rows = frozen_rows(model) if model is not None else ()
         self._skipped_steps = 0
         self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
-        super().__init__(_as_torch_params(params), canonical(defaults))
+        super().__init__(as_torch_params(params), canonical(defaults))
         self._router.forget_model()
         if self._router.unused_patterns:
             self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
-        if strict and not _any_orthogonalizes(self._all_routes()):
+        if strict and not any_orthogonalizes(self._all_routes()):
             raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
 
     def _model_to_route_by(self) -> nn.Module | None:
@@ -175,17 +180,21 @@ class MuonOptimizer(torch.optim.Optimizer):
         given = {key: value for key, value in param_group.items() if key != "params"}
         check_option_names(given, "a parameter group", foreign=FOREIGN_KEYS)
         check_group(given)
-        named, parameters = _names_and_parameters(param_group)
+        named, parameters = names_and_parameters(param_group)
         routes = self._route(parameters, named, given)
         members: dict[tuple[bool, str, str], list[int]] = defaultdict(list)
         for index, route in enumerate(routes):
             members[(not RULES[route.rule].orthogonalizes, route.rule, repr(route.options))].append(index)
         # torch wants names in all groups or in none; the routes have one for every parameter.
         keep_names = "param_names" in self.param_groups[0] if self.param_groups else named is not None
-        new_groups = []
+        new_groups: list[tuple[Group, list[Route]]] = []
         for key in sorted(members, key=lambda key: (key[0], members[key][0])):  # matrices first, else as given
             indices = members[key]
-            group = self._options_of(routes[indices[0]], given, routes)
+            group = options_of(routes[indices[0]], given, routes, self.defaults, self._adamw_defaults)
+            if isinstance(group["lr"], Tensor) and any(
+                other["lr"] is group["lr"] for other in (*self.param_groups, *(new for new, _ in new_groups))
+            ):
+                group["lr"] = group["lr"].clone()  # schedulers write to it in place, group by group
             group["params"] = [parameters[i] for i in indices]
             if keep_names:
                 group["param_names"] = [named[i] if named else routes[i].name for i in indices]
@@ -194,7 +203,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             new_groups.append((group, [routes[i] for i in indices]))
         if not routes:  # as torch does, keep a group without parameters
             rule = given.get("rule", self.defaults["rule"])
-            new_groups.append(({**self._options_of(Route("", rule, ""), given, []), "params": []}, []))
+            options = options_of(Route("", rule, ""), given, [], self.defaults, self._adamw_defaults)
+            new_groups.append(({**options, "params": []}, []))
         for group, group_routes in new_groups:  # views are checked before anything is changed
             self._views(group, group_routes)
         for group, group_routes in new_groups:
@@ -210,7 +220,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         for index, parameter in enumerate(parameters):
             model_name = self._router.name_of(parameter) if isinstance(parameter, Tensor) else None
             name = model_name or (clean_name(named[index]) if named else f"param[{first + index}]")
-            _check_parameter(name, parameter)
+            check_parameter(name, parameter)
             if id(parameter) in taken:
                 raise ValueError(f"parameter {name!r} is given twice (first as {taken[id(parameter)]!r})")
             taken[id(parameter)] = name
@@ -225,29 +235,6 @@ class MuonOptimizer(torch.optim.Optimizer):
                 )
             routes.append(route)
         return routes
-
-    def _options_of(self, route: Route, given: Mapping[str, Any], all_routes: Sequence[Route]) -> Group:
-        """The options of a new group, from the least to the most specific source."""
-        override = dict(route.options)
-        sources: list[Mapping[str, Any]] = [self.defaults, self._adamw_defaults]
-        if RULES[route.rule].orthogonalizes:
-            # betas and eps too, though Muon has no use for them: every group has every key, as checkpoints need.
-            sources = [self._adamw_defaults, self.defaults, given, override]
-        else:
-            same_override = [other for other in all_routes if other.options == route.options]
-            sources += [
-                _of_adamw(given, beside_matrices=_any_orthogonalizes(all_routes)),
-                _of_adamw(override, beside_matrices=_any_orthogonalizes(same_override)),
-            ]
-        options: Group = {}
-        for source in sources:
-            options.update({key: value for key, value in source.items() if key not in ADAMW_OPTIONS})
-        options["rule"] = route.rule
-        options["micro_step"] = 0  # calls of step() since the last that updated; saved with the group
-        options = canonical(options)
-        if isinstance(options["lr"], Tensor) and any(group["lr"] is options["lr"] for group in self.param_groups):
-            options["lr"] = options["lr"].clone()  # schedulers write to it in place, group by group
-        return options
 
     def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
         """How every parameter of a group is read as matrices; None under an element-wise rule."""
@@ -538,77 +525,4 @@ def _largest_entries(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {}
     values = torch._foreach_norm(list(present.values()), ord=torch.inf)
     device = values[0].device
-    return {i: value.to(device, torch.float32) for i, value in zip(present, values, strict=True)}
-
-
-def _as_torch_params(params: Params) -> Any:
-    if isinstance(params, nn.Module):
-        return [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
-    if isinstance(params, Tensor):
-        return [params]
-    if isinstance(params, (dict, str, set)) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"params must be a model, tensors, (name, tensor) pairs or a list of groups, got {type(params).__name__}"
-        )
-    return params
-
-
-def _names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Tensor]]:
-    if "params" not in param_group:
-        raise ValueError("a parameter group needs 'params'")
-    params = param_group["params"]
-    if isinstance(params, set):
-        raise TypeError("params must be ordered: a set changes its order between runs, use a list")
-    listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    if not listed:
-        return None, []
-    pairs = [item for item in listed if isinstance(item, tuple)]
-    if not pairs:
-        names = param_group.get("param_names")
-        if names is not None and (isinstance(names, str) or len(names) != len(listed)):
-            raise ValueError(f"param_names must be a list of {len(listed)} names, one per parameter")
-        return names, listed
-    if len(pairs) != len(listed):
-        raise ValueError("either all parameters of a group have names or none")
-    if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise TypeError("named parameters must be (name, tensor) pairs, as model.named_parameters() gives")
-    return [name for name, _ in pairs], [parameter for _, parameter in pairs]
-
-
-def _check_parameter(name: str, parameter: object) -> None:
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
-    if getattr(parameter, "_is_flat_param", False):
-        raise RuntimeError(f"FSDP1 is not supported: {name!r} is a flat parameter. Use fully_shard (FSDP2).")
-    if parameter.is_complex():
-        raise ValueError(
-            f"parameter {name!r} is complex, which is not supported; optimize torch.view_as_real(parameter) instead"
-        )
-    if not parameter.is_floating_point():
-        raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; only floating-point ones can be optimized")
-    if not (parameter.is_leaf or parameter.retains_grad):
-        raise ValueError(f"parameter {name!r} is not a leaf tensor and can't be optimized")
-
-
-def _adamw_options(options: Mapping[str, Any]) -> Group:
-    return {ADAMW_OPTIONS[key]: value for key, value in options.items() if key in ADAMW_OPTIONS}
-
-
-def _of_adamw(options: Mapping[str, Any], *, beside_matrices: bool) -> Group:
-    """What the options of a group mean for its AdamW parameters: lr and weight_decay are those of the matrices."""
-    of_matrices = ("lr", "weight_decay", *SCHEDULED_LRS) if beside_matrices else ()
-    own = {key: value for key, value in options.items() if key not in of_matrices}
-    own.update(_adamw_options(options))
-    return own
-
-
-def _any_orthogonalizes(routes: Iterable[Route]) -> bool:
-    return any(RULES[route.rule].orthogonalizes for route in routes)
-
-
-def _frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
-    return tuple(
-        RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
-    )
+    return {i: value.to(device, torch.float64) for i, value in zip(present, values, strict=True)}

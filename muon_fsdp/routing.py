@@ -263,3 +263,12 @@ class RoutingReport:
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([line.rstrip() for line in lines] + [f"warning: {text}" for text in self.warnings])
+
+
+def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
+    """What a report says of the parameters of a model that are not optimized."""
+    return tuple(
+        RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    )
