@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -104,6 +105,7 @@ def _refresh_steps(rows: int, cols: int, steps: int, form: Form) -> frozenset[in
     return frozenset((*range(3, steps, 3), steps))
 
 
+@lru_cache(maxsize=4096)
 def orthogonalization_flops(rows: int, cols: int, steps: int) -> float:
     """Floating-point operations of one matrix, with every product counted in full."""
     small, large = min(rows, cols), max(rows, cols)

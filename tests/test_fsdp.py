@@ -65,6 +65,33 @@ def test_bad_input():
         FSDPMuonOptimizer(nn.Linear(2, 2), comm_dtype="bf16")
 
 
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process only: a DTensor on one rank is a layout like any other."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "case", ["classes_agree", "accumulation_is_saved", "scaler_overflow", "full_state_dict_round_trip"]
+)
+def test_a_group_of_one(case):
+    assert getattr(fsdp_cases, case)()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_unshard_params_refusals_and_labels_in_a_group_of_one(tmp_path):
+    assert all(fsdp_cases.unshard().values())
+    assert all(fsdp_cases.refusals())
+    assert fsdp_cases.labels() == ["2", "2"]
+    same, placed, _ = fsdp_cases.plain_state_dict(str(tmp_path))
+    assert same
+    assert placed
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_both_classes_agree(ranks: RankPool, world_size):
     assert all(ranks.run(world_size, fsdp_cases.classes_agree))
