@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import zip_longest
 from typing import Any
 
@@ -41,9 +42,13 @@ def layout_of(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> L
     """How a parameter lies on ranks. A plain one is this rank's own, or a replica in `replicate_group`."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        return Layout(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), tuple(parameter.placements))
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if mesh.ndim == 1 and my_rank() in ranks:
+            _groups[tuple(sorted(ranks))] = mesh.get_group()
+        return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
     if replicate_group is not None:
         ranks = tuple(dist.get_process_group_ranks(replicate_group))
+        _groups[tuple(sorted(ranks))] = replicate_group
         return Layout(ranks, (len(ranks),), local_layout(0).placements)
     return local_layout(my_rank())
 
@@ -100,7 +105,11 @@ def _own_box(parameter: DTensor) -> tuple[slice, ...]:
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of these ranks, made once; every rank of it must ask for its groups in the same order."""
+    """A process group of these ranks: that of a mesh or the world where there is one, else made once.
+
+    A new one is made only for a mesh of several axes that is part of the world; torch finds its partners by how many
+    groups each rank has made before, which is the same on ranks that run the same program.
+    """
     key = tuple(sorted(ranks))
     group = _groups.get(key)
     if group is None or not _is_alive(group):
@@ -256,22 +265,33 @@ class Decision:
     """What all ranks of a group know after `agree`; tensors stay on their device until somebody looks."""
 
     same_plan: Tensor  # bool
-    not_finite: Tensor  # bool: some rank has a gradient that is not finite
+    news: Tensor  # (len(News),) bool: what some rank has seen
     has_gradient: Tensor  # (num_parameters,) bool: some rank has a gradient for it
 
 
+class News(IntEnum):
+    """What a rank may have seen that all must know."""
+
+    NOT_FINITE = 0  # a gradient that is not finite
+    NOT_INERT = 1  # a step that does something
+    DISAGREEMENT = 2  # ranks with different plans
+    SEVERAL_SETS = 3  # parameters on more than one set of ranks
+
+
 def agree(
-    ranks: tuple[int, ...], fingerprint: int, not_finite: Tensor, has_gradient: Sequence[bool], device: torch.device
+    ranks: tuple[int, ...], fingerprint: int, news: Tensor, has_gradient: Sequence[bool], device: torch.device
 ) -> Decision:
     """One small all-reduce, in which every rank of the group takes part at every step, whatever it has seen."""
+    first_flag = 2 + len(News)
     blocks = -(-len(has_gradient) // _FLAGS_PER_BLOCK)  # rounded up: the size must not differ before it is compared
-    flags = torch.zeros(3 + blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
+    flags = torch.zeros(first_flag + blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
     flags[0], flags[1] = fingerprint, -fingerprint  # equal everywhere if the largest of both are opposite
-    flags[3 : 3 + len(has_gradient)] = torch.tensor(has_gradient, dtype=torch.int32)
+    flags[first_flag : first_flag + len(has_gradient)] = torch.tensor(has_gradient, dtype=torch.int32)
     flags = flags.to(device, non_blocking=True)
-    flags[2] = not_finite.to(device)
+    flags[2:first_flag] = news.to(device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group_of(ranks))
-    return Decision(flags[0] == -flags[1], flags[2] > 0, flags[3 : 3 + len(has_gradient)] > 0)
+    present = flags[first_flag : first_flag + len(has_gradient)] > 0
+    return Decision(flags[0] == -flags[1], flags[2:first_flag] > 0, present)
 
 
 def fingerprint(description: Sequence[str]) -> int:

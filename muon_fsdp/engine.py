@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from muon_fsdp.distributed import StageExchange
+from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import Batch, Stage, Unit
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.rules.base import State, working_dtype
@@ -56,13 +57,13 @@ def run_stages(
     labels: Sequence[str],
     groups: Sequence[Mapping[str, Any]],
     work: Mapping[int, Work],
-    comm_dtype: torch.dtype | None,
+    engine: EngineOptions,
 ) -> None:
     """Run every stage. While one computes, the next is being gathered and the one before it scattered."""
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
     for stage, label in zip(stages, labels, strict=True):
-        run = _StageRun(stage, label, groups, work, comm_dtype)
+        run = _StageRun(stage, label, groups, work, engine)
         if not run.active:
             continue
         run.start()
@@ -91,7 +92,7 @@ class _StageRun:
         label: str,
         groups: Sequence[Mapping[str, Any]],
         work: Mapping[int, Work],
-        comm_dtype: torch.dtype | None,
+        engine: EngineOptions,
     ) -> None:
         self.stage, self.label, self.rule = stage, label, RULES[stage.rule]
         present = [
@@ -101,7 +102,7 @@ class _StageRun:
         self.work = work
         exchange = stage.exchange
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
-        self._comm_dtype = comm_dtype
+        self._engine = engine
         self._exchange: StageExchange | None = None
         self._updates: dict[int, Tensor] = {}
 
@@ -112,7 +113,8 @@ class _StageRun:
                 prepared = self.rule.prepare(group, [w.grad for w in works], [w.state for w in works])
                 self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
-            wire = wire_dtype(self._comm_dtype, next(iter(self._updates.values())))
+            first = next(iter(self._updates.values()))
+            wire = self._engine.wire_dtype(first.device.type, first.dtype)
             with record_function(f"muon_fsdp.gather {self.label}"):
                 self._exchange = StageExchange(self.stage, self._updates, wire)
             self._updates = {}
@@ -149,18 +151,6 @@ class _StageRun:
                 for each in works:
                     each.commit()
         self._updates = {}
-
-
-def wire_dtype(comm_dtype: torch.dtype | None, update: Tensor) -> torch.dtype:
-    """The precision of what travels: bfloat16 between GPUs, float32 between CPU processes, float64 for float64.
-
-    Never float16 by itself: the norm of a matrix is not known before it is assembled, and gradients underflow.
-    """
-    if comm_dtype is not None:
-        return comm_dtype
-    if update.dtype == torch.float64:
-        return torch.float64
-    return torch.bfloat16 if update.device.type == "cuda" else torch.float32
 
 
 def _directions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -61,7 +62,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
             raise TypeError(f"FSDPMuonOptimizer needs the model itself, got {type(model).__name__}")
         check_count("gradient_accumulation_steps", gradient_accumulation_steps)
         _refuse_unsupported(model)
-        self._model = model
+        self._model: nn.Module | None = model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             options.setdefault("replicate_group", model.process_group)
         options.setdefault("adamw_betas", (0.9, beta2))
@@ -79,7 +80,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
         )
         self._accumulation_steps = gradient_accumulation_steps
         self._graph_is_alive = False  # whether the last forward was one that a backward may follow
-        model.register_forward_hook(self._note_forward)
+        model.register_forward_hook(_ForwardNote(self))
 
     def _model_to_route_by(self) -> nn.Module | None:
         return self._model
@@ -101,12 +102,15 @@ class FSDPMuonOptimizer(MuonOptimizer):
         On exit every rank copies its own part back, and the parameters are shards again. All ranks must enter. Not
         for running the model: FSDP's hooks expect shards.
         """
-        self._reshard_or_raise()
-        holders = [
+        if self._model is None:
+            raise RuntimeError("a copied optimizer does not know its model: use the one that was built from it")
+        self._reshard_or_raise(self._model)
+        holders: list[tuple[nn.Module, str, nn.Parameter]] = [
             (module, name, parameter)
             for module in self._model.modules()
-            for name, parameter in module.named_parameters(recurse=False)
-            if isinstance(parameter, DTensor)
+            # Not named_parameters, which leaves out repetitions.
+            for name, parameter in module._parameters.items()
+            if parameter is not None and isinstance(parameter, DTensor)
         ]
         with torch.no_grad():
             sharded = {id(parameter): parameter for _, _, parameter in holders}
@@ -122,21 +126,35 @@ class FSDPMuonOptimizer(MuonOptimizer):
                 for key, parameter in sharded.items():
                     scatter_full(parameter, whole[key])
 
-    def _reshard_or_raise(self) -> None:
-        present = {id(parameter) for parameter in self._model.parameters()}
-        if all(id(parameter) in present for parameter in self._parameters() if isinstance(parameter, DTensor)):
-            return
-        if self._graph_is_alive:
+    def _reshard_or_raise(self, model: nn.Module) -> None:
+        present = {id(parameter) for parameter in model.parameters()}
+        unsharded = [p for p in self._parameters() if isinstance(p, DTensor) and id(p) not in present]
+        if unsharded and self._graph_is_alive:
             raise RuntimeError(
                 "unshard_params() can't be entered between forward and backward: some parameters are unsharded for "
                 "the backward. Run it first, or call reshard() on the FSDP modules if there will be none."
             )
-        for module in self._model.modules():
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _note_forward(self, module: nn.Module, args: object, output: object) -> None:
-        self._graph_is_alive = torch.is_grad_enabled()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None, "_graph_is_alive": False}
+
+
+class _ForwardNote:
+    """A forward hook that tells the optimizer whether a backward may follow; neither keeps it alive nor is copied."""
+
+    def __init__(self, optimizer: FSDPMuonOptimizer | None = None) -> None:
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None:
+            optimizer._graph_is_alive = torch.is_grad_enabled()
+
+    def __reduce__(self) -> tuple[type[_ForwardNote], tuple[()]]:
+        return (_ForwardNote, ())
 
 
 def _refuse_unsupported(model: nn.Module) -> None:

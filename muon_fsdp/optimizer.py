@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
-from muon_fsdp.distributed import agree, difference, layouts_of, local, local_gradient
+from muon_fsdp.distributed import News, agree, difference, layouts_of, local, local_gradient
 from muon_fsdp.engine import Work, run_stages
 from muon_fsdp.groups import (
     Group,
@@ -152,6 +153,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
         self._adamw_defaults = canonical(adamw_options(adamw_defaults))
         self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype)
+        if replicate_group is not None and dist.get_rank(replicate_group) < 0:
+            raise ValueError("replicate_group must contain this rank")
         self._replicate_group = replicate_group
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
         self._router = Router(overrides, model)
@@ -297,14 +300,20 @@ class MuonOptimizer(torch.optim.Optimizer):
                 loss = closure()
         planned = self._current_plan()
         gradients = self._gradients(planned.parameters)
-        inert = not self.state and self._is_inert(gradients)
+        decision = None
+        if not self.state:
+            decision = self._agree(planned, gradients, inert=self._is_inert(gradients))
+            self._create_state()
+            if decision.inert:
+                return loss
         self._create_state()
-        if inert or self._still_accumulates():
+        if self._still_accumulates():
             return loss
-        wanted = self._agree(planned, gradients)
-        if wanted is not None:
-            work = self._work(planned, gradients, wanted)
-            run_stages(planned.plan.stages, planned.labels, self.param_groups, work, self._engine.comm_dtype)
+        if decision is None:
+            decision = self._agree(planned, gradients, inert=False)
+        if self._admits(decision):
+            work = self._work(planned, gradients, decision.wanted)
+            run_stages(planned.plan.stages, planned.labels, self.param_groups, work, self._engine)
         return loss
 
     def _still_accumulates(self) -> bool:
@@ -369,36 +378,55 @@ class MuonOptimizer(torch.optim.Optimizer):
                     if spec.name not in state:
                         state[spec.name] = spec.create(parameter)
 
-    def _agree(self, planned: PlannedStep, gradients: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
-        """Decide with the other ranks whether to go on, and which parameters have a gradient somewhere.
+    def _agree(self, planned: PlannedStep, gradients: Mapping[int, Tensor], *, inert: bool) -> _Agreed:
+        """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere.
 
-        None: leave this step out. Else, for every shared parameter, a flag on its device. Ranks that see a different
-        plan, or a gradient that is not finite, must all act alike: whoever raised alone would leave the others waiting.
+        Whoever returned or raised alone would leave the others waiting, so everything that decides about the step is
+        agreed on first. Sets of ranks may overlap: a second round carries what one set found to the others.
         """
         checks_gradients = self._engine.nonfinite != "propagate"
         largest = _largest_entries(gradients) if checks_gradients else {}
-        not_finite = ~torch.isfinite(torch.stack(list(largest.values()))).all() if largest else torch.tensor(False)
+        news = torch.zeros(len(News), dtype=torch.bool)
+        if largest:
+            not_finite = ~torch.isfinite(torch.stack(list(largest.values()))).all()
+            news = news.to(not_finite.device)
+            news[News.NOT_FINITE] = not_finite
+        news[News.NOT_INERT] = not inert
+        news[News.SEVERAL_SETS] = len(planned.shared) > 1
         wanted: dict[int, Tensor] = {}
-        # Twice where groups of ranks overlap, so that what one group found reaches the others.
-        for ranks in [*planned.shared] * min(2, len(planned.shared)):
-            positions = planned.shared[ranks]
-            device = local(planned.parameters[positions[0]]).device
-            has_gradient = [position in gradients for position in positions]
-            decision = agree(ranks, planned.fingerprints[ranks], not_finite, has_gradient, device)
-            looks = device.type == "cpu" or not planned.compared  # on a GPU, looking at every step would stall it
-            if looks and not decision.same_plan:
-                raise RuntimeError(
-                    "Ranks disagree about what to optimize: " + difference(ranks, planned.descriptions[ranks])
-                )
-            not_finite = decision.not_finite
-            wanted.update(zip(positions, decision.has_gradient, strict=True))
-        planned.compared = True
-        if checks_gradients and bool(not_finite):
-            if self._engine.nonfinite == "raise":
-                raise RuntimeError(self._not_finite_message(largest))
-            self._skipped_steps += 1
-            return None
-        return wanted
+        # On a GPU, looking at every step would stall it.
+        looks = not planned.compared or all(local(p).device.type == "cpu" for p in planned.parameters)
+        if not planned.compared:
+            planned.describe(self.param_groups, self._routes, f"{self._engine}, {self._accumulation_steps} micro-steps")
+        disagreeing: list[tuple[int, ...]] = []
+        for second_round in (False, True):
+            for ranks, positions in planned.shared.items():
+                if second_round and not planned.overlaps[ranks]:
+                    continue
+                device = local(planned.parameters[positions[0]]).device
+                has_gradient = [position in gradients for position in positions]
+                decision = agree(ranks, planned.fingerprints[ranks], news, has_gradient, device)
+                news = decision.news.clone()
+                wanted.update(zip(positions, decision.has_gradient, strict=True))
+                if looks and not second_round:
+                    # From what all ranks of the set were told alike: they must agree about the second round too.
+                    planned.overlaps[ranks] = bool(decision.news[News.SEVERAL_SETS])
+                    if not decision.same_plan:
+                        disagreeing.append(ranks)
+                        news[News.DISAGREEMENT] = True
+        if planned.shared and looks and news[News.DISAGREEMENT]:
+            details = [difference(ranks, planned.descriptions[ranks]) for ranks in disagreeing]
+            raise RuntimeError(f"Ranks disagree about what to optimize: {'; '.join(details) or 'other ranks do'}")
+        return _Agreed(wanted, largest, news, inert=inert and not bool(news[News.NOT_INERT]))
+
+    def _admits(self, agreed: _Agreed) -> bool:
+        """Apply the policy for gradients that are not finite: whether to go on with this step."""
+        if self._engine.nonfinite == "propagate" or not bool(agreed.news[News.NOT_FINITE]):
+            return True
+        if self._engine.nonfinite == "raise":
+            raise RuntimeError(self._not_finite_message(agreed.largest))
+        self._skipped_steps += 1
+        return False
 
     def _not_finite_message(self, largest: Mapping[int, Tensor]) -> str:
         routes = self._all_routes()
@@ -508,6 +536,16 @@ class MuonOptimizer(torch.optim.Optimizer):
         # Process groups can't be copied; a copy that needs one is built anew.
         nothing = {"_planned": None, "_replicate_group": None}
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the ranks know before a step."""
+
+    wanted: dict[int, Tensor]  # for every shared parameter, whether some rank has a gradient; on its device
+    largest: dict[int, Tensor]  # the largest entry of every gradient here, where the policy asks for it
+    news: Tensor
+    inert: bool  # whether this step only asks for state, on all ranks
 
 
 def _orthogonality_residual(update: Tensor) -> float:

@@ -64,6 +64,18 @@ class EngineOptions:
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
         _integer("max_stage_bytes", self.max_stage_bytes, at_least=1)
 
+    def wire_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
+        """The precision of what travels: bfloat16 between GPUs, float32 between CPU processes, float64 for float64.
+
+        Never float16 by itself: the norm of a matrix is not known before it is assembled, and gradients underflow.
+        A model on the meta device is planned for GPUs.
+        """
+        if self.comm_dtype is not None:
+            return self.comm_dtype
+        if working == torch.float64:
+            return torch.float64
+        return torch.float32 if device_type == "cpu" else torch.bfloat16
+
 
 def check_option_names(options: Mapping[str, Any], where: str, *, foreign: tuple[str, ...] = ()) -> None:
     """Refuse a misspelt option, which torch would carry along and ignore."""

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.views import MatrixView
@@ -38,7 +38,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     layout: Layout
     bytes_per_element: int  # in working precision
-    placement: Hashable  # device and working dtype: parameters that differ in it are never in one stage
+    placement: Any  # (device type, working dtype): parameters that differ in it are never in one stage
     view: MatrixView | None = None  # None for an element-wise rule
     batch_keys: tuple[Hashable, ...] = ()  # per block of the view, what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp.distributed import fingerprint, layouts_of, local, my_rank
 from muon_fsdp.engine import stage_label
 from muon_fsdp.layout import Layout, LayoutError, local_layout
-from muon_fsdp.options import EngineOptions
+from muon_fsdp.options import GROUP_OPTIONS, EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
 from muon_fsdp.routing import Route
 from muon_fsdp.rules import RULES
@@ -37,12 +37,18 @@ class PlannedStep:
         self.key = key
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
         self.layouts = layouts_of(self.parameters, replicate_group)
+        names = [route.name for names in routes for route in names]
+        for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
+            _check_placed(name, parameter, layout)
         specs = parameter_specs(groups, routes, views, self.layouts)
+        for spec in specs:
+            if spec.view is not None:
+                _check_live(names[spec.position], self.parameters[spec.position], spec.layout)
         self.outlines: list[StageOutline] = make_outline(
             [_elementwise_is_local(spec, self.parameters[spec.position]) for spec in specs],
             max_stage_bytes=engine.max_stage_bytes,
             strategy=engine.strategy,
-            wire_bytes=2 if engine.comm_dtype is None else engine.comm_dtype.itemsize,
+            wire_bytes=_wire_bytes(engine, specs),
         )
         self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
@@ -52,11 +58,29 @@ class PlannedStep:
             if len(layout.ranks) > 1:
                 members[tuple(sorted(layout.ranks))].append(position)
         self.shared = dict(sorted(members.items()))
+        # What every rank must have alike, written down when it is first compared: options may change until then.
+        self.descriptions: dict[tuple[int, ...], list[str]] = {}
+        self.overlaps = dict.fromkeys(self.shared, True)  # whether a rank of the set belongs to other sets too
+
+    def describe(
+        self, groups: Sequence[Mapping[str, Any]], routes: Sequence[Sequence[Route]], engine_options: str
+    ) -> None:
         self.descriptions = {
-            ranks: _describe(positions, groups, routes, self.layouts) for ranks, positions in self.shared.items()
+            ranks: [engine_options, *_describe(positions, groups, routes, self.layouts)]
+            for ranks, positions in self.shared.items()
         }
         self.fingerprints = {ranks: fingerprint(lines) for ranks, lines in self.descriptions.items()}
-        self.compared = False  # whether the ranks have been found to have the same plan
+
+    @property
+    def compared(self) -> bool:
+        """Whether the ranks have been asked if they have the same plan."""
+        return bool(self.descriptions) or not self.shared
+
+
+def _wire_bytes(engine: EngineOptions, specs: Sequence[ParameterSpec]) -> int:
+    """For the cost model, which only needs one number: that of the first matrix."""
+    first = next((spec for spec in specs if spec.view is not None), None)
+    return engine.wire_dtype(*first.placement).itemsize if first is not None else 2
 
 
 def parameter_specs(
@@ -72,7 +96,7 @@ def parameter_specs(
         for parameter, route, view in zip(group["params"], group_routes, group_views, strict=True):
             layout = layouts[len(specs)]
             if view is not None:
-                _check_layout(route.name, parameter, layout)
+                _check_layout(route.name, tuple(parameter.shape), layout)
             shapes = [(rows, cols) for _, rows, cols in view.block_shapes] if view else []
             keys = tuple(rule.batch_key(group, *shape) for shape in shapes)
             dtype = working_dtype(parameter.dtype)
@@ -84,7 +108,7 @@ def parameter_specs(
                     shape=tuple(parameter.shape),
                     layout=layout,
                     bytes_per_element=dtype.itemsize,
-                    placement=(parameter.device, dtype),
+                    placement=(parameter.device.type, dtype),
                     view=view,
                     batch_keys=keys,
                     block_flops=tuple(rule.flops(key, *shape) for key, shape in zip(keys, shapes, strict=True)),
@@ -100,20 +124,41 @@ def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSp
     return replace(spec, shape=tuple(local(parameter).shape), layout=local_layout(my_rank()))
 
 
-def _check_layout(name: str, parameter: Tensor, layout: Layout) -> None:
-    where = f"parameter {name!r} of shape {tuple(parameter.shape)} with placements {layout.placements}"
+def _check_placed(name: str, parameter: Tensor, layout: Layout) -> None:
+    if my_rank() not in layout.ranks:
+        raise RuntimeError(f"parameter {name!r} lies on ranks {layout.ranks}, not on this one: leave it out here")
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh.mesh
+        if any(bool((mesh.diff(dim=axis) <= 0).any()) for axis in range(mesh.ndim)):
+            # Process groups number their ranks in ascending order and FSDP2 goes by them; DTensor goes by the mesh.
+            raise RuntimeError(f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}")
+
+
+def _where(name: str, shape: Sequence[int], layout: Layout) -> str:
+    return f"parameter {name!r} of shape {tuple(shape)} with placements {layout.placements}"
+
+
+def _check_layout(name: str, shape: tuple[int, ...], layout: Layout) -> None:
     try:
-        tiles = layout.tiles(tuple(parameter.shape))
+        layout.tiles(shape)
     except LayoutError as error:
+        where = _where(name, shape, layout)
         raise RuntimeError(f"{where} can't be orthogonalized: {error}; let rule 'adamw' take it") from error
+
+
+def _check_live(name: str, parameter: Tensor, layout: Layout) -> None:
     if not isinstance(parameter, DTensor):
         return
+    where = _where(name, parameter.shape, layout)
     if parameter.device.type not in (parameter.device_mesh.device_type, "meta"):
         raise RuntimeError(
             f"CPU offload is not supported: {where} lies on {parameter.device.type} and its mesh on "
             f"{parameter.device_mesh.device_type}. Leave out offload_policy in fully_shard."
         )
-    held, expected = tuple(local(parameter).shape), tiles[layout.ranks.index(my_rank())].shape
+    held, expected = (
+        tuple(local(parameter).shape),
+        layout.tiles(tuple(parameter.shape))[layout.index_of[my_rank()]].shape,
+    )
     if held != expected:
         raise RuntimeError(f"{where} holds a local tensor of shape {held} where its layout says {expected}")
 
@@ -134,8 +179,11 @@ def _describe(
         options = ", ".join(
             f"{key}={float(value) if isinstance(value, Tensor) else value!r}"
             for key, value in sorted(group.items())
-            if key not in ("params", "param_names")
+            if key in GROUP_OPTIONS
         )
-        shape = tuple(group["params"][index].shape)
-        lines.append(f"parameter {route.name!r} {shape} {layouts[position].placements} with {options}")
+        parameter = group["params"][index]
+        lines.append(
+            f"parameter {route.name!r} {tuple(parameter.shape)} {parameter.dtype} {layouts[position].placements} "
+            f"with {options}"
+        )
     return lines

@@ -96,7 +96,7 @@ def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Seq
 def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanReport:
     """Plan the parameters that are orthogonalized, and add up."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
-    wire_bytes = 2 if engine.comm_dtype is None else engine.comm_dtype.itemsize
+    wire_bytes = engine.wire_dtype(*matrices[0].placement).itemsize if matrices else 2
     outlines = make_outline(
         matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy, wire_bytes=wire_bytes
     )
@@ -112,8 +112,8 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
             for rank in outline.ranks if unit.owner is None else (unit.owner,):
                 loads[rank] += unit.flops
         for spec in outline.specs:
-            by_shape[(spec.shape, id(spec.layout))].append((spec, units[spec.position]))
-    rows = tuple(_row(members, wire_bytes) for members in by_shape.values())
+            by_shape[(spec.shape, id(spec.layout), spec.placement)].append((spec, units[spec.position]))
+    rows = tuple(_row(members, engine.wire_dtype(*members[0][0].placement).itemsize) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
     return PlanReport(
         len(loads), len(outlines), rows, loads, max(loads.values(), default=0.0) / bound if bound else 1.0

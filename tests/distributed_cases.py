@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -259,7 +259,7 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
         "sent": sent,
         "planned": planned,
         "report_matrices": report.num_matrices,
-        "report_bytes": 2 * (report.gather_bytes + report.scatter_bytes),  # the report counts bfloat16, this is float32
+        "report_bytes": report.gather_bytes + report.scatter_bytes,
         "strategies": sorted({row.strategy for row in report.rows}),
     }
 
@@ -354,7 +354,14 @@ def disagreement(kind: str) -> str:
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     options = dict(OPTIONS)
     if dist.get_rank() == 1:
-        options.update({"scale": {"scale": "v1"}, "lr": {"lr": 0.5}}.get(kind, {}))
+        different: dict[str, dict[str, Any]] = {
+            "scale": {"scale": "v1"},
+            "lr": {"lr": 0.5},
+            "strategy": {"strategy": "replicate"},
+            "stages": {"max_stage_bytes": 100},
+            "policy": {"nonfinite": "skip"},
+        }
+        options.update(different.get(kind, {}))
     names = list(module.named_parameters())
     if kind == "parameters" and dist.get_rank() == 1:
         names = names[:-1]
@@ -407,3 +414,85 @@ def partial_gradients() -> bool:
         MuonOptimizer([p]).step()
         results.append(p.full_tensor())
     return bool(torch.allclose(results[0], results[1], atol=1e-6))
+
+
+def crossing_meshes() -> float:
+    """One parameter on each axis of a 2 x 2 mesh, and a NaN on one rank: skipped steps here."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh[name], [Shard(0)])) for name in ("a", "b")]
+    optimizer = MuonOptimizer(parameters, nonfinite="skip")
+    for step in range(3):
+        for p in parameters:
+            p.grad = distribute_tensor(torch.randn(6, 5), p.device_mesh, p.placements)
+        if step == 1 and dist.get_rank() == 3:
+            parameters[0].grad.to_local().fill_(torch.nan)
+        optimizer.step()
+    assert all(p.to_local().isfinite().all() for p in parameters)
+    return optimizer.metrics()["skipped_steps"]
+
+
+def some_ranks_have_more() -> bool:
+    """A parameter on all three ranks, and one that only two of them hold."""
+    everyone = init_device_mesh("cpu", (3,))
+    pair = DeviceMesh("cpu", [0, 1])
+    parameters = [nn.Parameter(distribute_tensor(torch.randn(6, 5), everyone, [Shard(0)]))]
+    if dist.get_rank() < 2:
+        parameters.append(nn.Parameter(distribute_tensor(torch.randn(4, 5), pair, [Shard(0)])))
+    optimizer = MuonOptimizer(parameters)
+    before = [p.to_local().clone() for p in parameters]
+    for _ in range(3):
+        for p in parameters:
+            p.grad = distribute_tensor(torch.randn(p.shape), p.device_mesh, p.placements)
+        optimizer.step()
+    return all(not torch.equal(a, p.to_local()) for a, p in zip(before, parameters, strict=True))
+
+
+def first_step_without_lr(kind: str) -> float:
+    """A warm-up that starts at lr = 0, where one rank has nothing: the AdamW step counter after two steps."""
+    layer = nn.Linear(8, 1)  # the weight is one row: rank 1 holds nothing of it
+    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = MuonOptimizer(layer.parameters(), lr=0.0, adamw_lr=0.0)
+    for _ in range(2):
+        layer(torch.ones(2, 8)).sum().backward()
+        if kind == "missing" and dist.get_rank() == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(optimizer.state[layer.bias]["step"])
+
+
+def metrics_on_one_rank() -> bool:
+    """One rank may ask for metrics before the first step, when a scheduler is made only afterwards."""
+    module, data_rank, data_size = lay_out(make_model(), "fsdp")
+    optimizer = MuonOptimizer(module.named_parameters(), **OPTIONS)
+    if dist.get_rank() == 0:
+        optimizer.metrics()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 * (step + 1))
+    for step in range(3):
+        train(module, optimizer, range(step, step + 1), data_rank, data_size)
+        scheduler.step()
+        if dist.get_rank() == 0:
+            optimizer.metrics()
+    return True
+
+
+def odd_meshes() -> list[str]:
+    """Errors for a mesh whose ranks do not ascend, and for one that this rank does not belong to."""
+    texts = []
+    for mesh in (DeviceMesh("cpu", [1, 0, 2]), DeviceMesh("cpu", [0, 1])):
+        p = nn.Parameter(DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)], run_check=False))
+        p.grad = DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)], run_check=False)
+        optimizer = MuonOptimizer([("odd", p)])
+        try:
+            optimizer.step()
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def imagined_ranks() -> int:
+    """A sharded model can be planned for other ranks than it lies on."""
+    module, _, _ = lay_out(make_model(), "fsdp")
+    return MuonOptimizer(module.named_parameters()).plan_report(world_size=64).num_ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,10 @@ def unshard() -> dict[str, bool]:
         seen["after evaluation"] = all(not isinstance(p, DTensor) for p in model.parameters())
     optimizer.zero_grad()
     train(model, optimizer, range(2), *data_place())
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    seen["not kept alive by the model"] = alive() is None
     return seen
 
 

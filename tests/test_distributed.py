@@ -146,12 +146,43 @@ def test_nan_on_one_rank_raises_on_all(ranks: RankPool):
         ("lr", "lr=0.5"),
         ("parameters", "lm_head.weight"),
         ("later", "scale='v3'"),
+        ("strategy", "strategy='replicate'"),
+        ("stages", "max_stage_bytes=100"),
+        ("policy", "nonfinite='skip'"),
     ],
 )
 def test_ranks_that_disagree_are_told_so(ranks: RankPool, kind, expected):
     for text in ranks.run(2, cases.disagreement, kind):
         assert "Ranks disagree" in text
         assert expected in text
+
+
+def test_sets_of_ranks_that_cross(ranks: RankPool):
+    assert ranks.run(4, cases.crossing_meshes) == [1.0] * 4
+
+
+def test_ranks_with_different_numbers_of_parameters(ranks: RankPool):
+    assert all(ranks.run(3, cases.some_ranks_have_more))
+
+
+@pytest.mark.parametrize("kind", ["empty", "missing"])
+def test_a_warm_up_from_zero_where_one_rank_has_nothing(ranks: RankPool, kind):
+    assert ranks.run(2, cases.first_step_without_lr, kind) == [2.0, 2.0]
+
+
+def test_metrics_on_one_rank(ranks: RankPool):
+    assert all(ranks.run(2, cases.metrics_on_one_rank))
+
+
+def test_meshes_that_can_not_be_handled_are_named(ranks: RankPool):
+    results = ranks.run(3, cases.odd_meshes)
+    assert all("'odd' lies on a mesh whose ranks do not ascend: [1, 0, 2]" in descending for descending, _ in results)
+    assert "'odd' lies on ranks (0, 1), not on this one" in results[2][1]
+    assert not results[0][1]
+
+
+def test_planning_for_other_ranks(ranks: RankPool):
+    assert ranks.run(2, cases.imagined_ranks) == [64, 64]
 
 
 def test_layouts_that_can_not_be_handled_are_named(ranks: RankPool):
