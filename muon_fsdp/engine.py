@@ -28,20 +28,23 @@ class Work:
 
     parameter: Tensor
     state: State
-    grad: Tensor  # in working precision
+    grad: Tensor | None  # None: zero
+    divisor: int = 1  # of the gradient: how many were added up in it
     wanted: Tensor | None = None
     originals: tuple[Tensor, State] | None = None
 
     @classmethod
-    def with_gradient(cls, parameter: Tensor, state: State, grad: Tensor, divisor: int) -> Work:
-        grad = grad.to(working_dtype(parameter.dtype))
-        return cls(parameter, state, grad / divisor if divisor > 1 else grad)
-
-    @classmethod
     def without_gradient(cls, parameter: Tensor, state: State, wanted: Tensor) -> Work:
-        zero = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
         copies = {name: value.clone() for name, value in state.items()}
-        return cls(parameter.clone(), copies, zero, wanted, (parameter, state))
+        return cls(parameter.clone(), copies, None, 1, wanted, (parameter, state))
+
+    def working_gradient(self) -> Tensor:
+        """The gradient in working precision; made when its stage begins, so that only a stage's worth exists."""
+        dtype = working_dtype(self.parameter.dtype)
+        if self.grad is None:
+            return torch.zeros_like(self.parameter, dtype=dtype)
+        grad = self.grad.to(dtype)
+        return grad / self.divisor if self.divisor > 1 else grad
 
     def commit(self) -> None:
         if self.originals is None or self.wanted is None:
@@ -110,7 +113,7 @@ class _StageRun:
         with record_function(f"muon_fsdp.prepare {self.label}"):
             for group, positions in self.active:
                 works = [self.work[i] for i in positions]
-                prepared = self.rule.prepare(group, [w.grad for w in works], [w.state for w in works])
+                prepared = self.rule.prepare(group, [w.working_gradient() for w in works], [w.state for w in works])
                 self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
             first = next(iter(self._updates.values()))

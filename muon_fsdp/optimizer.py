@@ -303,11 +303,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         decision = None
         if not self.state:
             decision = self._agree(planned, gradients, inert=self._is_inert(gradients))
-            self._create_state()
-            if decision.inert:
-                return loss
         self._create_state()
-        if self._still_accumulates():
+        if (decision is not None and decision.inert) or self._still_accumulates():
             return loss
         if decision is None:
             decision = self._agree(planned, gradients, inert=False)
@@ -339,8 +336,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             if position in gradients or position in wanted:
                 state = {name: local(value) for name, value in self.state[parameter].items()}
                 if position in gradients:
-                    grad = gradients[position]
-                    work[position] = Work.with_gradient(local(parameter), state, grad, self._accumulation_steps)
+                    work[position] = Work(local(parameter), state, gradients[position], self._accumulation_steps)
                 else:
                     work[position] = Work.without_gradient(local(parameter), state, wanted[position])
         return work

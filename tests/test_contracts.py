@@ -284,3 +284,14 @@ def test_options_changed_during_training_take_effect():
     before = model.up.weight.detach().clone()
     train(model, optimizer, 1)
     assert torch.equal(before, model.up.weight)
+
+
+def test_a_profile_explains_itself():
+    model = Net()
+    optimizer = create_hybrid_optimizer(model)
+    train(model, optimizer, 1)
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    names = {event.key for event in profiler.key_averages() if event.key.startswith("muon_fsdp.")}
+    assert any(name.startswith("muon_fsdp.orthogonalize stage 0 muon") and "10x6" in name for name in names)
+    assert {name.split()[0] for name in names} == {"muon_fsdp.prepare", "muon_fsdp.orthogonalize", "muon_fsdp.apply"}
