@@ -75,7 +75,10 @@ class Layout:
 
     def largest_tile(self, shape: Shape) -> int:
         """Elements of the largest tile."""
-        return self._distinct_tiles(shape)[0][0].numel
+        largest = self._largest.get(shape)
+        if largest is None:
+            largest = self._largest[shape] = self._distinct_tiles(shape)[0][0].numel
+        return largest
 
     def _distinct_tiles(self, shape: Shape) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
         """Every tile with the ranks that hold it, the largest first."""
@@ -86,6 +89,10 @@ class Layout:
             ordered = sorted(ranks_of.items(), key=lambda item: -item[0].numel)
             self._distinct[shape] = tuple((tile, tuple(ranks)) for tile, ranks in ordered)
         return self._distinct[shape]
+
+    @cached_property
+    def _largest(self) -> dict[Shape, int]:
+        return {}
 
     @cached_property
     def _holders(self) -> dict[tuple[Shape, Tile], tuple[int, ...]]:

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from muon_fsdp.layout import Layout, Tile
@@ -212,19 +211,17 @@ def _order(spec: ParameterSpec, units: Sequence[Unit]) -> tuple[object, ...]:
 
 def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
     """Cut a stack of matrices where ranks could share the work; anything else is one unit."""
-    view = spec.view
+    view, shape = spec.view, spec.shape
     assert view is not None
-    shape = spec.shape
-    cuts = [0, shape[0]]
-    if view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1:
-        cuts = list(range(shape[0] + 1))
-    units = []
-    for start, stop in pairwise(cuts):
-        tile = Tile((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
-        part = replace(view, shape=tile.shape)
-        flops = sum(count * cost for (count, _, _), cost in zip(part.block_shapes, spec.block_flops, strict=True))
-        units.append(Unit(spec.position, tile, part, spec.batch_keys, flops))
-    return tuple(units)
+    if not (view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1):
+        return (_unit(spec, Tile((0,) * len(shape), shape), view),)
+    one = replace(view, shape=(1, *shape[1:]))
+    return tuple(_unit(spec, Tile((number, 0, 0), one.shape), one) for number in range(shape[0]))
+
+
+def _unit(spec: ParameterSpec, tile: Tile, view: MatrixView) -> Unit:
+    flops = sum(count * cost for (count, _, _), cost in zip(view.block_shapes, spec.block_flops, strict=True))
+    return Unit(spec.position, tile, view, spec.batch_keys, flops)
 
 
 def _assign_owners(
@@ -245,7 +242,8 @@ def _assign_owners(
         owners, after = _assign([unit for unit, _ in units], holders, before, wire_bytes)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
-            placed[spec.position].append(replace(unit, owner=owner))
+            owned = Unit(unit.position, unit.tile, unit.view, unit.batch_keys, unit.flops, owner)
+            placed[spec.position].append(owned)
     return {position: tuple(many) for position, many in placed.items()}
 
 
@@ -279,14 +277,14 @@ def _balance(
     loads = dict(loads)
     everybody = tuple(loads)
     owners = [-1] * len(units)
-    heaps: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    heaps: dict[tuple[int, ...] | None, list[tuple[float, int]]] = {}  # None: everybody, whose tuple is long to hash
     # Units with a choice of few ranks first: the others can even out what these leave.
     has_choice = [not 0 < len(who) < len(loads) for who in candidates]
     for index in sorted(range(len(units)), key=lambda i: (has_choice[i], -units[i].flops)):
-        ranks = everybody if has_choice[index] else candidates[index]
+        ranks = None if has_choice[index] else candidates[index]
         heap = heaps.get(ranks)
         if heap is None:
-            heap = heaps[ranks] = [(loads[rank], rank) for rank in ranks]
+            heap = heaps[ranks] = [(loads[rank], rank) for rank in (everybody if ranks is None else ranks)]
             heapq.heapify(heap)
         while heap[0][0] != loads[heap[0][1]]:  # this rank was given work from another heap meanwhile
             heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,25 +93,30 @@ def parameter_specs(
     specs: list[ParameterSpec] = []
     for index, (group, group_routes, group_views) in enumerate(zip(groups, routes, views, strict=True)):
         rule = RULES[group["rule"]]
+        known: dict[tuple[int, int], tuple[Hashable, float]] = {}  # key and cost by shape: thousands may share one
         for parameter, route, view in zip(group["params"], group_routes, group_views, strict=True):
-            layout = layouts[len(specs)]
+            layout, shape = layouts[len(specs)], tuple(parameter.shape)
+            work = []
             if view is not None:
-                _check_layout(route.name, tuple(parameter.shape), layout)
-            shapes = [(rows, cols) for _, rows, cols in view.block_shapes] if view else []
-            keys = tuple(rule.batch_key(group, *shape) for shape in shapes)
+                _check_layout(route.name, shape, layout)
+                for _, rows, cols in view.block_shapes:
+                    if (rows, cols) not in known:
+                        key = rule.batch_key(group, rows, cols)
+                        known[(rows, cols)] = (key, rule.flops(key, rows, cols))
+                    work.append(known[(rows, cols)])
             dtype = working_dtype(parameter.dtype)
             specs.append(
                 ParameterSpec(
                     position=len(specs),
                     group=index,
                     rule=rule.name,
-                    shape=tuple(parameter.shape),
+                    shape=shape,
                     layout=layout,
                     bytes_per_element=dtype.itemsize,
                     placement=(parameter.device.type, dtype),
                     view=view,
-                    batch_keys=keys,
-                    block_flops=tuple(rule.flops(key, *shape) for key, shape in zip(keys, shapes, strict=True)),
+                    batch_keys=tuple(key for key, _ in work),
+                    block_flops=tuple(flops for _, flops in work),
                 )
             )
     return specs

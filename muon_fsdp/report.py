@@ -166,5 +166,6 @@ def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[int, i
     tiles = layout.tiles(shape)
     if unit.owner is None:
         return len(layout.ranks) * size - sum(tile.intersect(unit.tile).numel for tile in tiles), 0
-    own = tiles[layout.index_of[unit.owner]].intersect(unit.tile).numel
+    held = tiles[layout.index_of[unit.owner]]
+    own = held.numel if unit.tile.shape == shape else held.intersect(unit.tile).numel
     return size - own, layout.num_replicas * size - own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -26,7 +27,7 @@ class MatrixView:
     row_heights: tuple[int, ...]  # the rows of every matrix are cut into blocks of these heights
     stacked_heads: int  # and every block into this many equal ones
 
-    @property
+    @cached_property
     def block_shapes(self) -> tuple[BlockShape, ...]:
         """The shape of every tensor that `split` returns."""
         count, _, cols = self._matrix_stack_shape()
