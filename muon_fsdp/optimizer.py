@@ -460,7 +460,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         layouts = fsdp_layouts(self._parameters(), world_size, mesh) if world_size or mesh else None
         if layouts is None:
             layouts = layouts_of(self._parameters(), self._replicate_group)
-        specs = parameter_specs(self.param_groups, self._routes, self._all_views(), layouts)
+        specs = parameter_specs(self.param_groups, self._routes, self._all_views(), layouts, self._engine)
         return make_report(specs, self._engine)
 
     def metrics(self) -> dict[str, float]:

@@ -41,6 +41,7 @@ class ParameterSpec:
     view: MatrixView | None = None  # None for an element-wise rule
     batch_keys: tuple[Hashable, ...] = ()  # per block of the view, what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
+    wire_bytes: int = 2  # of an element that travels
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,10 @@ class Exchange:
     gathers: bool  # whether anything travels on any rank: all of them take part in a collective, or none
     scatters: bool
 
-    def elements_sent(self) -> tuple[int, int]:
-        """Elements that this rank hands to the gather and to the scatter for others."""
-        return tuple(  # type: ignore[return-value]
-            sum(piece.numel for other, pieces in enumerate(lists) if other != self.me for piece in pieces)
-            for lists in (self.gather_send, self.scatter_send)
-        )
+    def elements_sent(self) -> int:
+        """Elements that this rank hands to both transfers for others."""
+        lists = zip(self.gather_send, self.scatter_send, strict=True)
+        return sum(p.numel for other, both in enumerate(lists) if other != self.me for pieces in both for p in pieces)
 
 
 @dataclass(frozen=True)
@@ -168,9 +167,7 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
 # ------------------------------------------------------------------------------------------------------- outlines
 
 
-def make_outline(
-    specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strategy: str = "auto", wire_bytes: int = 2
-) -> list[StageOutline]:
+def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strategy: str = "auto") -> list[StageOutline]:
     """Who computes what in which stage, for all ranks; the same on every rank that sees the same parameters.
 
     Stages come in one total order (ranks, then size), so that groups of ranks that overlap can't wait for each other
@@ -188,13 +185,13 @@ def make_outline(
     for spec in specs:
         if spec.view is not None:
             by_set[set_of[id(spec.layout)]].append(spec)
-    owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()}, wire_bytes)
+    owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()})
     outlines = []
     for (number, rule, _), members in by_kind.items():
         ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
         units = [unit for many in work.values() for unit in many]
-        if len(ranks) > 1 and _replicates(units, members[0].layout, strategy, wire_bytes):
+        if len(ranks) > 1 and _replicates(units, members[0], strategy):
             work = {position: tuple(replace(unit, owner=None) for unit in many) for position, many in work.items()}
         largest_first = sorted(members, key=lambda spec: _order(spec, work[spec.position]))
         outlines += [
@@ -224,9 +221,7 @@ def _unit(spec: ParameterSpec, tile: Tile, view: MatrixView) -> Unit:
     return Unit(spec.position, tile, view, spec.batch_keys, flops)
 
 
-def _assign_owners(
-    specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]], wire_bytes: int
-) -> dict[int, tuple[Unit, ...]]:
+def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -> dict[int, tuple[Unit, ...]]:
     """The units of every parameter, each with an owner, by load over the whole model.
 
     A rank knows only the parameters it holds a part of, and owners must be the same on all ranks that share them.
@@ -239,6 +234,8 @@ def _assign_owners(
         before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
         units = [(unit, spec) for spec in specs_by_ranks[ranks] for unit in _units_of(spec)]
         holders = [spec.layout.holders(spec.shape, unit.tile) for unit, spec in units]
+        # Only what all ranks of the set know may decide: its own parameters, not the others that a rank sees.
+        wire_bytes = specs_by_ranks[ranks][0].wire_bytes
         owners, after = _assign([unit for unit, _ in units], holders, before, wire_bytes)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
@@ -295,17 +292,17 @@ def _balance(
     return owners, loads
 
 
-def _replicates(units: Sequence[Unit], layout: Layout, strategy: str, wire_bytes: int) -> bool:
-    """Whether every rank should compute everything instead of each unit once."""
+def _replicates(units: Sequence[Unit], spec: ParameterSpec, strategy: str) -> bool:
+    """Whether every rank should compute everything instead of each unit once; `spec` is one of their parameters."""
     if strategy != "auto" or not units:
         return strategy == "replicate"
-    num_ranks, num_replicas = len(layout.ranks), layout.num_replicas
+    num_ranks, num_replicas = len(spec.layout.ranks), spec.layout.num_replicas
     shards = num_ranks // num_replicas
     loads: dict[int, float] = defaultdict(float)
     for unit in units:
         if unit.owner is not None:
             loads[unit.owner] += unit.flops
-    num_bytes = wire_bytes * sum(unit.tile.numel for unit in units)
+    num_bytes = spec.wire_bytes * sum(unit.tile.numel for unit in units)
     gathered = num_bytes * (shards - 1) / shards
     scattered = num_bytes * num_replicas - num_bytes / shards
     owner = (

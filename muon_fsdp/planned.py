@@ -40,7 +40,7 @@ class PlannedStep:
         names = [route.name for names in routes for route in names]
         for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
             _check_placed(name, parameter, layout)
-        specs = parameter_specs(groups, routes, views, self.layouts)
+        specs = parameter_specs(groups, routes, views, self.layouts, engine)
         for spec in specs:
             if spec.view is not None:
                 _check_live(names[spec.position], self.parameters[spec.position], spec.layout)
@@ -48,7 +48,6 @@ class PlannedStep:
             [_elementwise_is_local(spec, self.parameters[spec.position]) for spec in specs],
             max_stage_bytes=engine.max_stage_bytes,
             strategy=engine.strategy,
-            wire_bytes=_wire_bytes(engine, specs),
         )
         self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
@@ -77,17 +76,12 @@ class PlannedStep:
         return bool(self.descriptions) or not self.shared
 
 
-def _wire_bytes(engine: EngineOptions, specs: Sequence[ParameterSpec]) -> int:
-    """For the cost model, which only needs one number: that of the first matrix."""
-    first = next((spec for spec in specs if spec.view is not None), None)
-    return engine.wire_dtype(*first.placement).itemsize if first is not None else 2
-
-
 def parameter_specs(
     groups: Sequence[Mapping[str, Any]],
     routes: Sequence[Sequence[Route]],
     views: Sequence[Sequence[MatrixView | None]],
     layouts: Sequence[Layout],
+    engine: EngineOptions,
 ) -> list[ParameterSpec]:
     """What the planner needs to know of every parameter."""
     specs: list[ParameterSpec] = []
@@ -117,6 +111,7 @@ def parameter_specs(
                     view=view,
                     batch_keys=tuple(key for key, _ in work),
                     block_flops=tuple(flops for _, flops in work),
+                    wire_bytes=engine.wire_dtype(parameter.device.type, dtype).itemsize,
                 )
             )
     return specs

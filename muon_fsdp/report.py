@@ -96,10 +96,7 @@ def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Seq
 def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanReport:
     """Plan the parameters that are orthogonalized, and add up."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
-    wire_bytes = engine.wire_dtype(*matrices[0].placement).itemsize if matrices else 2
-    outlines = make_outline(
-        matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy, wire_bytes=wire_bytes
-    )
+    outlines = make_outline(matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy)
     by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
     layouts = {id(spec.layout): spec.layout for spec in matrices}
     loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
@@ -113,7 +110,7 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
                 loads[rank] += unit.flops
         for spec in outline.specs:
             by_shape[(spec.shape, id(spec.layout), spec.placement)].append((spec, units[spec.position]))
-    rows = tuple(_row(members, engine.wire_dtype(*members[0][0].placement).itemsize) for members in by_shape.values())
+    rows = tuple(_row(members) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
     return PlanReport(
         len(loads), len(outlines), rows, loads, max(loads.values(), default=0.0) / bound if bound else 1.0
@@ -138,7 +135,7 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], wire_bytes: int) -> PlanRow:
+def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]]) -> PlanRow:
     spec = members[0][0]
     units = [unit for _, many in members for unit in many]
     gathered, scattered = 0, 0
@@ -154,8 +151,8 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], wire_bytes: int) -
         sum(unit.num_matrices for unit in units),
         "local" if gathered + scattered == 0 and not replicated else "replicate" if replicated else "owner",
         len(spec.layout.ranks) if replicated else len(owners),
-        gathered * wire_bytes,
-        scattered * wire_bytes,
+        gathered * spec.wire_bytes,
+        scattered * spec.wire_bytes,
         sum(unit.flops for unit in units),
     )
 

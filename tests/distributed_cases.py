@@ -252,7 +252,7 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
     finally:
         rule.direction, dist.all_to_all_single, DTensor.full_tensor = direction, collective, full_tensor
     stages = optimizer._current_plan().plan.stages
-    planned = sum(4 * sum(stage.exchange.elements_sent()) for stage in stages if stage.exchange is not None)
+    planned = sum(4 * stage.exchange.elements_sent() for stage in stages if stage.exchange is not None)
     report = optimizer.plan_report()
     return {
         "matrices": matrices,
@@ -272,7 +272,7 @@ def lone_matrix() -> tuple[int, int]:
     layer.weight.grad = distribute_tensor(torch.randn(64, 48), layer.weight.device_mesh, layer.weight.placements)
     optimizer.step()
     plan = optimizer._current_plan().plan
-    return plan.num_matrices, 4 * sum(sum(s.exchange.elements_sent()) for s in plan.stages if s.exchange is not None)
+    return plan.num_matrices, 4 * sum(s.exchange.elements_sent() for s in plan.stages if s.exchange is not None)
 
 
 # -------------------------------------------------------------------------------------------------- rank agreement

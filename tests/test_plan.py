@@ -293,7 +293,8 @@ def test_ranks_that_share_only_some_parameters_plan_those_alike():
             shape = (8 + i, 8)
             view = matrix_view(shape, name="w", kind="auto")
             cost = float(i * i + 1 + (rank % 2 if not i % 2 else 0))
-            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, "cpu", view, ("k",), (cost,)))
+            wire = 2 if i % 2 else 2 + rank % 2 * 1000
+            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, "cpu", view, ("k",), (cost,), wire))
         return [o for o in make_outline(specs, max_stage_bytes=400) if o.ranks == whole.ranks]
 
     assert [o.units for o in outline(0)] == [o.units for o in outline(1)]
