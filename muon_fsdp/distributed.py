@@ -8,7 +8,7 @@ splits, started asynchronously, so that the next stage is gathered and the last 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import zip_longest
@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.layout import Layout, Tile, local_layout
 from muon_fsdp.plan import Exchange, Piece, Stage, make_gather_stage
+from muon_fsdp.recorder import Recorder
 
 _FLAGS_PER_BLOCK = 1024
+STAGES_IN_FLIGHT = 2  # of one kind of transfer: a buffer is free again after so many stages
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -135,7 +137,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 class Transfer:
-    """One all-to-all under way."""
+    """One all-to-all: pieces are packed into one buffer, sent, and received in another."""
 
     def __init__(
         self,
@@ -144,102 +146,110 @@ class Transfer:
         incoming: Sequence[Sequence[Piece]],  # per rank, what it sends
         dtype: torch.dtype,
         device: torch.device,
+        recorder: Recorder,
+        name: str,
     ) -> None:
         me = exchange.me
+        self._recorder = recorder
         self._incoming = [piece for other, pieces in enumerate(incoming) if other != me for piece in pieces]
         send_sizes = [sum(map(torch.numel, many)) if other != me else 0 for other, many in enumerate(outgoing)]
         receive_sizes = [
             sum(piece.numel for piece in many) if other != me else 0 for other, many in enumerate(incoming)
         ]
         flat = [tensor.reshape(-1).to(dtype) for other, many in enumerate(outgoing) if other != me for tensor in many]
-        send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        self._send: Tensor | None = send  # kept until the transfer has ended
-        self._received = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
-        self._work = dist.all_to_all_single(
-            self._received, send, receive_sizes, send_sizes, group=group_of(exchange.ranks), async_op=True
-        )
+        send = recorder.buffer(f"{name} send", sum(send_sizes), dtype, device)
+        if flat:
+            torch.cat(flat, out=send)
+        received = recorder.buffer(f"{name} receive", sum(receive_sizes), dtype, device)
+        self._received = received
+        works: list[dist.Work] = []  # the one under way; not of this object, which a recording outlives
+        self._works = works
+        group = group_of(exchange.ranks)
+
+        def start() -> None:
+            work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
+            works[:] = [work]
+
+        recorder.host(start)
 
     def wait(self) -> list[tuple[Piece, Tensor]]:
         """The pieces that arrived. On a GPU this makes the stream wait, not the host."""
-        self._work.wait()
-        self._send = None
+        works = self._works
+        self._recorder.host(lambda: works.pop().wait())
         parts = torch.split(self._received, [piece.numel for piece in self._incoming])
         return [(piece, part.view(piece.shape)) for piece, part in zip(self._incoming, parts, strict=True)]
 
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
 
 class StageExchange:
-    """The two transfers of a stage. `shards` are this rank's tensors by position of the parameter.
+    """The two transfers of a stage. `shards` is the flat buffer of this rank's shards, in the precision that travels.
 
     Nothing is kept longer than it is needed: shards until they are sent, buffers until they have arrived.
     """
 
-    def __init__(self, stage: Stage, shards: Mapping[int, Tensor], wire: torch.dtype) -> None:
+    def __init__(self, stage: Stage, shards: Tensor, recorder: Recorder | None = None, number: int = 0) -> None:
         assert stage.exchange is not None
-        self._stage, self._exchange, self._wire = stage, stage.exchange, wire
-        first = next(iter(shards.values()))
-        self._device, self._dtype = first.device, first.dtype
-        self._shapes = {position: shard.shape for position, shard in shards.items()}
+        self._stage, self._exchange = stage, stage.exchange
+        self._shards: Tensor | None = shards
+        self._device, self._wire = shards.device, shards.dtype
+        self._recorder = recorder or Recorder()
+        self._name = f"{number % STAGES_IN_FLIGHT}"
         self._gather: Transfer | None = None
         self._scatter: Transfer | None = None
         self._kept: list[tuple[Piece, Tensor]] = []  # what stays on this rank: of its shards, then of the results
-        self._start_gather(shards)
 
-    def _start_gather(self, shards: Mapping[int, Tensor]) -> None:
-        exchange = self._exchange
+    def start_gather(self) -> None:
+        exchange, shards = self._exchange, self._shards
+        assert shards is not None
 
         def parts(pieces: Sequence[Piece]) -> list[Tensor]:
-            return [shards[self._stage.units[piece.unit].position][piece.in_shard] for piece in pieces]
+            slots = [self._stage.shard_slots[self._stage.units[piece.unit].position] for piece in pieces]
+            return [slot.of(shards)[piece.in_shard] for slot, piece in zip(slots, pieces, strict=True)]
 
         kept = exchange.gather_receive[exchange.me]
-        # Through the wire's precision also where nothing is sent: all who compute must see the same matrix.
-        self._kept = [
-            (piece, part if self._is_whole(piece) else part.to(self._wire))
-            for piece, part in zip(kept, parts(kept), strict=True)
-        ]
+        self._kept = list(zip(kept, parts(kept), strict=True))
         if exchange.gathers:
             outgoing = [parts(pieces) for pieces in exchange.gather_send]
-            self._gather = Transfer(exchange, outgoing, exchange.gather_receive, self._wire, self._device)
+            self._gather = self._transfer("gather", outgoing, exchange.gather_receive)
+        self._shards = None
 
-    def finish_gather(self) -> dict[int, Tensor]:
-        """The whole units that this rank computes."""
+    def finish_gather(self) -> Tensor:
+        """The whole units that this rank computes, in one flat buffer."""
         arrived = (self._gather.wait() if self._gather is not None else []) + self._kept
-        self._gather, self._kept = None, []
-        pieces_of: dict[int, list[tuple[Piece, Tensor]]] = {number: [] for number in self._stage.mine}
+        units = torch.empty(self._stage.unit_numel, dtype=self._wire, device=self._device)
         for piece, part in arrived:
-            pieces_of[piece.unit].append((piece, part))
-        return {number: self._assemble(number, pieces) for number, pieces in pieces_of.items()}
+            self._stage.unit_slots[piece.unit].of(units)[piece.in_unit].copy_(part)
+        self._gather, self._kept = None, []
+        return units
 
-    def start_scatter(self, results: Mapping[int, Tensor]) -> None:
+    def start_scatter(self, results: Tensor) -> None:
         exchange = self._exchange
         # Every holder gets the same numbers, this rank too: replicas must not drift apart by a rounding.
-        sent = {number: result.to(self._wire) if exchange.scatters else result for number, result in results.items()}
-        outgoing = [[sent[piece.unit][piece.in_unit] for piece in pieces] for pieces in exchange.scatter_send]
+        sent = results.to(self._wire) if exchange.scatters else results
+        slots = self._stage.unit_slots
+        outgoing = [[slots[piece.unit].of(sent)[piece.in_unit] for piece in pieces] for pieces in exchange.scatter_send]
         self._kept = list(zip(exchange.scatter_receive[exchange.me], outgoing[exchange.me], strict=True))
+        self._result_dtype = sent.dtype
         if exchange.scatters:
-            self._scatter = Transfer(exchange, outgoing, exchange.scatter_receive, self._wire, self._device)
+            self._scatter = self._transfer("scatter", outgoing, exchange.scatter_receive)
 
-    def finish_scatter(self) -> dict[int, Tensor]:
-        """The update of every shard, by position."""
+    def finish_scatter(self) -> Tensor:
+        """The updates of all shards, in one flat buffer."""
         arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
-        self._scatter, self._kept = None, []
-        updates = {
-            position: torch.empty(shape, dtype=self._dtype, device=self._device)
-            for position, shape in self._shapes.items()
-        }
+        updates = torch.empty(self._stage.shard_numel, dtype=self._result_dtype, device=self._device)
         for piece, part in arrived:
-            updates[self._stage.units[piece.unit].position][piece.in_shard].copy_(part)
+            slot = self._stage.shard_slots[self._stage.units[piece.unit].position]
+            slot.of(updates)[piece.in_shard].copy_(part)
+        self._scatter, self._kept = None, []
         return updates
 
-    def _is_whole(self, piece: Piece) -> bool:
-        return piece.shape == self._stage.units[piece.unit].tile.shape
-
-    def _assemble(self, number: int, pieces: list[tuple[Piece, Tensor]]) -> Tensor:
-        if len(pieces) == 1 and self._is_whole(pieces[0][0]):
-            return pieces[0][1].to(self._dtype)
-        whole = torch.empty(self._stage.units[number].tile.shape, dtype=self._dtype, device=self._device)
-        for piece, part in pieces:
-            whole[piece.in_unit].copy_(part)
-        return whole
+    def _transfer(
+        self, kind: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Piece]]
+    ) -> Transfer:
+        name = f"{kind} {self._name}"
+        return Transfer(self._exchange, outgoing, incoming, self._wire, self._device, self._recorder, name)
 
 
 def gather_full(parameter: Tensor) -> Tensor:
@@ -249,7 +259,9 @@ def gather_full(parameter: Tensor) -> Tensor:
         return shard.clone()
     layout = layout_of(parameter, None)
     stage = make_gather_stage(tuple(parameter.shape), layout, my_rank())
-    return StageExchange(stage, {0: shard}, parameter.dtype).finish_gather()[0].clone()
+    exchange = StageExchange(stage, shard.reshape(-1))
+    exchange.start_gather()
+    return stage.unit_slots[0].of(exchange.finish_gather())
 
 
 def scatter_full(parameter: Tensor, whole: Tensor) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from muon_fsdp.distributed import StageExchange
+from muon_fsdp.fused import FusedStage
 from muon_fsdp.options import EngineOptions
-from muon_fsdp.plan import Batch, Stage, Unit
+from muon_fsdp.plan import Batch, Stage
+from muon_fsdp.recorder import Recorder
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.rules.base import State, working_dtype
 
 
 @dataclass
 class Work:
-    """One parameter in a step, as this rank's local tensors.
+    """One parameter in a step that is not fused with others, as this rank's local tensors.
 
     Without a gradient of its own a rank can't know in time whether another has one: it works on copies with a zero
     gradient, and `wanted` says in the end, on the device, whether they count.
@@ -59,131 +62,237 @@ def run_stages(
     stages: Sequence[Stage],
     labels: Sequence[str],
     groups: Sequence[Mapping[str, Any]],
+    fused: Sequence[FusedStage],
     work: Mapping[int, Work],
     engine: EngineOptions,
+    recorder: Recorder,
 ) -> None:
-    """Run every stage. While one computes, the next is being gathered and the one before it scattered."""
+    """Run every stage. While one computes, the next is prepared and gathered, and the one before it applied."""
+    runs = [
+        _StageRun(stage, label, groups, part, work, engine, recorder)
+        for stage, label, part in zip(stages, labels, fused, strict=True)
+    ]
+    for travels, some in groupby((run for run in runs if run.present), key=lambda run: run.travels):
+        if travels:
+            _run_travelling(list(some))
+        else:
+            _run_at_home(list(some))
+
+
+def _run_travelling(runs: Sequence[_StageRun]) -> None:
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
-    for stage, label in zip(stages, labels, strict=True):
-        run = _StageRun(stage, label, groups, work, engine)
-        if not run.active:
-            continue
-        run.start()
-        if not run.travels:  # nothing to wait for, and nothing is gained by keeping it in memory
-            run.compute()
-            run.finish()
-            continue
+    for number, run in enumerate(runs):
+        run.allocate()
+        run.start(number)
         if gathering is not None:
             gathering.compute()
         if scattering is not None:
             scattering.finish()
+            scattering.release()
         gathering, scattering = run, gathering
     if gathering is not None:
         gathering.compute()
     for last in (scattering, gathering):
         if last is not None:
             last.finish()
+            last.release()
+
+
+def _run_at_home(runs: Sequence[_StageRun]) -> None:
+    """Nothing is sent. On a GPU, element-wise work, which waits for memory, runs beside products, which don't.
+
+    Buffers that both streams use are allocated on the main one, and released only after it has waited for the other.
+    """
+    device = runs[0].device
+    side = _side_stream(device) if device.type == "cuda" and len(runs) > 1 else None
+    previous: _StageRun | None = None
+    for number, run in enumerate(runs):
+        following = runs[number + 1] if side is not None and number + 1 < len(runs) else None
+        if side is None or number == 0:
+            run.allocate()
+            run.start()
+        if side is not None:
+            if following is not None:
+                following.allocate()
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                if previous is not None:
+                    previous.finish()
+                if following is not None:
+                    following.start()
+        run.compute()
+        if side is None:
+            run.finish()
+            run.release()
+        else:
+            torch.cuda.current_stream(device).wait_stream(side)
+            if previous is not None:
+                previous.release()
+        previous = run
+    if side is not None and previous is not None:
+        previous.finish()
+        previous.release()
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _StageRun:
-    """One stage on its way through a step."""
+    """One stage on its way through a step. Parameters are updated in fused launches where they can, else one list
+    of tensors after another."""
 
     def __init__(
         self,
         stage: Stage,
         label: str,
         groups: Sequence[Mapping[str, Any]],
+        fused: FusedStage,
         work: Mapping[int, Work],
         engine: EngineOptions,
+        recorder: Recorder,
     ) -> None:
         self.stage, self.label, self.rule = stage, label, RULES[stage.rule]
-        present = [
-            (groups[group], [i for i in positions if i in work]) for group, positions in stage.positions_by_group
-        ]
-        self.active = [(group, positions) for group, positions in present if positions]
-        self.work = work
+        self.fused, self.work = fused, work
+        single = [(groups[group], [i for i in positions if i in work]) for group, positions in stage.positions_by_group]
+        self.single = [(group, positions) for group, positions in single if positions]
+        self.present = {i for _, positions in self.single for i in positions} | fused.positions
         exchange = stage.exchange
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
-        self._engine = engine
+        self._groups, self._engine, self._recorder = groups, engine, recorder
         self._exchange: StageExchange | None = None
-        self._updates: dict[int, Tensor] = {}
+        self._inverse_norms: Tensor | None = None
+        self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
+        self._staged = torch.empty(0)  # the former, until they may be freed
+        self._updates: dict[int, Tensor] = {}  # of an element-wise rule
 
-    def start(self) -> None:
+    @property
+    def device(self) -> torch.device:
+        return self._like().device
+
+    def _like(self) -> Tensor:
+        if self.fused.parameter is not None:
+            return self.fused.parameter
+        return self.work[next(iter(self.present))].parameter
+
+    def allocate(self) -> None:
+        like = self._like()
+        if self.rule.orthogonalizes:
+            dtype = self._engine.staging_dtype(like.device.type, working_dtype(like.dtype))
+            self._buffer = torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
+
+    def start(self, number: int = 0) -> None:
+        """Prepare, and send what has to be sent; `number` counts the stages that travel."""
         with record_function(f"muon_fsdp.prepare {self.label}"):
-            for group, positions in self.active:
+            partials = self.fused.new_partials(self.device)
+            for group, tensors in self.fused.lists:
+                self.rule.fused_prepare(self._groups[group], tensors, self._buffer, partials)
+            if partials is not None:
+                self._inverse_norms = self.fused.inverse_norms(partials)
+            for options, positions in self.single:
                 works = [self.work[i] for i in positions]
-                prepared = self.rule.prepare(group, [w.working_gradient() for w in works], [w.state for w in works])
-                self._updates.update(zip(positions, prepared, strict=True))
+                prepared = self.rule.prepare(options, [w.working_gradient() for w in works], [w.state for w in works])
+                if self.rule.orthogonalizes:
+                    slots = [self.stage.shard_slots[i].of(self._buffer) for i in positions]
+                    torch._foreach_copy_(slots, prepared)
+                else:
+                    self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
-            first = next(iter(self._updates.values()))
-            wire = self._engine.wire_dtype(first.device.type, first.dtype)
             with record_function(f"muon_fsdp.gather {self.label}"):
-                self._exchange = StageExchange(self.stage, self._updates, wire)
-            self._updates = {}
+                self._exchange = StageExchange(self.stage, self._buffer, self._recorder, number)
+                self._exchange.start_gather()
+            self._buffer = torch.empty(0)
 
     def compute(self) -> None:
         if not self.rule.orthogonalizes:
             return
+        units = self._buffer
         if self._exchange is not None:
             with record_function(f"muon_fsdp.gathered {self.label}"):
-                whole = self._exchange.finish_gather()
-        else:
-            whole = {
-                number: self._updates[unit.position]
-                for number, unit in enumerate(self.stage.units)
-                if unit.position in self._updates
-            }
+                units = self._exchange.finish_gather()
+        dtype = self.rule.result_dtype([batch.key for batch in self.stage.batches], units)
+        results = torch.empty(self.stage.unit_numel, dtype=dtype, device=units.device)
         with record_function(f"muon_fsdp.orthogonalize {self.label}"):
-            results = _directions(self.rule, self.stage.batches, self.stage.units, whole)
+            _directions(self.rule, self.stage, self.present, units, results, self._inverse_norms)
         if self._exchange is not None:
             with record_function(f"muon_fsdp.scatter {self.label}"):
                 self._exchange.start_scatter(results)
         else:
-            self._updates = {self.stage.units[number].position: result for number, result in results.items()}
+            self._staged, self._buffer = self._buffer, results
 
     def finish(self) -> None:
         if self._exchange is not None:
             with record_function(f"muon_fsdp.scattered {self.label}"):
-                self._updates = self._exchange.finish_scatter()
+                self._buffer = self._exchange.finish_scatter()
             self._exchange = None
         with record_function(f"muon_fsdp.apply {self.label}"):
-            for group, positions in self.active:
+            for group, tensors in self.fused.lists:
+                self.rule.fused_apply(self._groups[group], tensors, self._buffer)
+            for options, positions in self.single:
                 works = [self.work[i] for i in positions]
-                self.rule.apply(group, [w.parameter for w in works], [self._updates[i] for i in positions])
+                if self.rule.orthogonalizes:
+                    slots = self.stage.shard_slots
+                    updates = [
+                        slots[i].of(self._buffer).to(working_dtype(self.work[i].parameter.dtype)) for i in positions
+                    ]
+                else:
+                    updates = [self._updates[i] for i in positions]
+                self.rule.apply(options, [w.parameter for w in works], updates)
                 for each in works:
                     each.commit()
-        self._updates = {}
+
+    def release(self) -> None:
+        self._staged = self._buffer = torch.empty(0)
+        self._updates, self._inverse_norms = {}, None
 
 
 def _directions(
-    rule: Rule, batches: Sequence[Batch], units: Sequence[Unit], whole: dict[int, Tensor]
-) -> dict[int, Tensor]:
-    """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out.
+    rule: Rule,
+    stage: Stage,
+    present: set[int],
+    units: Tensor,  # flat
+    results: Tensor,  # flat
+    inverse_norms: Tensor | None,  # of all matrices in the order of their slots
+) -> None:
+    """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out."""
+    first_matrix = 0
+    for batch in stage.batches:
+        norms = None if inverse_norms is None else inverse_norms[first_matrix : first_matrix + batch.count]
+        first_matrix += batch.count
+        members = [member for member in batch.members if stage.units[member.unit].position in present]
+        start = _start_of_run(stage, batch) if len(members) == len(batch.members) else None
+        if start is not None:
+            stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
+            rule.direction(batch.key, units[start:stop].view(shape), results[start:stop].view(shape), norms)
+        elif members:
+            sources = [
+                _block(stage, member.unit, member.block, units)[member.start : member.stop] for member in members
+            ]
+            together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
+            directions = torch.empty_like(together, dtype=results.dtype)
+            rule.direction(batch.key, together, directions, None)
+            pieces = torch.split(directions, [member.stop - member.start for member in members])
+            for member, piece in zip(members, pieces, strict=True):
+                _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)
 
-    `whole` is emptied on the way, so that what has been copied into a batch can be freed.
-    """
-    blocks = {number: units[number].view.split(whole.pop(number)) for number in list(whole)}
-    results: dict[int, list[list[Tensor]]] = {number: [[] for _ in parts] for number, parts in blocks.items()}
-    left = Counter(member.unit for batch in batches for member in batch.members)
-    for batch in batches:
-        members = [member for member in batch.members if member.unit in blocks]
-        if not members:
-            continue
-        matrices = [blocks[m.unit][m.block][m.start : m.stop] for m in members]
-        together = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-        del matrices
-        left.subtract(member.unit for member in members)
-        for number in {member.unit for member in members if left[member.unit] == 0}:
-            del blocks[number]
-        directions = rule.direction(batch.key, together)
-        sizes = [m.stop - m.start for m in members]
-        for member, piece in zip(members, torch.split(directions, sizes), strict=True):
-            results[member.unit][member.block].append(piece)
-    return {
-        number: units[number].view.join([torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in parts])
-        for number, parts in results.items()
-    }
+
+def _start_of_run(stage: Stage, batch: Batch) -> int | None:
+    """Where the matrices of a batch begin, if they lie one after another in the buffer of units."""
+    matrix = batch.rows * batch.cols
+    start = expected = stage.unit_slots[batch.members[0].unit].offset + batch.members[0].start * matrix
+    for member in batch.members:
+        offset = stage.unit_slots[member.unit].offset + member.start * matrix
+        if not stage.units[member.unit].view.in_memory_order or offset != expected:
+            return None
+        expected = offset + (member.stop - member.start) * matrix
+    return start
+
+
+def _block(stage: Stage, unit: int, block: int, buffer: Tensor) -> Tensor:
+    """The matrices of one block of a unit, sharing memory with the buffer."""
+    return stage.units[unit].view.split(stage.unit_slots[unit].of(buffer))[block]
 
 
 def stage_label(number: int, stage: Stage) -> str:

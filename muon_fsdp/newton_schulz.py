@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.coefficients import NORM_MARGINS, Triple, check_steps, coefficients
-from muon_fsdp.kernels import multiply_add, symmetric_product
+from muon_fsdp.kernels import multiply_add, symmetric_product, unusable
 
 Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "exact"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
@@ -18,6 +18,10 @@ Form = Literal["auto", "standard", "gram"]
 
 # n/m from which iterating on the m x m Gram matrix is cheaper than iterating on the m x n matrix.
 GRAM_ASPECT_RATIO = 1.5
+# Up to this many rows the Gram matrix is formed anew after every second step in half precision, not every third.
+SMALL_ROWS = 512
+# Up to this many rows everything is float32, on GPUs too.
+TINY_ROWS = 64
 
 
 def orthogonalize(
@@ -26,12 +30,17 @@ def orthogonalize(
     method: str = "default",
     steps: int = 5,
     form: Form = "auto",
+    factor: float = 1.0,
+    inverse_norms: Tensor | None = None,  # (B,)
+    out: Tensor | None = None,
 ) -> Tensor:
     """The polar factor U V^T of every matrix U S V^T of a batch; same shape and dtype, the input is not changed.
 
     `method` names a set of coefficients, or is "exact" for an SVD in float64. The iterative methods bring singular
     values above 4e-3 of the Frobenius norm ("default", five steps) to 1 and lift smaller ones towards 1; directions
-    with singular value 0 stay 0 in every method. `form` selects how the same iteration is evaluated.
+    with singular value 0 stay 0 in every method. `form` selects how the same iteration is evaluated. The result is
+    multiplied by `factor`. `inverse_norms` are used where the caller has them, and `out`, which may have another
+    dtype, takes the result.
     """
     if not isinstance(matrices, Tensor) or matrices.layout != torch.strided:
         raise TypeError("orthogonalize needs a dense tensor")
@@ -42,15 +51,17 @@ def orthogonalize(
     check_steps(steps)
     if method not in ORTHOGONALIZATIONS:
         raise ValueError(f"Unknown orthogonalization {method!r}; valid names are {', '.join(ORTHOGONALIZATIONS)}")
+    result = torch.empty_like(matrices, memory_format=torch.contiguous_format) if out is None else out
     if matrices.numel() == 0:
-        return matrices.clone()
-    batch = matrices.reshape(-1, *matrices.shape[-2:])
+        return result
+    batch, target = matrices.reshape(-1, *matrices.shape[-2:]), result.view(-1, *matrices.shape[-2:])
     with _without_autocast(matrices.device.type):
         if method == "exact":
-            result = _polar_by_svd(batch)
+            target.copy_(_polar_by_svd(batch).mul_(factor))
         else:
-            result = _polar_by_iteration(batch, coefficients(method, steps), NORM_MARGINS[method], form)
-    return result.reshape(matrices.shape)
+            triples, margin = coefficients(method, steps), NORM_MARGINS[method]
+            _polar_by_iteration(batch, triples, margin, form, factor, inverse_norms, target)
+    return result
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -60,25 +71,46 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _polar_by_iteration(batch: Tensor, triples: tuple[Triple, ...], margin: float, form: Form) -> Tensor:
-    tall = batch.shape[-2] > batch.shape[-1]
-    wide = batch.mT if tall else batch  # (B, m, n) with m <= n, so that the Gram matrix is the small one
-    x = normalize(wide, margin).to(_iteration_dtype(batch))
-    x = _iterate(x, triples, _refresh_steps(x.shape[-2], x.shape[-1], len(triples), form))
-    return (x.mT if tall else x).to(batch.dtype)
+def _polar_by_iteration(
+    batch: Tensor,  # (B, rows, cols)
+    triples: tuple[Triple, ...],
+    margin: float,
+    form: Form,
+    factor: float,
+    inverse_norms: Tensor | None,
+    out: Tensor,
+) -> None:
+    rows, cols = batch.shape[-2:]
+    batch = batch.contiguous()
+    x, scale = normalize(batch, margin, _iteration_dtype(batch), inverse_norms)
+    refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(triples), form, x.dtype)
+    _iterate(x, batch, scale, triples, refresh_steps, factor, out)
 
 
-def normalize(batch: Tensor, margin: float) -> Tensor:
-    """Scale every matrix to a Frobenius norm of 1/margin, in float32 (float64 for float64); zero stays zero.
+def normalize(
+    batch: Tensor, margin: float, dtype: torch.dtype, inverse_norms: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # (B, m, n), (B,)
+    """Every matrix at a Frobenius norm of 1/margin in another precision, and by what it was multiplied; zero stays 0.
 
-    Two divisions, because the square of an entry of 1e-20 or 1e+20 is not a float32. A margin keeps the largest
-    singular value inside the interval of the coefficients when a norm or a product is rounded up.
+    Norms are taken relative to the largest entry, because the square of 1e-20 or 1e+20 is not a float32. A margin
+    keeps the largest singular value inside the interval of the coefficients when a norm or a product is rounded up.
     """
+    differentiable = torch.is_grad_enabled() and batch.requires_grad
+    if dtype != torch.float64 and not differentiable and unusable(batch.device) is None:
+        from muon_fsdp.kernels import triton_norms
+
+        scales = triton_norms.inverse_norms(batch) if inverse_norms is None else inverse_norms
+        return triton_norms.scaled_cast(batch, scales, 1 / margin, dtype), scales / margin
     batch = batch.to(torch.promote_types(batch.dtype, torch.float32))
-    largest = torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True)
-    batch = batch / _one_where_zero(largest)
-    norm = torch.linalg.matrix_norm(batch, keepdim=True)
-    return batch / (margin * _one_where_zero(norm))
+    if inverse_norms is None:
+        largest = _one_where_zero(torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1)))
+        batch = batch / largest[:, None, None]
+        norm = _one_where_zero(torch.linalg.matrix_norm(batch))
+        inverse_norms = 1 / largest / norm
+        batch = batch / (margin * norm[:, None, None])
+    else:
+        batch = batch * (inverse_norms / margin)[:, None, None]
+    return batch.to(dtype), inverse_norms / margin
 
 
 def _one_where_zero(x: Tensor) -> Tensor:
@@ -86,66 +118,88 @@ def _one_where_zero(x: Tensor) -> Tensor:
 
 
 def _iteration_dtype(batch: Tensor) -> torch.dtype:
-    """float16 on GPUs: the tensor-core rate of bfloat16 with eight times its precision, safe after `normalize`."""
+    """float16 on GPUs: the tensor-core rate of bfloat16 with eight times its precision, safe after `normalize`.
+
+    Of matrices with few rows it would round single entries that decide a singular value; float32 costs little there.
+    """
     if batch.dtype == torch.float64:
         return torch.float64
-    return torch.float16 if batch.is_cuda else torch.float32
+    return torch.float16 if batch.is_cuda and min(batch.shape[-2:]) > TINY_ROWS else torch.float32
 
 
-def _refresh_steps(rows: int, cols: int, steps: int, form: Form) -> frozenset[int]:
+def _refresh_steps(rows: int, cols: int, steps: int, form: Form, dtype: torch.dtype) -> frozenset[int]:
     """After which steps (counted from 1) the accumulated factor is multiplied into X and X X^T is formed anew.
 
     Always: the standard iteration. Seldom: the Gram form, which costs only m x m products in between. It can't be
     never: rounding makes small eigenvalues of the iterated Gram matrix negative, and later steps blow them up.
+    In half precision the first two steps are always taken together, because X would lose small singular values when
+    it is rounded after the first; and small matrices, whose rounding errors weigh more, are refreshed more often.
     """
     if form not in get_args(Form):
         raise ValueError(f"Unknown form {form!r}; valid names are {', '.join(get_args(Form))}")
-    if form == "standard" or (form == "auto" and cols < GRAM_ASPECT_RATIO * rows):
-        return frozenset(range(1, steps + 1))
-    return frozenset((*range(3, steps, 3), steps))
+    wide = cols >= GRAM_ASPECT_RATIO * rows
+    half = dtype == torch.float16
+    if form == "standard" or (form == "auto" and not wide):
+        first = 2 if half and form == "auto" else 1
+        return frozenset((*range(first, steps), steps))
+    between = 2 if half and form == "auto" and rows <= SMALL_ROWS else 3
+    return frozenset((*range(between, steps, between), steps))
 
 
 @lru_cache(maxsize=4096)
 def orthogonalization_flops(rows: int, cols: int, steps: int) -> float:
-    """Floating-point operations of one matrix, with every product counted in full."""
+    """Floating-point operations of one matrix in float32, with every product counted in full."""
     small, large = min(rows, cols), max(rows, cols)
-    refreshes = len(_refresh_steps(small, large, steps, "auto"))
+    refreshes = len(_refresh_steps(small, large, steps, "auto", torch.float32))
     between = steps - refreshes  # steps that only touch m x m matrices
-    # Per step Z; per step in between R twice, and Q unless it is the first since a refresh; per refresh XX^T and QX.
-    folded = refreshes if between else 0
-    square = steps + 2 * between + max(0, between - folded) + folded
+    # Per step Z; per step in between R twice; the factor once per step but the first after a refresh; XX^T and QX.
+    square = steps + 2 * between + between
     return 2.0 * small * small * (square * small + 2 * refreshes * large)
 
 
-def _iterate(x: Tensor, triples: tuple[Triple, ...], refresh_steps: frozenset[int]) -> Tensor:
-    """X <- aX + (bR + cR^2)X with R = XX^T, for every triple.
+def _iterate(
+    x: Tensor,  # (B, m, n), or (B, n, m): the Gram matrix is the small one
+    original: Tensor,  # what x was rounded from, before it was multiplied by
+    scale: Tensor,  # (B,)
+    triples: tuple[Triple, ...],
+    refresh_steps: frozenset[int],
+    result_factor: float,
+    out: Tensor,
+) -> None:
+    """X <- aX + (bR + cR^2)X with R = XX^T, for every triple; the last X times `result_factor` into `out`.
 
     Between two refreshes X is not touched: the factor Q with X_now = Q X and R_now = Q R Q are iterated in its place.
-    All of them are polynomials in R, so they commute and every product among them is symmetric.
+    All of them are polynomials in R, so they commute and every product among them is symmetric. Q is kept as
+    q I + F: where singular values are small Q is nearly q I, and F X + q X is accurate there though F is rounded.
     """
-    gram = symmetric_product(x, x)  # R, (B, m, m)
-    factor: Tensor | None = None  # Q, None for the identity
+    tall = x.shape[-2] > x.shape[-1]
+    gram = symmetric_product(x, x, transposed=tall)  # R, (B, m, m)
+    exact = original
+    exact_scale: Tensor | None = scale
+    f: Tensor | None = None
+    q = 1.0
     for step, (a, b, c) in enumerate(triples, start=1):
         z = symmetric_product(gram, gram, gram, alpha=c, beta=b)  # bR + cR^2
-        if step in refresh_steps:
-            if factor is None:
-                x = multiply_add(z, x, x, beta=a)
-            else:
-                x = multiply_add(symmetric_product(factor, z, factor, beta=a), x)
-                factor = None
-            if step < len(triples):
-                gram = symmetric_product(x, x)
-        else:
-            factor = _plus_identity(z, a) if factor is None else symmetric_product(factor, z, factor, beta=a)
+        f = z if f is None else symmetric_product(f, z, f, z, beta=a, gamma=q)  # (F + qI)(Z + aI) - qaI
+        q *= a
+        if step not in refresh_steps:
             half = symmetric_product(gram, z, gram, beta=a)  # R(Z + aI)
             gram = symmetric_product(z, half, half, beta=a)  # (Z + aI) R (Z + aI)
-    return x
-
-
-def _plus_identity(z: Tensor, a: float) -> Tensor:
-    shifted = z.clone()  # z is still needed
-    shifted.diagonal(dim1=-2, dim2=-1).add_(a)
-    return shifted
+            continue
+        last = step == len(triples)
+        left, right = (x, f) if tall else (f, x)
+        x = multiply_add(
+            left,
+            right,
+            exact,
+            alpha=result_factor if last else 1.0,
+            beta=q * (result_factor if last else 1.0),
+            c_scale=exact_scale,
+            out=out if last else None,
+        )
+        if not last:
+            gram, f, q = symmetric_product(x, x, transposed=tall), None, 1.0
+            exact, exact_scale = x, None
 
 
 def _polar_by_svd(batch: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
 from muon_fsdp.distributed import News, agree, difference, layouts_of, local, local_gradient
 from muon_fsdp.engine import Work, run_stages
+from muon_fsdp.fused import FUSED_DTYPES, FusedStep, make_fused_step, not_fusable, signature_of
 from muon_fsdp.groups import (
     Group,
     Params,
@@ -35,6 +36,7 @@ from muon_fsdp.options import (
 )
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
+from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import RULES
@@ -91,8 +93,11 @@ class MuonOptimizer(torch.optim.Optimizer):
             The last two look at the gradients before anything is changed, which waits for the device.
         strategy: for sharded matrices: "owner" computes each once in the whole job, "replicate" on every rank,
             "auto" lets the planner choose.
-        comm_dtype: precision of what travels between ranks; None is bfloat16 between GPUs, float32 between CPUs.
+        comm_dtype: precision of updates before they are orthogonalized, in memory and between ranks; None is
+            bfloat16 on GPUs and float32 on CPUs.
         max_stage_bytes: bytes of updates that are worked on at a time; temporary memory is a few times this.
+        cuda_graph: capture the step once and replay it, which takes the host a fraction of a millisecond. Gradients
+            may move and options may change between steps; temporary memory stays reserved.
         strict: refuse a matrix that lands in AdamW by a guess, and a model of which nothing lands in Muon.
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
         replicate_group: process group over which plain parameters are replicas (DDP): the work is split over it.
@@ -122,6 +127,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         strategy: Strategy = "auto",
         comm_dtype: torch.dtype | None = None,
         max_stage_bytes: int = 256 * 2**20,
+        cuda_graph: bool = False,
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
@@ -152,7 +158,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             raise ValueError("with rule='adamw' nothing takes lr or weight_decay: say adamw_lr and adamw_weight_decay")
         # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
         self._adamw_defaults = canonical(adamw_options(adamw_defaults))
-        self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype)
+        self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
         if replicate_group is not None and dist.get_rank(replicate_group) < 0:
             raise ValueError("replicate_group must contain this rank")
         self._replicate_group = replicate_group
@@ -309,9 +315,62 @@ class MuonOptimizer(torch.optim.Optimizer):
         if decision is None:
             decision = self._agree(planned, gradients, inert=False)
         if self._admits(decision):
-            work = self._work(planned, gradients, decision.wanted)
-            run_stages(planned.plan.stages, planned.labels, self.param_groups, work, self._engine)
+            self._run(planned, gradients, decision.wanted)
         return loss
+
+    def _run(self, planned: PlannedStep, gradients: dict[int, Tensor], wanted: Mapping[int, Tensor]) -> None:
+        """Run the stages of the plan, in fused launches where parameters allow it, and as a graph if asked for."""
+        states = [self.state[parameter] for parameter in planned.parameters]
+        if planned.fused is None or not planned.fused.fits(planned.parameters, states, gradients):
+            signature = signature_of(planned.parameters, states, gradients, self.param_groups, planned.fused)
+            planned.fused = make_fused_step(planned.plan, planned.parameters, states, signature)
+        fused = planned.fused
+        for position, grad in gradients.items():
+            if fused.signature[position] is not None and not grad.is_contiguous():
+                gradients[position] = grad.contiguous()
+        fused.fill_tables(planned.parameters, states, gradients, self.param_groups, wanted, self._accumulation_steps)
+        work = self._work(planned, gradients, wanted, fused)
+
+        def run(recorder: Recorder) -> None:
+            run_stages(
+                planned.plan.stages, planned.labels, self.param_groups, fused.stages, work, self._engine, recorder
+            )
+
+        if not self._engine.cuda_graph:
+            run(Recorder())
+            return
+        # What was captured holds for these tables and launches; anything else is done once and then captured anew.
+        key = (fused.signature, fused.variant, tuple(group["nesterov"] for group in self.param_groups))
+        if planned.graph is not None and planned.graph_key == key:
+            planned.graph.replay()
+        elif planned.graph_key == key:
+            recorder = GraphRecorder(fused.device)
+            recorder.record(lambda: run(recorder))
+            planned.graph = recorder
+        else:
+            self._refuse_what_has_no_graph(planned, states)
+            planned.graph, planned.graph_key = None, key
+            run(Recorder())  # compiles and tunes kernels, which a capture can't
+
+    def _refuse_what_has_no_graph(self, planned: PlannedStep, states: Sequence[Mapping[str, Tensor]]) -> None:
+        routes = self._all_routes()
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        devices = {local(parameter).device for parameter in planned.parameters}
+        for position, (parameter, group) in enumerate(zip(planned.parameters, groups, strict=True)):
+            rule, reason = RULES[group["rule"]], not_fusable(local(parameter), states[position])
+            if not rule.fused:
+                reason = f"its rule {rule.name!r} has no kernels"
+            elif rule.orthogonalizes and group["orthogonalization"] == "exact":
+                reason = "orthogonalization='exact' waits for the host"
+            elif parameter.grad is not None and parameter.grad.dtype not in FUSED_DTYPES:
+                reason = f"its gradient is {parameter.grad.dtype}"
+            elif len(devices) > 1:
+                reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
+            if reason is not None:
+                raise RuntimeError(
+                    f"cuda_graph=True can't capture the step: parameter {routes[position].name!r}: {reason}. "
+                    "Leave cuda_graph out."
+                )
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`; whether it is one of those that only let gradients add up."""
@@ -328,12 +387,16 @@ class MuonOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def _work(
-        self, planned: PlannedStep, gradients: Mapping[int, Tensor], wanted: Mapping[int, Tensor]
+        self,
+        planned: PlannedStep,
+        gradients: Mapping[int, Tensor],
+        wanted: Mapping[int, Tensor],
+        fused: FusedStep,
     ) -> dict[int, Work]:
-        """What this rank has to do: parameters with a gradient here, and those that may have one elsewhere."""
+        """What is left to do one by one: parameters with a gradient here, and those that may have one elsewhere."""
         work = {}
         for position, parameter in enumerate(planned.parameters):
-            if position in gradients or position in wanted:
+            if fused.signature[position] is None and (position in gradients or position in wanted):
                 state = {name: local(value) for name, value in self.state[parameter].items()}
                 if position in gradients:
                     work[position] = Work(local(parameter), state, gradients[position], self._accumulation_steps)
@@ -381,6 +444,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         agreed on first. Sets of ranks may overlap: a second round carries what one set found to the others.
         """
         checks_gradients = self._engine.nonfinite != "propagate"
+        if not planned.shared and not checks_gradients:
+            return _Agreed({}, {}, torch.zeros(0), inert=inert)
         largest = _largest_entries(gradients) if checks_gradients else {}
         news = torch.zeros(len(News), dtype=torch.bool)
         if largest:
@@ -391,7 +456,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         news[News.SEVERAL_SETS] = len(planned.shared) > 1
         wanted: dict[int, Tensor] = {}
         # On a GPU, looking at every step would stall it.
-        looks = not planned.compared or all(local(p).device.type == "cpu" for p in planned.parameters)
+        looks = planned.shared and (
+            not planned.compared or all(local(p).device.type == "cpu" for p in planned.parameters)
+        )
         if not planned.compared:
             planned.describe(self.param_groups, self._routes, f"{self._engine}, {self._accumulation_steps} micro-steps")
         disagreeing: list[tuple[int, ...]] = []
@@ -482,10 +549,11 @@ class MuonOptimizer(torch.optim.Optimizer):
                     momentum = unit.view.split(local(self.state[parameter]["momentum_buffer"]))
                     sample = momentum[batch.members[0].block][batch.members[0].start]
                     group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-                    update = RULES[group["rule"]].direction(batch.key, sample.unsqueeze(0))[0]
+                    update = torch.empty_like(sample.unsqueeze(0))
+                    RULES[group["rule"]].direction(batch.key, sample.unsqueeze(0), update)
                     sizes.append(float(group["lr"]) * float(update.square().mean().sqrt()))
                     factor = update_scale(group["scale"], batch.rows, batch.cols) * group["ns_stepsize"]
-                    residuals.append(_orthogonality_residual(update / factor) if factor else 0.0)
+                    residuals.append(_orthogonality_residual(update[0] / factor) if factor else 0.0)
         if residuals:
             numbers["orthogonality_residual"] = max(residuals)
             numbers["update_rms"] = sum(sizes) / len(sizes)

@@ -53,9 +53,11 @@ class EngineOptions:
     strict: bool
     strategy: Strategy
     comm_dtype: torch.dtype | None
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         _flag("strict", self.strict)
+        _flag("cuda_graph", self.cuda_graph)
         _choice("strategy", self.strategy, STRATEGIES)
         if self.comm_dtype is not None and not (
             isinstance(self.comm_dtype, torch.dtype) and self.comm_dtype.is_floating_point
@@ -64,8 +66,8 @@ class EngineOptions:
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
         _integer("max_stage_bytes", self.max_stage_bytes, at_least=1)
 
-    def wire_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
-        """The precision of what travels: bfloat16 between GPUs, float32 between CPU processes, float64 for float64.
+    def staging_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
+        """The precision of what is staged and travels: bfloat16 on GPUs, float32 on CPUs, float64 for float64.
 
         Never float16 by itself: the norm of a matrix is not known before it is assembled, and gradients underflow.
         A model on the meta device is planned for GPUs.

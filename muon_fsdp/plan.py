@@ -9,12 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.views import MatrixView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -25,6 +28,11 @@ BYTES_PER_SECOND = 1e11
 FIXED_SECONDS = 1e-4
 # Computing everything everywhere must promise this much of the owner's time before it is preferred.
 REPLICATE_BELOW = 0.7
+# A model is cut into about so many stages where its shapes allow it, but not into smaller ones than this.
+STAGES_TO_OVERLAP = 4
+SMALL_STAGE_BYTES = 8 * 2**20
+# Buffers hold many tensors one after another; each begins at a multiple of this many elements.
+SLOT_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class ParameterSpec:
     rule: str
     shape: tuple[int, ...]
     layout: Layout
-    bytes_per_element: int  # in working precision
+    bytes_per_element: int  # of what a stage holds of it
     placement: Any  # (device type, working dtype): parameters that differ in it are never in one stage
     view: MatrixView | None = None  # None for an element-wise rule
     batch_keys: tuple[Hashable, ...] = ()  # per block of the view, what matrices of one batch must share
@@ -128,8 +136,23 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a flat buffer."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.offset : self.offset + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
 class Stage:
-    """This rank's part of a stage."""
+    """This rank's part of a stage. Its shards lie in one flat buffer, and the units it computes in another."""
 
     rule: str
     positions_by_group: tuple[tuple[int, tuple[int, ...]], ...]
@@ -137,7 +160,17 @@ class Stage:
     mine: tuple[int, ...]  # the units this rank computes
     batches: tuple[Batch, ...]
     exchange: Exchange | None  # None: this rank holds what it computes and computes what it holds
-    num_bytes: int  # of this rank's shards, in working precision
+    num_bytes: int  # of this rank's shards
+    shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
+    unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
+
+    @property
+    def shard_numel(self) -> int:
+        return _end(self.shard_slots)
+
+    @property
+    def unit_numel(self) -> int:
+        return _end(self.unit_slots)
 
 
 @dataclass(frozen=True)
@@ -161,7 +194,10 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), (), 0.0, owner=None)
     spec = ParameterSpec(0, 0, "", shape, layout, 1, None)
     outline = StageOutline("", layout.ranks, (spec,), (unit,))
-    return Stage("", (), (unit,), (0,), (), _make_exchange(outline, {0: spec}, layout.ranks.index(rank)), 0)
+    me = layout.ranks.index(rank)
+    shard_slots = _make_slots({0: layout.tiles(shape)[me].shape})
+    exchange = _make_exchange(outline, {0: spec}, me)
+    return Stage("", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
 
 
 # ------------------------------------------------------------------------------------------------------- outlines
@@ -328,10 +364,13 @@ def _cut(
             computed[unit.owner] += unit.tile.numel * spec.bytes_per_element
         needs.append((spec.layout.largest_tile(spec.shape) * spec.bytes_per_element, computed))
     limit = max([max_stage_bytes, *(max((shard, *computed.values())) for shard, computed in needs)])
+    # Several stages of one model overlap, so a small one is cut too, but never between equal shapes.
+    enough = max(SMALL_STAGE_BYTES, sum(shard for shard, _ in needs) // STAGES_TO_OVERLAP)
     stages: list[list[ParameterSpec]] = []
     held, by_rank = 0, dict[int | None, int]()
     for spec, (shard, computed) in zip(specs, needs, strict=True):
-        if not stages or max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit:
+        full = max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit
+        if not stages or full or (held >= enough and spec.shape != stages[-1][-1].shape):
             stages.append([])
             held, by_rank = 0, {}
         stages[-1].append(spec)
@@ -356,7 +395,26 @@ def _localize(outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
     batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, max_stage_bytes)
     exchange = _make_exchange(outline, specs, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
-    return Stage(outline.rule, groups, outline.units, mine, batches, exchange, num_bytes)
+    shard_slots = _make_slots({spec.position: spec.layout.tiles(spec.shape)[me].shape for spec in outline.specs})
+    if exchange is None:  # the shards are the units
+        unit_slots = {number: shard_slots[outline.units[number].position] for number in mine}
+    else:
+        in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
+        unit_slots = _make_slots({number: outline.units[number].tile.shape for number in in_batches})
+    return Stage(outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, shard_slots, unit_slots)
+
+
+def _make_slots(shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Slot]:
+    slots: dict[int, Slot] = {}
+    offset = 0
+    for key, shape in shapes.items():
+        slots[key] = Slot(offset, shape)
+        offset += -(-math.prod(shape) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return slots
+
+
+def _end(slots: Mapping[int, Slot]) -> int:
+    return max((slot.offset + slot.numel for slot in slots.values()), default=0)
 
 
 def _make_batches(

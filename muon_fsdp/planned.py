@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import fingerprint, layouts_of, local, my_rank
 from muon_fsdp.engine import stage_label
+from muon_fsdp.fused import FusedStep
 from muon_fsdp.layout import Layout, LayoutError, local_layout
 from muon_fsdp.options import GROUP_OPTIONS, EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
+from muon_fsdp.recorder import GraphRecorder
 from muon_fsdp.routing import Route
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import working_dtype
@@ -59,6 +61,10 @@ class PlannedStep:
         self.shared = dict(sorted(members.items()))
         # What every rank must have alike, written down when it is first compared: options may change until then.
         self.descriptions: dict[tuple[int, ...], list[str]] = {}
+        # Made at the first step with these parameters, when the precision of gradients is known.
+        self.fused: FusedStep | None = None
+        self.graph: GraphRecorder | None = None
+        self.graph_key: object = None
         self.overlaps = dict.fromkeys(self.shared, True)  # whether a rank of the set belongs to other sets too
 
     def describe(
@@ -99,6 +105,7 @@ def parameter_specs(
                         known[(rows, cols)] = (key, rule.flops(key, rows, cols))
                     work.append(known[(rows, cols)])
             dtype = working_dtype(parameter.dtype)
+            staging = engine.staging_dtype(parameter.device.type, dtype)
             specs.append(
                 ParameterSpec(
                     position=len(specs),
@@ -106,12 +113,12 @@ def parameter_specs(
                     rule=rule.name,
                     shape=shape,
                     layout=layout,
-                    bytes_per_element=dtype.itemsize,
+                    bytes_per_element=(dtype if view is None else staging).itemsize,
                     placement=(parameter.device.type, dtype),
                     view=view,
                     batch_keys=tuple(key for key, _ in work),
                     block_flops=tuple(flops for _, flops in work),
-                    wire_bytes=engine.wire_dtype(parameter.device.type, dtype).itemsize,
+                    wire_bytes=staging.itemsize,
                 )
             )
     return specs

@@ -33,20 +33,19 @@ class MatrixView:
         count, _, cols = self._matrix_stack_shape()
         return tuple((count * self.stacked_heads, height // self.stacked_heads, cols) for height in self.row_heights)
 
+    @property
+    def in_memory_order(self) -> bool:
+        """Whether the matrices of a contiguous parameter lie one after another in memory."""
+        return len(self.row_heights) == 1 and not self.transposed
+
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The logical matrices of a tensor of the parameter's shape: one (count, rows, cols) per block height."""
+        """The logical matrices of a tensor of the parameter's shape: one (count, rows, cols) per block height.
+
+        Of a contiguous tensor they share its memory.
+        """
         stack = (tensor.mT if self.transposed else tensor).reshape(self._matrix_stack_shape())
         blocks = torch.split(stack, list(self.row_heights), dim=1) if len(self.row_heights) > 1 else [stack]
         return [block.reshape(shape) for block, shape in zip(blocks, self.block_shapes, strict=True)]
-
-    def join(self, blocks: list[Tensor]) -> Tensor:
-        """The tensor of the parameter's shape whose `split` gives these blocks."""
-        count, rows, cols = self._matrix_stack_shape()
-        stacks = [block.reshape(count, height, cols) for block, height in zip(blocks, self.row_heights, strict=True)]
-        stack = torch.cat(stacks, dim=1) if len(stacks) > 1 else stacks[0]
-        if self.transposed:
-            return stack.reshape(rows, cols).mT
-        return stack.reshape(self.shape)
 
     def _matrix_stack_shape(self) -> BlockShape:
         return _matrix_stack_shape(self.shape, self.kind, self.transposed)

@@ -233,10 +233,10 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
     rule, collective, full_tensor = type(RULES["muon"]), dist.all_to_all_single, DTensor.full_tensor
     direction = rule.direction
 
-    def counted_direction(self: Any, key: Any, batch: Tensor) -> Tensor:
+    def counted_direction(self: Any, key: Any, batch: Tensor, *rest: Any) -> None:
         nonlocal matrices
         matrices += len(batch)
-        return direction(self, key, batch)
+        direction(self, key, batch, *rest)
 
     def counted_collective(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent

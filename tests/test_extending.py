@@ -27,8 +27,8 @@ class SignOfWholeMatrix(Rule):
     def flops(self, key, rows, cols):
         return rows * cols
 
-    def direction(self, key, matrices):
-        return matrices.sign() * matrices.abs().mean(dim=(-2, -1), keepdim=True)
+    def direction(self, key, matrices, out, inverse_norms=None):
+        torch.mul(matrices.sign(), matrices.abs().mean(dim=(-2, -1), keepdim=True), out=out)
 
 
 def test_a_toy_rule(monkeypatch):

@@ -209,8 +209,12 @@ def test_gradients_flow_through_it():
 
 
 def test_normalize_leaves_a_margin():
-    norms = torch.linalg.matrix_norm(normalize(torch.randn(4, 30, 70) * 1e25, 1.01))
-    torch.testing.assert_close(norms, torch.full((4,), 1 / 1.01))
+    batch = torch.randn(4, 30, 70) * 1e25
+    normalized, scale = normalize(batch, 1.01, torch.float32)
+    torch.testing.assert_close(torch.linalg.matrix_norm(normalized), torch.full((4,), 1 / 1.01))
+    torch.testing.assert_close(batch * scale[:, None, None], normalized)
+    known, _ = normalize(batch, 1.01, torch.float32, 1 / torch.linalg.matrix_norm(batch.double()).float())
+    torch.testing.assert_close(known, normalized)
 
 
 @pytest.mark.parametrize("steps", [0, -1])

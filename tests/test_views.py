@@ -31,12 +31,17 @@ def view(shape, kind="auto", **options):
         ((2, 6, 8), {"num_heads": 2}, [(4, 3, 8)]),
     ],
 )
-def test_split_and_join(shape, options, blocks):
+def test_split(shape, options, blocks):
     tensor = torch.randn(shape)
     parameter_view = view(shape, **options)
     parts = parameter_view.split(tensor)
     assert [tuple(part.shape) for part in parts] == blocks == list(parameter_view.block_shapes)
-    assert torch.equal(parameter_view.join(parts), tensor)
+    assert sorted(torch.cat([part.flatten() for part in parts]).tolist()) == sorted(tensor.flatten().tolist())
+    if parameter_view.in_memory_order:
+        assert torch.equal(parts[0].flatten(), tensor.flatten())
+    for part in parts:  # writing to a block writes to the parameter
+        part.fill_(7.0)
+    assert (tensor == 7.0).all()
 
 
 def test_which_numbers_a_block_holds():
@@ -55,7 +60,6 @@ def test_memory_layout_does_not_matter(order):
     strided = tensor.contiguous().permute(inverse)  # some stride order, logical shape (4, 3, 5, 2)
     parameter_view = view((4, 3, 5, 2))
     assert torch.equal(parameter_view.split(strided)[0][0], strided.flatten(1))
-    assert torch.equal(parameter_view.join(parameter_view.split(strided)), strided)
 
 
 @pytest.mark.parametrize(

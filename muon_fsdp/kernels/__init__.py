@@ -1,5 +1,6 @@
-"""The products an orthogonalization is made of; one place to put a faster kernel under the iteration."""
+"""The products an orthogonalization is made of, fused element-wise updates, and which kernel runs for which shape."""
 
 from muon_fsdp.kernels.products import multiply_add, symmetric_product
+from muon_fsdp.kernels.select import Choice, Product, select, unusable
 
-__all__ = ["multiply_add", "symmetric_product"]
+__all__ = ["Choice", "Product", "multiply_add", "select", "symmetric_product", "unusable"]

@@ -1,38 +1,115 @@
-"""The two batched products of the Newton-Schulz iteration, in plain PyTorch."""
+"""The two batched products of the Newton-Schulz iteration; `select` says what computes them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from muon_fsdp.kernels.select import Product, select, tune
+
+if TYPE_CHECKING:
+    from muon_fsdp.kernels.triton_products import TileConfig
+
 
 def symmetric_product(
-    a: Tensor,  # (B, m, k)
-    b: Tensor,  # (B, m, k)
+    a: Tensor,  # (B, m, k), or (B, k, m) if transposed
+    b: Tensor,  # as a
     c: Tensor | None = None,  # (B, m, m), symmetric
+    e: Tensor | None = None,  # (B, m, m), symmetric
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
+    gamma: float = 0.0,
+    transposed: bool = False,
 ) -> Tensor:
-    """alpha * a @ b^T + beta * c, where the caller knows that the result is symmetric; it comes out exactly so.
+    """alpha * a @ b^T + beta * c + gamma * e, where the caller knows that the result is symmetric; it comes out so.
 
     Rounding makes a product of two different matrices that commute slightly asymmetric, and the Gram form amplifies
-    that: without the mean its error in float16 is 40 times larger on a Gaussian matrix. a @ a^T needs none.
+    that: in float16 its error is 40 times larger on a Gaussian matrix if nothing is done about it.
     """
-    product = multiply_add(a, b.mT, c, alpha=alpha, beta=beta)
-    return product if a is b else (product + product.mT).mul_(0.5)
+    rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
+
+    def by_triton(tiles: TileConfig) -> Tensor:
+        from muon_fsdp.kernels import triton_products
+
+        left = a.contiguous()
+        right = left if a is b else b.contiguous()
+        options = {"alpha": alpha, "beta": beta, "gamma": gamma}
+        out = a.new_empty(len(a), rows, rows)
+        return triton_products.symmetric_product(
+            left, right, _contiguous(c), _contiguous(e), out, tiles, transposed=transposed, **options
+        )
+
+    def by_library() -> Tensor:
+        left, right = (a.mT, b) if transposed else (a, b.mT)
+        product = _library_product(left, right, c, alpha, beta)
+        if e is not None:
+            product.add_(e, alpha=gamma)
+        return product if a is b else (product + product.mT).mul_(0.5)
+
+    product = Product("symmetric", len(a), rows, rows, inner, a.dtype, _bulk(a, b))
+    return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad)
 
 
 def multiply_add(
     a: Tensor,  # (B, m, k)
     b: Tensor,  # (B, k, n)
-    c: Tensor | None = None,  # (B, m, n)
+    c: Tensor | None = None,  # (B, m, n), in any precision
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
+    c_scale: Tensor | None = None,  # (B,)
+    out: Tensor | None = None,  # (B, m, n), in any precision; not a or b
 ) -> Tensor:
-    """alpha * a @ b + beta * c."""
+    """alpha * a @ b + beta * c_scale * c, a new tensor of a's precision or `out`."""
+
+    def by_triton(tiles: TileConfig) -> Tensor:
+        from muon_fsdp.kernels import triton_products
+
+        result = out if out is not None and out.is_contiguous() else a.new_empty(len(a), a.shape[1], b.shape[2])
+        triton_products.multiply_add(
+            a.contiguous(), b.contiguous(), _contiguous(c), result, tiles, alpha=alpha, beta=beta, c_scale=c_scale
+        )
+        return result if out is None or result is out else out.copy_(result)
+
+    def by_library() -> Tensor:
+        scaled = c if c is None or c_scale is None else c * c_scale[:, None, None]
+        product = _library_product(a, b, None if scaled is None else scaled.to(a.dtype), alpha, beta)
+        return product if out is None else out.copy_(product)
+
+    wide = any(tensor is not None and tensor.element_size() > 2 for tensor in (c, out))
+    product = Product("multiply_add", len(a), a.shape[1], b.shape[2], a.shape[2], a.dtype, _bulk(a, b), wide)
+    return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad)
+
+
+def _compute(
+    product: Product,
+    device: torch.device,
+    by_triton: Callable[[TileConfig], Tensor],
+    by_library: Callable[[], Tensor],
+    requires_grad: bool,
+) -> Tensor:
+    if torch.is_grad_enabled() and requires_grad:
+        return by_library()  # kernels know nothing of autograd
+    choice = select(product, device)
+    if choice.path is None:
+        choice = tune(product, device, lambda tiles: by_library() if tiles is None else by_triton(tiles))
+    return by_library() if choice.config is None else by_triton(choice.config)
+
+
+def _library_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
     if c is None:
         product = torch.bmm(a, b)
         return product if alpha == 1.0 else product.mul_(alpha)
     return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _bulk(*tensors: Tensor) -> bool:
+    return all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in tensors)

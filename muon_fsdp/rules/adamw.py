@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from muon_fsdp.rules.base import GroupOptions, Rule, State, StateSpec
+
+if TYPE_CHECKING:
+    from muon_fsdp.kernels.triton_elementwise import TensorList
 
 
 class AdamW(Rule):
@@ -36,11 +40,28 @@ class AdamW(Rule):
         torch._foreach_div_(updates, denominators)
         return updates
 
+    fused = True
+
+    def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return (beta1, beta2, group["eps"], _log(beta1), _log(beta2))
+
+    def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
+        pass  # nothing is staged: all of it happens in one launch of `fused_apply`
+
+    def fused_apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor) -> None:
+        from muon_fsdp.kernels import triton_elementwise
+
+        triton_elementwise.adamw_update(tensors)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
 
 def _bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     """1 - beta^t as -expm1(t log beta): at beta = 0.999 and t = 1 the plain form loses three digits in float32."""
-    log_beta = math.log(beta) if beta > 0 else -math.inf
-    corrections = list(torch._foreach_mul(steps, log_beta))
+    corrections = list(torch._foreach_mul(steps, _log(beta)))
     torch._foreach_expm1_(corrections)
     torch._foreach_neg_(corrections)
     return corrections

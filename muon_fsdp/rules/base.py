@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from muon_fsdp.kernels.triton_elementwise import TensorList
 
 GroupOptions: TypeAlias = Mapping[str, Any]
 State: TypeAlias = dict[str, Tensor]
@@ -65,9 +68,34 @@ class Rule(ABC):
         """Cost of `direction` for one matrix, for the balance of ranks."""
         raise AssertionError(f"rule {self.name!r} does not orthogonalize")
 
-    def direction(self, key: Any, matrices: Tensor) -> Tensor:  # (B, rows, cols) -> (B, rows, cols)
-        """The update for every matrix of a batch, as a new tensor."""
+    def result_dtype(self, keys: Sequence[Any], units: Tensor) -> torch.dtype:
+        """The precision in which `direction` is asked for its results, given matrices in that of `units`."""
+        return working_dtype(units.dtype)
+
+    def direction(
+        self,
+        key: Any,
+        matrices: Tensor,  # (B, rows, cols)
+        out: Tensor,  # (B, rows, cols)
+        inverse_norms: Tensor | None = None,  # (B,), where they are known
+    ) -> None:
+        """Write the update for every matrix of a batch to `out`."""
         raise AssertionError(f"rule {self.name!r} does not orthogonalize")
+
+    # A rule may come with kernels that do `prepare` and `apply` for a whole group in one launch. With `fused_scalars`
+    # it names the numbers they need besides lr and weight decay.
+    fused: ClassVar[bool] = False
+
+    def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
+        raise AssertionError(f"rule {self.name!r} has no kernels")
+
+    def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
+        """`prepare`, from the tensors of a list into their slots of `staging`, with partial norms where asked for."""
+        raise AssertionError(f"rule {self.name!r} has no kernels")
+
+    def fused_apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor) -> None:
+        """`apply`, from slots of `updates`."""
+        raise AssertionError(f"rule {self.name!r} has no kernels")
 
     def apply(self, group: GroupOptions, params: list[Tensor], updates: list[Tensor]) -> None:
         """W <- W (1 - lr * weight_decay) - lr * U, rounded to the parameter's precision once."""

@@ -85,14 +85,14 @@ def overlap() -> tuple[bool, bool]:
     dist.barrier()
     gathers: list[StageExchange] = []
     observed: list[tuple[bool, bool]] = []
-    start_gather, rule = StageExchange._start_gather, type(RULES["muon"])
+    start_gather, rule = StageExchange.start_gather, type(RULES["muon"])
     direction = rule.direction
 
-    def noted_gather(self: StageExchange, shards: Any) -> None:
-        start_gather(self, shards)
+    def noted_gather(self: StageExchange) -> None:
+        start_gather(self)
         gathers.append(self)
 
-    def slow_direction(self: Any, key: Any, matrices: Tensor) -> Tensor:
+    def slow_direction(self: Any, key: Any, matrices: Tensor, *rest: Any) -> None:
         if not observed and len(gathers) >= 2:
             torch.cuda._sleep(6_000_000_000)  # seconds of work on the computing stream
             end = torch.cuda.Event()
@@ -100,16 +100,16 @@ def overlap() -> tuple[bool, bool]:
             transfer = gathers[-1]._gather
             assert transfer is not None
             deadline = time.monotonic() + 20
-            while not transfer._work.is_completed() and not end.query() and time.monotonic() < deadline:
+            while not transfer.is_completed() and not end.query() and time.monotonic() < deadline:
                 time.sleep(0.005)
-            observed.append((transfer._work.is_completed(), not end.query()))
-        return direction(self, key, matrices)
+            observed.append((transfer.is_completed(), not end.query()))
+        direction(self, key, matrices, *rest)
 
-    StageExchange._start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
+    StageExchange.start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
     try:
         optimizer.step()
     finally:
-        StageExchange._start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
+        StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
     torch.cuda.synchronize()
     return observed[0]
 

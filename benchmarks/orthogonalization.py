@@ -1,0 +1,66 @@
+"""Time of an orthogonalization by shape: five steps, bfloat16 matrices (float32 on a CPU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.peers import orthogonalizers
+from benchmarks.timing import Ceilings, milliseconds, table
+from muon_fsdp.newton_schulz import orthogonalize
+
+GPU_SHAPES = [
+    (48, 768, 768),
+    (12, 768, 3072),
+    (96, 1024, 1024),
+    (8, 2048, 2048),
+    (8, 2048, 8192),
+    (1, 4096, 4096),
+    (4, 4096, 4096),
+    (4, 4096, 14336),
+    (128, 128, 4096),
+]
+CPU_SHAPES = [(4, 128, 128), (4, 128, 512), (2, 384, 384), (1, 768, 768), (1, 768, 3072)]
+
+
+def least_flops(rows: int, cols: int, steps: int = 5) -> float:
+    """What five steps cost at least, symmetric products counted half: the standard form or the Gram form."""
+    small, aspect = min(rows, cols), max(rows, cols) / min(rows, cols)
+    return 2.0 * small**3 * min(steps * (1.5 * aspect + 0.5), 3 * aspect + 1.4 * steps)
+
+
+def measure(device: str, ceilings: Ceilings, repeats: int, only: list[str] | None = None) -> list[dict[str, Any]]:
+    contestants = {"muon_fsdp": orthogonalize, **orthogonalizers(device)}
+    results = []
+    for count, rows, cols in GPU_SHAPES if device == "cuda" else CPU_SHAPES:
+        shape = f"{count} x {rows} x {cols}"
+        if only and shape.replace(" ", "") not in only:
+            continue
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        matrices = torch.randn(count, rows, cols, device=device, dtype=dtype)
+        entry: dict[str, Any] = {"shape": shape, "milliseconds": {}}
+        for name, function in contestants.items():
+            entry["milliseconds"][name] = milliseconds(lambda f=function, x=matrices: f(x), device, repeats)
+        flops = count * least_flops(rows, cols)
+        traffic = 2 * matrices.nbytes
+        entry["floor_milliseconds"] = 1e3 * (flops / ceilings.flops + traffic / ceilings.bytes)
+        entry["tflops"] = flops / entry["milliseconds"]["muon_fsdp"] / 1e9
+        results.append(entry)
+        print(f"  {shape}: {entry['milliseconds']['muon_fsdp']:.3f} ms", flush=True)
+    return results
+
+
+def show(results: list[dict[str, Any]]) -> str:
+    names = list(results[0]["milliseconds"])
+    header = ["batch x m x n", *(f"{name}, ms" for name in names), "TFLOP/s", "% of floor"]
+    rows = [
+        [
+            entry["shape"],
+            *(f"{entry['milliseconds'][name]:.3f}" for name in names),
+            f"{entry['tflops']:.1f}",
+            f"{100 * entry['floor_milliseconds'] / entry['milliseconds']['muon_fsdp']:.0f}",
+        ]
+        for entry in results
+    ]
+    return table(header, rows)

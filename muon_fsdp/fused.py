@@ -1,0 +1,299 @@
+"""Which parameters of a plan are updated by fused launches, and the tables through which kernels find them.
+
+The tables are written anew at every step with one copy: gradients, states and weights may move between two steps, and
+lr may change, without anything being planned or captured again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import is_, or_
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.distributed import local
+from muon_fsdp.kernels import unusable
+from muon_fsdp.plan import Plan, Stage
+from muon_fsdp.rules import RULES
+
+if TYPE_CHECKING:
+    from muon_fsdp.kernels.triton_elementwise import TensorList
+
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
+
+
+@dataclass(frozen=True)
+class FusedStage:
+    """The fused lists of one stage, each with the index of its group; none where nothing can be fused."""
+
+    lists: tuple[tuple[int, TensorList], ...] = ()
+    positions: frozenset[int] = frozenset()
+    parameter: Tensor | None = None  # one of the local tensors
+    # Where the partial norms of every matrix begin; None where the stage does not know whole matrices.
+    first_partials: Tensor | None = None
+    num_partials: int = 0
+
+    def new_partials(self, device: torch.device) -> Tensor | None:
+        if self.first_partials is None:
+            return None
+        return torch.empty(self.num_partials, 2, dtype=torch.float32, device=device)
+
+    def inverse_norms(self, partials: Tensor) -> Tensor:
+        from muon_fsdp.kernels import triton_norms
+
+        assert self.first_partials is not None
+        return triton_norms.inverse_norms_of_partials(partials, self.first_partials)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """One list, and the positions of its parameters in the order of its table."""
+
+    positions: list[int]
+    group: int
+    tensors: TensorList
+
+
+@dataclass
+class FusedStep:
+    """Fused lists of all stages of a plan, for parameters of these precisions."""
+
+    signature: Signature
+    stages: list[FusedStage] = field(default_factory=list)
+    members: list[_Members] = field(default_factory=list)
+    states: Sequence[Tensor] = ()  # of all parameters, when the lists were made
+    ints: Tensor | None = None
+    scalars: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        assert self.ints is not None
+        return self.ints.device
+
+    def fits(
+        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], gradients: Mapping[int, Tensor]
+    ) -> bool:
+        """Whether the lists are still right: a quick look at what can change from one step to the next."""
+        if not all(local(parameters[i]).is_contiguous() for i, known in enumerate(self.signature) if known is not None):
+            return False
+        for position, grad in gradients.items():
+            known = self.signature[position]
+            if known is not None and grad.dtype is not known[1]:
+                return False
+        return all(map(is_, self._all_states(states), self.states))
+
+    @staticmethod
+    def _all_states(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
+        return (value for state in states for value in state.values())
+
+    def fill_tables(
+        self,
+        parameters: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        gradients: Mapping[int, Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        wanted: Mapping[int, Tensor],
+        divisor: int,
+    ) -> None:
+        """Write where everything lies and what this step's numbers are; without a wait for the device."""
+        if self.ints is None or self.scalars is None:
+            return
+        ints: list[int] = []
+        scalars: list[float] = []
+        for member in self.members:
+            group, rule = groups[member.group], RULES[groups[member.group]["rule"]]
+            grads = [gradients.get(position) for position in member.positions]
+            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+            addresses += [local(parameters[position]).data_ptr() for position in member.positions]
+            for spec in rule.state:
+                addresses += [local(states[position][spec.name]).data_ptr() for position in member.positions]
+            member.tensors.aligned = member.tensors.aligned_chunks and reduce(or_, addresses) % 16 == 0
+            ints += addresses
+            ints += [int(grad is not None) for grad in grads]
+            lr = group["lr"]
+            numbers = [0.0 if _on_device(lr) else float(lr), group["weight_decay"], 1 / divisor]
+            numbers += rule.fused_scalars(group)
+            scalars += numbers + [0.0] * (len(member.tensors.scalars) - len(numbers))
+        self.ints.copy_(torch.tensor(ints, dtype=torch.int64).pin_memory(), non_blocking=True)
+        self.scalars.copy_(torch.tensor(scalars, dtype=torch.float32).pin_memory(), non_blocking=True)
+        for member in self.members:
+            lr = groups[member.group]["lr"]
+            if _on_device(lr):
+                member.tensors.scalars[:1].copy_(lr.reshape(1))
+            shared = [index for index, position in enumerate(member.positions) if position in wanted]
+            if shared:  # what some rank has a gradient for counts on all of them
+                where = torch.tensor(shared).pin_memory().to(self.ints.device, non_blocking=True)
+                flags = [wanted[member.positions[index]] for index in shared]
+                member.tensors.active[where] = torch.stack(flags).to(torch.int64)
+
+    @property
+    def variant(self) -> object:
+        """What launches depend on besides the tables."""
+        return tuple(member.tensors.aligned for member in self.members)
+
+
+def signature_of(
+    parameters: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    gradients: Mapping[int, Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    before: FusedStep | None,
+) -> Signature:
+    """For every parameter the precisions of itself and its gradient; None where it can't be fused."""
+    rules = [RULES[group["rule"]] for group in groups for _ in group["params"]]
+    result: list[tuple[torch.dtype, torch.dtype] | None] = []
+    for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
+        shard, grad = local(parameter), gradients.get(position)
+        if not rule.fused or not_fusable(shard, states[position]):
+            result.append(None)
+        elif grad is None:  # as it was: whether there is a gradient changes no launch
+            known = before.signature[position] if before is not None else None
+            result.append(known or (shard.dtype, shard.dtype))
+        else:
+            result.append((shard.dtype, grad.dtype) if grad.dtype in FUSED_DTYPES else None)
+    return tuple(result)
+
+
+def not_fusable(shard: Tensor, state: Mapping[str, Tensor]) -> str | None:
+    """Why a local tensor can't take part in a fused launch; None if it can."""
+    reason = unusable(shard.device)
+    if reason is None and shard.dtype not in FUSED_DTYPES:
+        reason = f"there are no kernels for {shard.dtype}"
+    tensors = (shard, *map(local, state.values()))
+    if reason is None and not all(tensor.is_contiguous() for tensor in tensors):
+        reason = "it or its state is not contiguous"
+    return reason
+
+
+def _on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
+    return isinstance(lr, Tensor) and lr.device.type != "cpu"
+
+
+def make_fused_step(
+    plan: Plan,
+    parameters: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    signature: Signature,
+) -> FusedStep:
+    step = FusedStep(signature, states=tuple(FusedStep._all_states(states)))
+    if not any(signature):
+        step.stages = [FusedStage() for _ in plan.stages]
+        return step
+    lists: list[list[tuple[int, list[int]]]] = []  # per stage: group and positions
+    for stage in plan.stages:
+        by_kind: dict[tuple[int, Any], list[int]] = defaultdict(list)
+        for group, positions in stage.positions_by_group:
+            for position in positions:
+                if signature[position] is not None:
+                    by_kind[(group, signature[position])].append(position)
+        lists.append([(group, positions) for (group, _), positions in by_kind.items()])
+    device = next(local(parameters[i]).device for i, known in enumerate(signature) if known is not None)
+    _lay_out(step, plan, lists, parameters, device)
+    return step
+
+
+def _lay_out(
+    step: FusedStep,
+    plan: Plan,
+    lists: Sequence[Sequence[tuple[int, list[int]]]],
+    parameters: Sequence[Tensor],
+    device: torch.device,
+) -> None:
+    from muon_fsdp.kernels.triton_elementwise import FIRST_STATE, MAX_SCALARS, TensorList, make_chunks
+
+    rows = {stage.rule: FIRST_STATE + len(RULES[stage.rule].state) for stage in plan.stages}
+    num_ints = sum(
+        (rows[stage.rule] + 1) * len(positions)
+        for stage, of_stage in zip(plan.stages, lists, strict=True)
+        for _, positions in of_stage
+    )
+    num_lists = sum(map(len, lists))
+    step.ints = torch.zeros(num_ints, dtype=torch.int64, device=device)
+    step.scalars = torch.zeros(num_lists * MAX_SCALARS, dtype=torch.float32, device=device)
+    first_int = first_scalar = 0
+    for stage, of_stage in zip(plan.stages, lists, strict=True):
+        fused = [position for _, positions in of_stage for position in positions]
+        partials = _Partials.of(stage, set(fused))
+        members = []
+        for group, positions in of_stage:
+            shards = [local(parameters[position]) for position in positions]
+            chunks, aligned = make_chunks(
+                [shard.numel() for shard in shards],
+                [partials.matrix_numel.get(i, shard.numel()) for i, shard in zip(positions, shards, strict=True)],
+                [partials.first.get(position, 0) for position in positions],
+                device,
+            )
+            slots = [stage.shard_slots[position].offset for position in positions]
+            num_rows, count = rows[stage.rule], len(positions)
+            stop = first_int + num_rows * count
+            precisions = step.signature[positions[0]]
+            assert precisions is not None
+            tensors = TensorList(
+                num_tensors=count,
+                parameter_dtype=precisions[0],
+                gradient_dtype=precisions[1],
+                chunks=chunks,
+                slots=torch.tensor(slots, dtype=torch.int64, device=device),
+                aligned_chunks=aligned,
+                addresses=step.ints[first_int:stop].view(num_rows, count),
+                active=step.ints[stop : stop + count],
+                scalars=step.scalars[first_scalar : first_scalar + MAX_SCALARS],
+            )
+            step.members.append(_Members(positions, group, tensors))
+            members.append((group, tensors))
+            first_int, first_scalar = stop + count, first_scalar + MAX_SCALARS
+        first_partials = None
+        if partials.first_of_matrix:
+            first_partials = torch.tensor(partials.first_of_matrix, dtype=torch.int32, device=device)
+        step.stages.append(
+            FusedStage(
+                tuple(members),
+                frozenset(fused),
+                local(parameters[fused[0]]) if fused else None,
+                first_partials,
+                partials.count,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Partials:
+    """Partial norms of a stage whose matrices are whole on this rank and whose parameters are all fused."""
+
+    first: Mapping[int, int] = field(default_factory=dict)  # by position
+    matrix_numel: Mapping[int, int] = field(default_factory=dict)
+    first_of_matrix: tuple[int, ...] = ()  # in the order of the batches, and the end
+    count: int = 0
+
+    @classmethod
+    def of(cls, stage: Stage, fused: set[int]) -> _Partials:
+        from muon_fsdp.kernels.triton_elementwise import num_chunks
+
+        positions = [position for _, members in stage.positions_by_group for position in members]
+        views = {unit.position: unit.view for unit in stage.units}
+        if (
+            stage.exchange is not None
+            or not stage.batches
+            or fused != set(positions)
+            or not all(view.in_memory_order for view in views.values())
+        ):
+            return cls()
+        first: dict[int, int] = {}
+        matrix_numel: dict[int, int] = {}
+        starts: list[int] = []
+        count = 0
+        in_batches = dict.fromkeys(m.unit for batch in stage.batches for m in batch.members)
+        for position in (stage.units[unit].position for unit in in_batches):
+            ((matrices, rows, cols),) = views[position].block_shapes
+            numel = rows * cols
+            first[position], matrix_numel[position] = count, numel
+            each = num_chunks(numel, numel)
+            starts += [count + each * index for index in range(matrices)]
+            count += each * matrices
+        return cls(first, matrix_numel, (*starts, count), count)

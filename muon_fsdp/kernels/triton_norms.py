@@ -1,0 +1,118 @@
+"""Norms of batches of matrices, and the cast to half precision at norm 1: one read, then one read and one write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muon_fsdp.kernels.launch import is_aligned, launch
+
+ALIGNMENT = 16  # elements: what starts at multiples of it is read and written 16 bytes at a time
+CHUNK = 8192  # elements of which one program computes a partial norm; matrices are never mixed in a chunk
+
+
+@triton.jit
+def partial_norm(values):  # type: ignore[no-untyped-def]
+    """(largest, sum of squares of values / largest): squares alone would leave the range of float32."""
+    largest = tl.max(tl.abs(values), axis=0)
+    relative = values / tl.where(largest == 0, 1.0, largest)
+    return largest, tl.sum(relative * relative, axis=0)
+
+
+@triton.jit(do_not_specialize=["numel", "chunks"])
+def _partials_kernel(matrices, partials, numel, chunks, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0)
+    offset = index % chunks * CHUNK + tl.arange(0, CHUNK)
+    start = (index // chunks).to(tl.int64) * numel
+    if ALIGNED:  # without this the compiler reads element by element
+        start = tl.multiple_of(start, 16)
+        offset_end = numel // 16 * 16
+    else:
+        offset_end = numel
+    values = tl.load(matrices + start + offset, mask=offset < offset_end, other=0.0).to(tl.float32)
+    largest, squares = partial_norm(values)
+    tl.store(partials + 2 * index, largest)
+    tl.store(partials + 2 * index + 1, squares)
+
+
+@triton.jit
+def _inverse_norms_kernel(partials, first_chunk, inverse_norms, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    matrix = tl.program_id(0)
+    start, stop = tl.load(first_chunk + matrix), tl.load(first_chunk + matrix + 1)
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for chunk in range(start, stop, BLOCK):
+        index = chunk + lanes
+        largest = tl.maximum(largest, tl.load(partials + 2 * index, mask=index < stop, other=0.0))
+    overall = tl.max(largest, axis=0)
+    unit = tl.where(overall == 0, 1.0, overall)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for chunk in range(start, stop, BLOCK):
+        index = chunk + lanes
+        ratio = tl.load(partials + 2 * index, mask=index < stop, other=0.0) / unit
+        squares += ratio * ratio * tl.load(partials + 2 * index + 1, mask=index < stop, other=0.0)
+    total = tl.sum(squares, axis=0)
+    inverse = 1.0 / unit / tl.sqrt(tl.where(total == 0, 1.0, total))
+    # Of a norm below the smallest normal number the inverse is infinite; NaN stays.
+    tl.store(inverse_norms + matrix, tl.where(inverse > 3.0e38, 3.0e38, inverse))
+
+
+@triton.jit(do_not_specialize=["numel", "chunks"], do_not_specialize_on_alignment=["scales"])
+def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0)
+    matrix = index // chunks
+    offset = index % chunks * CHUNK + tl.arange(0, CHUNK)
+    start = matrix.to(tl.int64) * numel
+    if ALIGNED:  # without this the compiler reads element by element
+        start = tl.multiple_of(start, 16)
+        offset_end = numel // 16 * 16
+    else:
+        offset_end = numel
+    position = start + offset
+    values = tl.load(matrices + position, mask=offset < offset_end, other=0.0).to(tl.float32)
+    values *= factor * tl.load(scales + matrix)
+    tl.store(out + position, values.to(out.dtype.element_ty), mask=offset < offset_end)
+
+
+def inverse_norms(batch: Tensor) -> Tensor:  # (B, m, n) contiguous -> (B,)
+    """1 / Frobenius norm of every matrix, 1 for a zero matrix."""
+    count, numel = len(batch), batch[0].numel()
+    chunks = triton.cdiv(numel, CHUNK)
+    partials = torch.empty(count * chunks, 2, dtype=torch.float32, device=batch.device)
+    aligned = numel % ALIGNMENT == 0 and all(is_aligned(batch))
+    launch(
+        _partials_kernel,
+        count * chunks,
+        (batch, partials, numel, chunks),
+        {"CHUNK": CHUNK, "ALIGNED": aligned},
+        (batch.device, batch.dtype, is_aligned(batch)),
+        num_warps=8,
+    )
+    first_chunk = torch.arange(0, (count + 1) * chunks, chunks, dtype=torch.int32, device=batch.device)
+    return inverse_norms_of_partials(partials, first_chunk)
+
+
+def inverse_norms_of_partials(partials: Tensor, first_chunk: Tensor) -> Tensor:  # (C, 2), (B + 1,) -> (B,)
+    count = len(first_chunk) - 1
+    result = torch.empty(count, dtype=torch.float32, device=partials.device)
+    launch(_inverse_norms_kernel, count, (partials, first_chunk, result), {"BLOCK": 1024}, partials.device)
+    return result
+
+
+def scaled_cast(batch: Tensor, scales: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """batch * scales * factor, matrix by matrix, in another precision."""
+    out = torch.empty_like(batch, dtype=dtype)
+    count, numel = len(batch), batch[0].numel()
+    chunks = triton.cdiv(numel, CHUNK)
+    aligned = numel % ALIGNMENT == 0 and all(is_aligned(batch))
+    launch(
+        _scaled_cast_kernel,
+        count * chunks,
+        (batch, scales, out, numel, chunks, float(factor)),
+        {"CHUNK": CHUNK, "ALIGNED": aligned},
+        (batch.device, batch.dtype, dtype, is_aligned(batch)),
+        num_warps=8,
+    )
+    return out

@@ -1,0 +1,330 @@
+"""The two products of the iteration as Triton kernels: a symmetric one that computes one triangle, and a multiply-add.
+
+Both work on batches of contiguous matrices and accumulate in float32. Tiles are read and written through tensor
+descriptors (the bulk copy engine of Hopper and later) where rows allow it, and through masked pointers elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muon_fsdp.kernels.launch import Tile, is_aligned, launch
+from muon_fsdp.kernels.select import num_processors
+
+INTERPRETED_PROGRAMS = 4  # in place of a number of multiprocessors
+
+
+class TileConfig(NamedTuple):
+    """How a product is cut: a program computes `rows` x `cols` of the result in steps of `inner`."""
+
+    rows: int
+    cols: int
+    inner: int
+    num_warps: int
+    num_stages: int
+    persistent: bool = False  # one program per multiprocessor, each with many tiles
+    group: int = 8  # rows of tiles that are computed side by side, so that operands are found in the cache
+
+
+@triton.jit
+def _load(source, batch, row, col, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BULK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of matrix `batch`; zero outside of it."""
+    if BULK:
+        tile = source.load([batch, row, col]).reshape(BLOCK_R, BLOCK_C)
+    else:
+        r = row + tl.arange(0, BLOCK_R)[:, None]
+        c = col + tl.arange(0, BLOCK_C)[None, :]
+        offset = (batch.to(tl.int64) * rows + r) * cols + c
+        tile = tl.load(source + offset, mask=(r < rows) & (c < cols), other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(target, tile, batch, row, col, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BULK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if BULK:
+        target.store([batch, row, col], tile.reshape(1, BLOCK_R, BLOCK_C))
+    else:
+        r = row + tl.arange(0, BLOCK_R)[:, None]
+        c = col + tl.arange(0, BLOCK_C)[None, :]
+        offset = (batch.to(tl.int64) * rows + r) * cols + c
+        tl.store(target + offset, tile, mask=(r < rows) & (c < cols))
+
+
+@triton.jit
+def _triangle_tile(index, rows_of_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The index-th tile (i, j), j <= i, of a lower triangle; `GROUP` rows are walked column by column."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)  # float32 may be one off
+    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+    first = (row // GROUP) * GROUP
+    height = tl.minimum(GROUP, rows_of_tiles - first)
+    within = index - first * (first + 1) // 2
+    # A group is a rectangle of `first` columns, then a triangle.
+    rest = within - height * first
+    corner = ((tl.sqrt(8.0 * tl.maximum(rest, 0).to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    in_rectangle = rest < 0
+    i = tl.where(in_rectangle, first + within % height, first + corner)
+    j = tl.where(in_rectangle, within // height, first + rest - corner * (corner + 1) // 2)
+    return i, j
+
+
+@triton.jit(do_not_specialize=["num_matrices", "rows", "inner"])
+def _symmetric_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    c,
+    e,
+    d,
+    num_matrices,
+    rows,
+    inner,
+    alpha,
+    beta,
+    gamma,
+    SAME: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_C: tl.constexpr,
+    HAS_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BULK_IN: tl.constexpr,
+    BULK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    rows_of_tiles = tl.cdiv(rows, BLOCK)
+    tiles_each = rows_of_tiles * (rows_of_tiles + 1) // 2
+    for tile in tl.range(tl.program_id(0), tiles_each * num_matrices, tl.num_programs(0), flatten=PERSISTENT):
+        batch = tile // tiles_each
+        i, j = _triangle_tile(tile % tiles_each, rows_of_tiles, GROUP)
+        row, col = i * BLOCK, j * BLOCK
+        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for k in range(0, inner, BLOCK_K):
+            if TRANSPOSED:
+                left = _load(a, batch, k, row, inner, rows, BLOCK_K, BLOCK, BULK_IN).T
+                right = _load(a if SAME else b, batch, k, col, inner, rows, BLOCK_K, BLOCK, BULK_IN)
+            else:
+                left = _load(a, batch, row, k, rows, inner, BLOCK, BLOCK_K, BULK_IN)
+                right = _load(a if SAME else b, batch, col, k, rows, inner, BLOCK, BLOCK_K, BULK_IN).T
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc *= alpha
+        if HAS_C:
+            acc += beta * _load(c, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
+        if HAS_E:
+            acc += gamma * _load(e, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
+        result = acc.to(d.dtype if BULK_OUT else d.dtype.element_ty)
+        if not SAME:  # noqa: SIM102 - only this is known when the kernel is compiled
+            if row == col:
+                # Products of different matrices come out asymmetric by rounding.
+                below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
+                result = tl.where(below, result, result.T)
+        _store(d, result, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT)
+        _store(d, result.T, batch, col, row, rows, rows, BLOCK, BLOCK, BULK_OUT)  # on the diagonal once more the same
+
+
+@triton.jit(do_not_specialize=["num_matrices", "rows", "cols", "inner"], do_not_specialize_on_alignment=["c_scale"])
+def _multiply_add_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    c,
+    d,
+    c_scale,
+    num_matrices,
+    rows,
+    cols,
+    inner,
+    alpha,
+    beta,
+    HAS_C: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BULK_IN: tl.constexpr,
+    BULK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_N // 2  # the result is written in two parts, which saves shared memory
+    tile_rows, tile_cols = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
+    tiles_each = tile_rows * tile_cols
+    for tile in tl.range(tl.program_id(0), tiles_each * num_matrices, tl.num_programs(0), flatten=PERSISTENT):
+        batch = tile // tiles_each
+        within = tile % tiles_each
+        first = within // (GROUP * tile_cols) * GROUP
+        height = tl.minimum(GROUP, tile_rows - first)
+        row = (first + within % (GROUP * tile_cols) % height) * BLOCK_M
+        col = within % (GROUP * tile_cols) // height * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, inner, BLOCK_K):
+            left = _load(a, batch, row, k, rows, inner, BLOCK_M, BLOCK_K, BULK_IN)
+            right = _load(b, batch, k, col, inner, cols, BLOCK_K, BLOCK_N, BULK_IN)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc *= alpha
+        beta_here = beta
+        if HAS_SCALE:
+            beta_here = beta * tl.load(c_scale + batch)
+        first_half, second_half = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        if HAS_C:
+            first_half += beta_here * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+        element = d.dtype if BULK_OUT else d.dtype.element_ty
+        _store(d, first_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
+        col += HALF
+        if HAS_C:
+            second_half += beta_here * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+        _store(d, second_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
+
+
+def symmetric_product(
+    a: Tensor,  # (B, m, k), or (B, k, m) if transposed
+    b: Tensor,
+    c: Tensor | None,  # (B, m, m), symmetric
+    e: Tensor | None,  # (B, m, m), symmetric
+    out: Tensor,  # (B, m, m)
+    config: TileConfig,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    transposed: bool = False,
+) -> Tensor:
+    """out = alpha * a @ b^T + beta * c + gamma * e, exactly symmetric; all operands contiguous."""
+    rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
+    side, block = config.rows, (config.inner, config.rows) if transposed else (config.rows, config.inner)
+    bulk_in, bulk_out = _bulk(a, b), _bulk(out, c, e)
+    tiles = triton.cdiv(rows, side)
+    launch(
+        _symmetric_kernel,
+        _num_programs(tiles * (tiles + 1) // 2 * len(a), config, a),
+        (
+            _operand(a, block, bulk_in),
+            None if a is b else _operand(b, block, bulk_in),
+            _operand(c, (side, side), bulk_out),
+            _operand(e, (side, side), bulk_out),
+            _operand(out, (side, side), bulk_out),
+            len(a),
+            rows,
+            inner,
+            float(alpha),
+            float(beta),
+            float(gamma),
+        ),
+        {
+            "SAME": a is b,
+            "TRANSPOSED": transposed,
+            "HAS_C": c is not None,
+            "HAS_E": e is not None,
+            "BLOCK": side,
+            "BLOCK_K": config.inner,
+            "GROUP": config.group,
+            "PERSISTENT": config.persistent,
+            "BULK_IN": bulk_in,
+            "BULK_OUT": bulk_out,
+            "PRECISION": _precision(a),
+        },
+        (a.device, a.dtype, out.dtype, () if bulk_in and bulk_out else is_aligned(a, b, c, e, out)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def multiply_add(
+    a: Tensor,  # (B, m, k)
+    b: Tensor,  # (B, k, n)
+    c: Tensor | None,  # (B, m, n)
+    out: Tensor,  # (B, m, n)
+    config: TileConfig,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c_scale: Tensor | None = None,  # (B,) float32
+) -> Tensor:
+    """out = alpha * a @ b + beta * c_scale * c; all operands contiguous."""
+    (num_matrices, rows, inner), cols = a.shape, b.shape[2]
+    bulk_in, bulk_out = _bulk(a, b), _bulk(out, c)
+    half = (config.rows, config.cols // 2)
+    tiles = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols) * num_matrices
+    launch(
+        _multiply_add_kernel,
+        _num_programs(tiles, config, a),
+        (
+            _operand(a, (config.rows, config.inner), bulk_in),
+            _operand(b, (config.inner, config.cols), bulk_in),
+            _operand(c, half, bulk_out),
+            _operand(out, half, bulk_out),
+            c_scale,
+            num_matrices,
+            rows,
+            cols,
+            inner,
+            float(alpha),
+            float(beta),
+        ),
+        {
+            "HAS_C": c is not None,
+            "HAS_SCALE": c_scale is not None,
+            "BLOCK_M": config.rows,
+            "BLOCK_N": config.cols,
+            "BLOCK_K": config.inner,
+            "GROUP": config.group,
+            "PERSISTENT": config.persistent,
+            "BULK_IN": bulk_in,
+            "BULK_OUT": bulk_out,
+            "PRECISION": _precision(a),
+        },
+        (
+            a.device,
+            a.dtype,
+            None if c is None else c.dtype,
+            out.dtype,
+            () if bulk_in and bulk_out else is_aligned(a, b, c, out),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def _num_programs(tiles: int, config: TileConfig, tensor: Tensor) -> int:
+    if not config.persistent:
+        return tiles
+    if not tensor.is_cuda:
+        return min(tiles, INTERPRETED_PROGRAMS)
+    return min(tiles, num_processors(tensor.device))
+
+
+def _precision(tensor: Tensor) -> str:
+    """float32 operands are split in three tensor-core products each: as accurate as float32 arithmetic."""
+    return "tf32x3" if tensor.dtype == torch.float32 else "tf32"
+
+
+def _bulk(*tensors: Tensor | None) -> bool:
+    """Whether descriptors can address all of them: 16-byte rows at a 16-byte address, on Hopper or later."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not tensor.is_cuda or tensor.shape[-1] * tensor.itemsize % 16 or tensor.data_ptr() % 16:
+            return False
+        if not _has_bulk_copies(tensor.device):
+            return False
+    return True
+
+
+def _operand(tensor: Tensor | None, block: tuple[int, int], bulk: bool) -> Any:
+    if tensor is None or not bulk:
+        return tensor
+    return Tile(tensor, block)
+
+
+@lru_cache(maxsize=64)
+def _has_bulk_copies(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
