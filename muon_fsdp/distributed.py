@@ -161,7 +161,7 @@ class Transfer:
         if flat:
             torch.cat(flat, out=send)
         received = recorder.buffer(f"{name} receive", sum(receive_sizes), dtype, device)
-        self._received = received
+        self._buffers: tuple[Tensor, ...] = (send, received)  # kept until the transfer has ended
         works: list[dist.Work] = []  # the one under way; not of this object, which a recording outlives
         self._works = works
         group = group_of(exchange.ranks)
@@ -176,7 +176,8 @@ class Transfer:
         """The pieces that arrived. On a GPU this makes the stream wait, not the host."""
         works = self._works
         self._recorder.host(lambda: works.pop().wait())
-        parts = torch.split(self._received, [piece.numel for piece in self._incoming])
+        parts = torch.split(self._buffers[1], [piece.numel for piece in self._incoming])
+        self._buffers = ()
         return [(piece, part.view(piece.shape)) for piece, part in zip(self._incoming, parts, strict=True)]
 
     def is_completed(self) -> bool:

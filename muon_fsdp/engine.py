@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -67,77 +65,30 @@ def run_stages(
     engine: EngineOptions,
     recorder: Recorder,
 ) -> None:
-    """Run every stage. While one computes, the next is prepared and gathered, and the one before it applied."""
-    runs = [
-        _StageRun(stage, label, groups, part, work, engine, recorder)
-        for stage, label, part in zip(stages, labels, fused, strict=True)
-    ]
-    for travels, some in groupby((run for run in runs if run.present), key=lambda run: run.travels):
-        if travels:
-            _run_travelling(list(some))
-        else:
-            _run_at_home(list(some))
-
-
-def _run_travelling(runs: Sequence[_StageRun]) -> None:
+    """Run every stage. While one computes, the next is being gathered and the one before it scattered."""
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
-    for number, run in enumerate(runs):
-        run.allocate()
-        run.start(number)
+    num_travelling = 0
+    for stage, label, part in zip(stages, labels, fused, strict=True):
+        run = _StageRun(stage, label, groups, part, work, engine, recorder)
+        if not run.present:
+            continue
+        run.start(num_travelling)
+        if not run.travels:  # nothing to wait for, and nothing is gained by keeping it in memory
+            run.compute()
+            run.finish()
+            continue
+        num_travelling += 1
         if gathering is not None:
             gathering.compute()
         if scattering is not None:
             scattering.finish()
-            scattering.release()
         gathering, scattering = run, gathering
     if gathering is not None:
         gathering.compute()
     for last in (scattering, gathering):
         if last is not None:
             last.finish()
-            last.release()
-
-
-def _run_at_home(runs: Sequence[_StageRun]) -> None:
-    """Nothing is sent. On a GPU, element-wise work, which waits for memory, runs beside products, which don't.
-
-    Buffers that both streams use are allocated on the main one, and released only after it has waited for the other.
-    """
-    device = runs[0].device
-    side = _side_stream(device) if device.type == "cuda" and len(runs) > 1 else None
-    previous: _StageRun | None = None
-    for number, run in enumerate(runs):
-        following = runs[number + 1] if side is not None and number + 1 < len(runs) else None
-        if side is None or number == 0:
-            run.allocate()
-            run.start()
-        if side is not None:
-            if following is not None:
-                following.allocate()
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                if previous is not None:
-                    previous.finish()
-                if following is not None:
-                    following.start()
-        run.compute()
-        if side is None:
-            run.finish()
-            run.release()
-        else:
-            torch.cuda.current_stream(device).wait_stream(side)
-            if previous is not None:
-                previous.release()
-        previous = run
-    if side is not None and previous is not None:
-        previous.finish()
-        previous.release()
-
-
-@lru_cache(maxsize=16)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _StageRun:
@@ -165,28 +116,14 @@ class _StageRun:
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
-        self._staged = torch.empty(0)  # the former, until they may be freed
         self._updates: dict[int, Tensor] = {}  # of an element-wise rule
 
-    @property
-    def device(self) -> torch.device:
-        return self._like().device
-
-    def _like(self) -> Tensor:
-        if self.fused.parameter is not None:
-            return self.fused.parameter
-        return self.work[next(iter(self.present))].parameter
-
-    def allocate(self) -> None:
-        like = self._like()
-        if self.rule.orthogonalizes:
-            dtype = self._engine.staging_dtype(like.device.type, working_dtype(like.dtype))
-            self._buffer = torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
-
-    def start(self, number: int = 0) -> None:
+    def start(self, number: int) -> None:
         """Prepare, and send what has to be sent; `number` counts the stages that travel."""
         with record_function(f"muon_fsdp.prepare {self.label}"):
-            partials = self.fused.new_partials(self.device)
+            if self.rule.orthogonalizes:
+                self._buffer = self._staging()
+            partials = self.fused.new_partials()
             for group, tensors in self.fused.lists:
                 self.rule.fused_prepare(self._groups[group], tensors, self._buffer, partials)
             if partials is not None:
@@ -205,6 +142,12 @@ class _StageRun:
                 self._exchange.start_gather()
             self._buffer = torch.empty(0)
 
+    def _staging(self) -> Tensor:
+        single = (self.work[i].parameter for i in self.present if i in self.work)
+        like = self.fused.parameter if self.fused.parameter is not None else next(single)
+        dtype = self._engine.staging_dtype(like.device.type, working_dtype(like.dtype))
+        return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
+
     def compute(self) -> None:
         if not self.rule.orthogonalizes:
             return
@@ -220,7 +163,7 @@ class _StageRun:
             with record_function(f"muon_fsdp.scatter {self.label}"):
                 self._exchange.start_scatter(results)
         else:
-            self._staged, self._buffer = self._buffer, results
+            self._buffer = results
 
     def finish(self) -> None:
         if self._exchange is not None:
@@ -242,10 +185,7 @@ class _StageRun:
                 self.rule.apply(options, [w.parameter for w in works], updates)
                 for each in works:
                     each.commit()
-
-    def release(self) -> None:
-        self._staged = self._buffer = torch.empty(0)
-        self._updates, self._inverse_norms = {}, None
+        self._buffer, self._updates = torch.empty(0), {}
 
 
 def _directions(

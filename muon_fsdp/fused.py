@@ -39,10 +39,10 @@ class FusedStage:
     first_partials: Tensor | None = None
     num_partials: int = 0
 
-    def new_partials(self, device: torch.device) -> Tensor | None:
+    def new_partials(self) -> Tensor | None:
         if self.first_partials is None:
             return None
-        return torch.empty(self.num_partials, 2, dtype=torch.float32, device=device)
+        return torch.empty(self.num_partials, 2, dtype=torch.float32, device=self.first_partials.device)
 
     def inverse_norms(self, partials: Tensor) -> Tensor:
         from muon_fsdp.kernels import triton_norms
@@ -120,15 +120,15 @@ class FusedStep:
             numbers = [0.0 if _on_device(lr) else float(lr), group["weight_decay"], 1 / divisor]
             numbers += rule.fused_scalars(group)
             scalars += numbers + [0.0] * (len(member.tensors.scalars) - len(numbers))
-        self.ints.copy_(torch.tensor(ints, dtype=torch.int64).pin_memory(), non_blocking=True)
-        self.scalars.copy_(torch.tensor(scalars, dtype=torch.float32).pin_memory(), non_blocking=True)
+        self.ints.copy_(_pinned(ints, torch.int64, self.device), non_blocking=True)
+        self.scalars.copy_(_pinned(scalars, torch.float32, self.device), non_blocking=True)
         for member in self.members:
             lr = groups[member.group]["lr"]
             if _on_device(lr):
                 member.tensors.scalars[:1].copy_(lr.reshape(1))
             shared = [index for index, position in enumerate(member.positions) if position in wanted]
             if shared:  # what some rank has a gradient for counts on all of them
-                where = torch.tensor(shared).pin_memory().to(self.ints.device, non_blocking=True)
+                where = _pinned(shared, torch.int64, self.device).to(self.device, non_blocking=True)
                 flags = [wanted[member.positions[index]] for index in shared]
                 member.tensors.active[where] = torch.stack(flags).to(torch.int64)
 
@@ -165,10 +165,18 @@ def not_fusable(shard: Tensor, state: Mapping[str, Tensor]) -> str | None:
     reason = unusable(shard.device)
     if reason is None and shard.dtype not in FUSED_DTYPES:
         reason = f"there are no kernels for {shard.dtype}"
-    tensors = (shard, *map(local, state.values()))
-    if reason is None and not all(tensor.is_contiguous() for tensor in tensors):
+    tensors = [local(value) for value in state.values()]
+    if reason is None and not all(tensor.is_contiguous() for tensor in (shard, *tensors)):
         reason = "it or its state is not contiguous"
+    if reason is None and not all(tensor.dtype == torch.float32 for tensor in tensors):
+        reason = "its state is not float32"
     return reason
+
+
+def _pinned(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the host, in memory that a GPU copies from without a wait."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _on_device(lr: float | Tensor) -> TypeGuard[Tensor]:

@@ -325,6 +325,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             signature = signature_of(planned.parameters, states, gradients, self.param_groups, planned.fused)
             planned.fused = make_fused_step(planned.plan, planned.parameters, states, signature)
         fused = planned.fused
+        if fused.ints is not None and fused.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("step() can't be part of a graph that you capture: say cuda_graph=True instead")
         for position, grad in gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
                 gradients[position] = grad.contiguous()

@@ -28,9 +28,6 @@ BYTES_PER_SECOND = 1e11
 FIXED_SECONDS = 1e-4
 # Computing everything everywhere must promise this much of the owner's time before it is preferred.
 REPLICATE_BELOW = 0.7
-# A model is cut into about so many stages where its shapes allow it, but not into smaller ones than this.
-STAGES_TO_OVERLAP = 4
-SMALL_STAGE_BYTES = 8 * 2**20
 # Buffers hold many tensors one after another; each begins at a multiple of this many elements.
 SLOT_ALIGNMENT = 16
 
@@ -364,13 +361,10 @@ def _cut(
             computed[unit.owner] += unit.tile.numel * spec.bytes_per_element
         needs.append((spec.layout.largest_tile(spec.shape) * spec.bytes_per_element, computed))
     limit = max([max_stage_bytes, *(max((shard, *computed.values())) for shard, computed in needs)])
-    # Several stages of one model overlap, so a small one is cut too, but never between equal shapes.
-    enough = max(SMALL_STAGE_BYTES, sum(shard for shard, _ in needs) // STAGES_TO_OVERLAP)
     stages: list[list[ParameterSpec]] = []
     held, by_rank = 0, dict[int | None, int]()
     for spec, (shard, computed) in zip(specs, needs, strict=True):
-        full = max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit
-        if not stages or full or (held >= enough and spec.shape != stages[-1][-1].shape):
+        if not stages or max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit:
             stages.append([])
             held, by_rank = 0, {}
         stages[-1].append(spec)

@@ -60,9 +60,9 @@ def backward(model: nn.Module, step: int) -> Tensor:
     return loss.detach()
 
 
-def curve(strategy: str) -> list[float]:
+def curve(strategy: str, cuda_graph: bool = False) -> list[float]:
     model = sharded_net()
-    optimizer = FSDPMuonOptimizer(model, adamw_lr=0.01, strategy=strategy, max_stage_bytes=2**18)
+    optimizer = FSDPMuonOptimizer(model, adamw_lr=0.01, strategy=strategy, max_stage_bytes=2**17, cuda_graph=cuda_graph)
     losses = []
     for step in range(20):
         optimizer.zero_grad()
@@ -71,14 +71,16 @@ def curve(strategy: str) -> list[float]:
         optimizer.step()
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
-    assert len(optimizer._current_plan().plan.stages) > 3
+    planned = optimizer._current_plan()
+    assert len(planned.plan.stages) > 3
+    assert (planned.graph is not None) == cuda_graph
     return losses
 
 
 def overlap() -> tuple[bool, bool]:
     """Whether the gather of the next stage ended while a stage still computed, and whether that stage still did."""
     model = sharded_net()
-    optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=2**19)
+    optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=2**18)
     backward(model, 0)
     optimizer.step()
     torch.cuda.synchronize()

@@ -25,7 +25,7 @@ def nccl() -> Iterator[RankPool]:
 def test_training_equals_one_rank(nccl: RankPool, world_size, strategy):
     (expected,) = nccl.run(1, nccl_cases.curve, strategy)
     for losses in nccl.run(world_size, nccl_cases.curve, strategy):
-        assert losses == pytest.approx(expected, rel=2e-2, abs=1e-4)
+        assert losses == pytest.approx(expected, rel=4e-2, abs=1e-3)
     assert expected[-1] < 0.5 * expected[0]
 
 

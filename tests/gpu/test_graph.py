@@ -1,0 +1,275 @@
+"""A captured step behaves as one that is not: gradients move, options change, state is loaded, ranks take part."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer
+from tests.gpu import nccl_cases
+from tests.gpu.test_nccl import nccl  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [
+        nn.Embedding(64, 96),
+        nn.Linear(96, 288),
+        nn.GELU(),
+        nn.Linear(288, 96),
+        nn.LayerNorm(96),
+        nn.Linear(96, 64),
+    ]
+    return nn.Sequential(*layers).to("cuda", dtype)
+
+
+def backward(model, step):
+    tokens = torch.randint(0, 64, (128,), generator=torch.Generator().manual_seed(step)).cuda()
+    loss = nn.functional.cross_entropy(model(tokens).float(), (5 * tokens + 3) % 64)
+    loss.backward()
+    return loss.item()
+
+
+def curve(steps=20, change=None, dtype=torch.float32, **options):
+    model = make_model(dtype)
+    optimizer = MuonOptimizer(model, lr=0.02, nesterov=True, weight_decay=0.05, adamw_lr=0.01, **options)
+    keep = []  # memory that is taken away moves the gradients
+    losses = []
+    for step in range(steps):
+        if change is not None:
+            optimizer = change(step, model, optimizer) or optimizer
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(backward(model, step))
+        keep.append(torch.empty(10_000 * (step + 1), device="cuda"))
+        optimizer.step()
+    return losses, optimizer
+
+
+def captured(optimizer):
+    return optimizer._planned is not None and optimizer._planned.graph is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_curve_is_the_same(dtype):
+    expected, _ = curve(dtype=dtype)
+    losses, optimizer = curve(dtype=dtype, cuda_graph=True)
+    assert captured(optimizer)
+    assert losses == expected
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_kernels_on_and_off_and_chunked_and_not(monkeypatch):
+    expected, _ = curve()
+    chunked, optimizer = curve(max_stage_bytes=20_000, cuda_graph=True)
+    assert len(optimizer._planned.plan.stages) > 3
+    assert chunked == pytest.approx(expected, rel=1e-2)
+    monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
+    plain, _ = curve()
+    assert plain == pytest.approx(expected, rel=2e-2)
+    with pytest.raises(RuntimeError, match=r"cuda_graph=True can't capture.*MUON_FSDP_KERNELS=torch"):
+        curve(cuda_graph=True)
+
+
+def test_options_change_without_a_new_capture():
+    graphs = set()
+
+    def change(step, model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+            group["weight_decay"] = 0.01 * (step % 3)
+            group["momentum"] = 0.9 + 0.005 * (step % 4)
+        if captured(optimizer):
+            graphs.add(id(optimizer._planned.graph))
+
+    expected, _ = curve(change=change)
+    losses, _ = curve(change=change, cuda_graph=True)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(graphs) == 1
+
+
+def test_what_changes_launches_is_captured_anew():
+    def change(step, model, optimizer):
+        if step == 6:
+            optimizer.param_groups[0]["nesterov"] = False
+        if step == 10:
+            optimizer.param_groups[0]["ns_steps"] = 4
+        if step == 14:
+            torch.manual_seed(1)
+            extra = nn.Parameter(torch.randn(96, 96, device="cuda") * 0.01)
+            extra.grad = torch.ones_like(extra)
+            optimizer.add_param_group({"params": [extra], "rule": "muon"})
+
+    expected, _ = curve(change=change)
+    losses, optimizer = curve(change=change, cuda_graph=True)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert captured(optimizer)
+
+
+def test_state_is_loaded_and_copied():
+    def change(step, model, optimizer):
+        if step == 8:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+        if step == 12:
+            options = {"lr": 0.02, "nesterov": True, "weight_decay": 0.05, "adamw_lr": 0.01}
+            other = MuonOptimizer(model, **options, cuda_graph=optimizer._engine.cuda_graph)
+            other.load_state_dict(optimizer.state_dict())
+            return other
+        if step == 16:
+            copied = copy.deepcopy(optimizer)
+            assert copied._planned is None
+        return None
+
+    expected, _ = curve(change=change)
+    losses, optimizer = curve(change=change, cuda_graph=True)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert captured(optimizer)
+
+
+def test_missing_gradients_leave_parameters_alone():
+    model = make_model()
+    optimizer = MuonOptimizer(model, lr=0.02, weight_decay=0.5, cuda_graph=True)
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(model, step)
+        weight, bias = model[1].weight, model[1].bias
+        if step >= 3:
+            weight.grad = bias.grad = None
+        before = [t.clone() for p in (weight, bias) for t in (p.detach(), *optimizer.state[p].values())]
+        moved = model[3].weight.detach().clone()
+        optimizer.step()
+        after = [t for p in (weight, bias) for t in (p.detach(), *optimizer.state[p].values())]
+        if step >= 3:
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert not torch.equal(model[3].weight.detach(), moved)
+    assert captured(optimizer)
+
+
+def test_scheduler_scaler_hooks_and_closure():
+    model = make_model()
+    optimizer = MuonOptimizer(model, lr=torch.tensor(0.02, device="cuda"), adamw_lr=0.01, cuda_graph=True)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        tokens = torch.randint(0, 64, (128,), generator=torch.Generator().manual_seed(step)).cuda()
+        loss = nn.functional.cross_entropy(model(tokens), (5 * tokens + 3) % 64)
+        scaler.scale(loss).backward()
+        if step == 10:
+            model[1].weight.grad[0, 0] = torch.inf
+        before = model[1].weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model[1].weight.detach(), before) == (step == 10)
+        scheduler.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert calls == ["pre", "post"] * 19
+    assert captured(optimizer)
+    optimizer.zero_grad()
+    assert optimizer.step(lambda: backward(model, 0)) > 0
+
+
+@pytest.mark.parametrize(
+    ("prepare", "text"),
+    [
+        (lambda model, groups: model[1].double(), "float64"),
+        (lambda model, groups: groups.update(orthogonalization="exact"), "'exact' waits for the host"),
+        (lambda model, groups: model[1].cpu(), "cpu"),
+    ],
+)
+def test_what_has_no_graph_is_refused_by_name(prepare, text):
+    model, options = make_model(), {}
+    prepare(model, options)
+    optimizer = MuonOptimizer(model, cuda_graph=True, **options)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    with pytest.raises(RuntimeError, match=rf"cuda_graph=True can't capture the step: parameter '1.weight'.*{text}"):
+        optimizer.step()
+
+
+def test_a_capture_by_hand_is_refused():
+    model = make_model()
+    optimizer = MuonOptimizer(model)
+    backward(model, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="say cuda_graph=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+def test_memory_is_bounded_and_host_time_is_short():
+    shapes = 24 * [(1024, 1024)] + 6 * [(1024, 4096)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
+    bound = 16 * 2**20
+    for options in ({}, {"cuda_graph": True}):
+        torch.cuda.empty_cache()
+        optimizer = MuonOptimizer(params, nesterov=True, max_stage_bytes=bound, **options)
+        times = []
+        for _ in range(12):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        # Staging and results of a stage, and two of its size and five Gram matrices while it is orthogonalized.
+        assert peak < 10 * bound
+        if options:
+            assert sorted(times)[len(times) // 2] < 3e-3
+        del optimizer
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks(nccl, world_size):  # noqa: F811
+    expected = nccl.run(world_size, nccl_cases.curve, "owner")
+    losses = nccl.run(world_size, nccl_cases.curve, "owner", True)  # the process group is destroyed after it
+    assert losses == expected
+
+
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (128, 640), (640, 128), (512, 512), (768, 3072), (1024, 1024), (4096, 4096)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gaussian", "low rank", "log-uniform"])
+def test_accuracy(shape, dtype, kind):
+    from muon_fsdp.newton_schulz import orthogonalize
+
+    rows, cols = min(shape), max(shape)
+    generator = torch.Generator("cuda").manual_seed(rows + cols)
+
+    def gaussian(*size):
+        return torch.randn(*size, device="cuda", generator=generator)
+
+    if kind == "gaussian":
+        matrix = gaussian(rows, cols)
+    elif kind == "low rank":
+        matrix = gaussian(rows, 16) @ gaussian(16, cols) / 4 + 0.01 * gaussian(rows, cols)
+    else:
+        u, v = torch.linalg.qr(gaussian(rows, rows))[0], torch.linalg.qr(gaussian(cols, rows))[0]
+        matrix = (u * torch.logspace(0, -4, rows, device="cuda")) @ v.mT
+    matrix = (matrix if rows == shape[0] else matrix.mT).to(dtype).contiguous()
+    out = torch.full(shape, torch.nan, device="cuda", dtype=torch.float32)
+    orthogonalize(matrix, out=out)
+    expected = orthogonalize(matrix.double(), form="standard")
+    assert (out - expected).norm() / expected.norm() < 5e-3
+    # Singular values that are large enough come out at 1, in their own directions.
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    large = s > 4e-3 * s.norm()
+    assert large.any()
+    values = torch.einsum("ik,ij,kj->k", u[:, large], out.double(), vh[large])
+    assert (values - 1).abs().max() < 2.5e-2

@@ -1,0 +1,353 @@
+"""Triton kernels against float64, on a GPU where there is one and else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from muon_fsdp import MuonOptimizer, fused, newton_schulz
+from muon_fsdp.kernels import Product, products
+from muon_fsdp.kernels import select as select_function
+from muon_fsdp.newton_schulz import orthogonalize
+
+pytest.importorskip("triton")
+
+from muon_fsdp.kernels import launch, triton_elementwise, triton_norms, triton_products
+from muon_fsdp.kernels.triton_products import TileConfig
+
+select_module = sys.modules["muon_fsdp.kernels.select"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter's bfloat16 dot is wrong.
+DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6}
+TILES = [TileConfig(64, 64, 64, 4, 2, group=2), TileConfig(128, 128, 64, 8, 2, persistent=True, group=1)]
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def symmetric(batch, size, dtype):
+    x = random(batch, size, size)
+    return ((x + x.mT) / 2).to(dtype)
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+def error(result, expected):
+    return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "rows", "inner"), [(1, 1, 1), (3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_symmetric_product(batch, rows, inner, dtype, transposed):
+    for number, tiles in enumerate(TILES):
+        x = random(batch, rows, inner, dtype=dtype)
+        a = x.mT.contiguous() if transposed else x
+        c, e = symmetric(batch, rows, dtype), symmetric(batch, rows, dtype)
+        out = poisoned(batch, rows, rows, dtype=dtype)
+        square = tiles._replace(cols=tiles.rows)
+        options = {"alpha": 0.5, "beta": 2.0, "gamma": -1.0, "transposed": transposed}
+        triton_products.symmetric_product(a, a if number else a.clone(), c, e, out, square, **options)
+        expected = 0.5 * x.double() @ x.double().mT + 2 * c.double() - e.double()
+        assert error(out, expected) < TOLERANCE[dtype]
+        assert torch.equal(out, out.mT)
+        plain = triton_products.symmetric_product(
+            a, a, None, None, poisoned(*out.shape, dtype=dtype), square, transposed=transposed
+        )
+        assert error(plain, x.double() @ x.double().mT) < TOLERANCE[dtype]
+
+
+def test_products_of_different_matrices_come_out_symmetric():
+    x = symmetric(2, 100, torch.float32)
+    y = x @ x + 1e-3 * random(2, 100, 100)  # commutes with x up to a small, asymmetric error
+    out = poisoned(2, 100, 100, dtype=torch.float32)
+    triton_products.symmetric_product(x, y, None, None, out, TileConfig(32, 32, 32, 4, 2))
+    assert torch.equal(out, out.mT)
+    assert error(out, x.double() @ y.double().mT) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "rows", "inner", "cols"),
+    [(1, 1, 1, 1), (3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7)],
+)
+def test_multiply_add(batch, rows, inner, cols, dtype):
+    for tiles in TILES:
+        a, b = random(batch, rows, inner, dtype=dtype), random(batch, inner, cols, dtype=dtype)
+        c, scale = random(batch, rows, cols), torch.rand(batch, device=DEVICE) + 0.5
+        out = poisoned(batch, rows, cols, dtype=dtype)
+        triton_products.multiply_add(a, b, c, out, tiles, alpha=0.5, beta=2.0, c_scale=scale)
+        expected = 0.5 * a.double() @ b.double() + 2 * scale.double()[:, None, None] * c.double()
+        assert error(out, expected) < TOLERANCE[dtype]
+        plain = triton_products.multiply_add(a, b, None, poisoned(batch, rows, cols, dtype=torch.float32), tiles)
+        assert error(plain, a.double() @ b.double()) < (1e-5 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, 9])
+def test_a_triangle_is_covered_once(rows_of_tiles):
+    """Every tile of the lower triangle, whatever the grouping: seen by what a product leaves unwritten."""
+    x = random(1, 16 * rows_of_tiles - 3, 16)
+    for group in (1, 3, 8):
+        out = poisoned(1, x.shape[1], x.shape[1], dtype=torch.float32)
+        triton_products.symmetric_product(x, x, None, None, out, TileConfig(16, 16, 16, 4, 2, group=group))
+        assert error(out, x.double() @ x.double().mT) < 1e-5
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch):
+    """Kernels are used for whatever they can compute, on the CPU too."""
+    for module in (fused, newton_schulz):
+        monkeypatch.setattr(module, "unusable", lambda device: None)
+    if DEVICE == "cpu":
+        choice = select_module.Choice("triton", TileConfig(32, 32, 32, 4, 2), "test")
+        library = select_module.Choice("torch", None, "test")
+        monkeypatch.setattr(
+            products, "select", lambda product, _: library if product.dtype == torch.float64 else choice
+        )
+    launched = []
+    for module in (triton_products, triton_norms, triton_elementwise):
+        monkeypatch.setattr(
+            module, "launch", lambda k, *a, **o: launched.append(k.fn.__name__) or launch.launch(k, *a, **o)
+        )
+    return launched
+
+
+def test_strided_operands(kernels_everywhere):
+    x = random(2, 40, 60)[:, ::2, 1::2]
+    c = random(2, 30, 20).mT
+    gram = products.symmetric_product(x, x)
+    assert error(gram, x.double() @ x.double().mT) < 1e-5
+    result = products.multiply_add(gram, x, c, alpha=2.0, beta=-1.0)
+    assert error(result, 2 * gram.double() @ x.double() - c.double()) < 1e-5
+    strided_out = torch.full((2, 20, 60), torch.nan, device=DEVICE)[:, :, ::2]
+    products.multiply_add(gram, x, out=strided_out)
+    assert error(strided_out, gram.double() @ x.double()) < 1e-5
+    assert len(kernels_everywhere) == 3
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (3, 50, 129), (2, 129, 50), (70, 70)])
+def test_orthogonalization_by_kernels(kernels_everywhere, shape):
+    matrices = random(*shape)
+    expected = orthogonalize(matrices.double().cpu(), form="standard").to(DEVICE)
+    assert error(orthogonalize(matrices), expected) < (5e-3 if DEVICE == "cuda" else 1e-5)
+    assert {"_symmetric_kernel", "_multiply_add_kernel", "_partials_kernel", "_scaled_cast_kernel"} <= set(
+        kernels_everywhere
+    )
+
+
+def test_kernels_leave_autograd_alone(kernels_everywhere):
+    matrix = random(6, 9).requires_grad_()
+    orthogonalize(matrix).square().sum().backward()
+    assert matrix.grad is not None
+    assert not kernels_everywhere
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 130, 129), (4, 16, 16)])
+def test_norms(shape, factor):
+    batch = random(*shape) * factor
+    batch[0] = 0
+    inverse = triton_norms.inverse_norms(batch)
+    norms = torch.linalg.matrix_norm(batch.double())
+    expected = torch.where(norms == 0, 1.0, 1 / norms)
+    torch.testing.assert_close(inverse.double(), expected, rtol=1e-5, atol=0)
+    cast = triton_norms.scaled_cast(batch, inverse, 0.5, torch.float16)
+    assert error(cast, 0.5 * expected[:, None, None] * batch.double()) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+def test_a_norm_of_nan_is_nan():
+    batch = random(2, 20, 30)
+    batch[0, 3, 4], batch[1, 2, 2] = torch.nan, torch.inf
+    assert triton_norms.inverse_norms(batch)[0].isnan()
+    assert not (triton_norms.inverse_norms(batch)[1] * batch[1]).isfinite().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 7, 16, 8192, 9000])), min_size=1, max_size=6))
+def test_chunks_cover_every_element_once_and_never_mix_matrices(tensors):
+    numels, matrix_numels = [count * size for count, size in tensors], [size for _, size in tensors]
+    firsts, total = [], 0
+    for numel, size in zip(numels, matrix_numels, strict=True):
+        firsts.append(total)
+        total += triton_elementwise.num_chunks(numel, size)
+    chunks, aligned = triton_elementwise.make_chunks(numels, matrix_numels, firsts, torch.device("cpu"))
+    covered = [torch.zeros(numel, dtype=torch.int64) for numel in numels]
+    for tensor, start, length, _ in chunks.tolist():
+        covered[tensor][start : start + length] += 1
+        assert start // matrix_numels[tensor] == (start + length - 1) // matrix_numels[tensor]
+    assert all((each == 1).all() for each in covered)
+    assert chunks[:, 3].tolist() == list(range(total))
+    assert aligned == all(row[1] % 16 == 0 and row[2] % 16 == 0 for row in chunks.tolist())
+
+
+# ---------------------------------------------------------------------------------------------------- whole steps
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, 8, 16) * 0.1)
+        self.qkv = nn.Parameter(torch.randn(24, 8) * 0.1)
+        self.odd = nn.Parameter(torch.randn(5, 7) * 0.1)
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.1)
+        self.other = nn.Parameter(torch.randn(8, 8) * 0.1)
+        self.bias = nn.Parameter(torch.randn(33) * 0.1)
+
+
+def train(nesterov, dtype, accumulated=False, steps=3):
+    torch.manual_seed(0)
+    model = Net().to(DEVICE, dtype)
+    groups = [
+        {"params": [model.qkv], "split_sizes": (8, 8, 8), "lr": 0.1},
+        {"params": [model.weight, model.other, model.stack, model.odd, model.bias], "weight_decay": 0.1},
+    ]
+    optimizer = MuonOptimizer(
+        groups, lr=torch.tensor(0.05, device=DEVICE), nesterov=nesterov, adamw_lr=0.01, adamw_weight_decay=0.2
+    )
+    generator = torch.Generator().manual_seed(1)
+    optimizer._accumulation_steps = 2 if accumulated else 1
+    for step in range(steps):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(DEVICE, dtype)
+            if step == 1 and name in ("other", "bias"):
+                p.grad = None
+            elif name == "weight":
+                p.grad = p.grad.t().contiguous().t()  # not contiguous
+        optimizer.step()
+    states = [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
+    return [p.detach().clone() for p in model.parameters()], states
+
+
+@pytest.mark.parametrize(
+    ("nesterov", "dtype", "accumulated"), [(False, torch.float32, False), (True, torch.bfloat16, True)]
+)
+def test_a_step_by_kernels_is_the_step_without(request, monkeypatch, nesterov, dtype, accumulated):
+    monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
+    expected, expected_states = train(nesterov, dtype, accumulated)
+    monkeypatch.delenv("MUON_FSDP_KERNELS")
+    launched = request.getfixturevalue("kernels_everywhere")
+    parameters, states = train(nesterov, dtype, accumulated)
+    assert {"_muon_prepare_kernel", "_apply_kernel", "_adamw_count_kernel", "_adamw_kernel"} <= set(launched)
+    # A bfloat16 weight may be rounded the other way, and on a GPU half-precision products differ.
+    tolerance = 1e-5 if dtype == torch.float32 and DEVICE == "cpu" else 3e-2
+    for result, reference in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance * 0.1)
+    for result, reference in zip(states, expected_states, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_that_prepare_computes_are_those_of_the_matrices(kernels_everywhere):
+    p = nn.Parameter(random(3, 40, 300))  # every matrix in two chunks
+    p.grad = random(3, 40, 300) * torch.tensor([1e-3, 1.0, 1e3], device=DEVICE)[:, None, None]
+    optimizer = MuonOptimizer([p], lr=1.0)
+    before = p.detach().clone()
+    optimizer.step()
+    expected = orthogonalize(p.grad.double().cpu(), form="standard").to(DEVICE)
+    assert error(before - p.detach(), expected) < 2e-2
+    assert "_partials_kernel" not in kernels_everywhere  # not computed a second time
+
+
+# --------------------------------------------------------------------------------------------------------- select
+
+
+def test_select_says_why():
+    cpu, product = torch.device("cpu"), Product("symmetric", 4, 768, 768, 768, torch.float16)
+    choice = select_function(product, cpu)
+    assert (choice.path, choice.config) == ("torch", None)
+    assert "cpu" in choice.reason
+
+
+def test_select_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
+    assert (
+        "MUON_FSDP_KERNELS=torch"
+        in select_function(Product("symmetric", 1, 8, 8, 8, torch.float16), torch.device("cuda")).reason
+    )
+
+
+def hopper(monkeypatch):
+    monkeypatch.setattr(select_module, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(select_module, "num_processors", lambda device: 132)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["symmetric", "multiply_add"]),
+    st.integers(1, 200),
+    st.integers(1, 20000),
+    st.integers(1, 20000),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    st.booleans(),
+)
+def test_the_table_has_tiles_for_every_shape(operation, batch, rows, cols, dtype, bulk):
+    tiles = select_module._hopper_tiles(Product(operation, batch, rows, cols, cols, dtype, bulk), 132)
+    stages_bytes = tiles.num_stages * tiles.inner * (tiles.rows + tiles.cols) * dtype.itemsize
+    assert stages_bytes <= 200 * 1024
+    assert operation == "multiply_add" or tiles.rows == tiles.cols
+
+
+def test_the_table_is_used_on_hopper(monkeypatch):
+    hopper(monkeypatch)
+    choice = select_module.select(Product("symmetric", 12, 768, 768, 768, torch.float16), torch.device("cuda"))
+    assert choice.path == "triton"
+    assert "H200" in choice.reason
+    assert select_module.select(Product("symmetric", 1, 8, 8, 8, torch.float64), torch.device("cuda")).path == "torch"
+
+
+def test_other_devices_are_timed_once_and_remembered_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(select_module, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(select_module, "_device_name", lambda device: "Some GPU")
+    monkeypatch.setenv("MUON_FSDP_CACHE", str(tmp_path / "cache"))
+    select_module._tuned.cache_clear()
+    device, product = torch.device("cuda"), Product("multiply_add", 4, 512, 512, 512, torch.float16)
+    assert select_module.select(product, device).path is None
+    times = {None: 3.0, TileConfig(64, 64, 64, 4, 3): 1.0}
+    tried = []
+
+    def run(tiles):
+        tried.append(tiles)
+        if tiles is not None and tiles.cols == 256:
+            raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(select_module, "_milliseconds", lambda run: run() or times.get(tried[-1], 2.0))
+    choice = select_module.tune(product, device, run)
+    assert (choice.path, choice.config) == ("triton", TileConfig(64, 64, 64, 4, 3))
+    assert None in tried
+    select_module._tuned.cache_clear()  # as a new process
+    assert select_module.select(product, device) == choice
+    assert select_module.select(product._replace(num_matrices=3), device) == choice  # the same class
+    assert select_module.select(product._replace(rows=2048), device).path is None
+    select_module.cache_file("Some GPU").write_text("{ not json")
+    select_module._tuned.cache_clear()
+    assert select_module.select(product, device).path is None
+    select_module._tuned.cache_clear()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about machines without a GPU")
+def test_a_graph_is_refused_by_name_without_a_gpu():
+    model = nn.Linear(4, 4)
+    optimizer = MuonOptimizer(model, cuda_graph=True)
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"cuda_graph=True can't capture the step: parameter 'weight'.*'cpu'"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="cuda_graph"):
+        MuonOptimizer(model, cuda_graph=1)
+
+
+def test_floor_of_the_benchmark():
+    from benchmarks.orthogonalization import least_flops
+
+    assert least_flops(100, 100) == pytest.approx(2e6 * 10)
+    assert least_flops(400, 100) == pytest.approx(2e6 * 19)
+    assert math.isclose(least_flops(100, 400), least_flops(400, 100))
