@@ -88,6 +88,9 @@ class FusedStep:
                 return False
         return all(map(is_, self._all_states(states), self.states))
 
+    def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        self.states = tuple(self._all_states(states))
+
     @staticmethod
     def _all_states(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
         return (value for state in states for value in state.values())
@@ -189,7 +192,8 @@ def make_fused_step(
     states: Sequence[Mapping[str, Tensor]],
     signature: Signature,
 ) -> FusedStep:
-    step = FusedStep(signature, states=tuple(FusedStep._all_states(states)))
+    step = FusedStep(signature)
+    step.accept(states)
     if not any(signature):
         step.stages = [FusedStage() for _ in plan.stages]
         return step

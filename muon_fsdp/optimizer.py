@@ -323,7 +323,11 @@ class MuonOptimizer(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in planned.parameters]
         if planned.fused is None or not planned.fused.fits(planned.parameters, states, gradients):
             signature = signature_of(planned.parameters, states, gradients, self.param_groups, planned.fused)
-            planned.fused = make_fused_step(planned.plan, planned.parameters, states, signature)
+            if planned.fused is not None and planned.fused.signature == signature:
+                planned.fused.accept(states)  # other tensors of the same kind: the tables will say where
+            else:
+                planned.fused = make_fused_step(planned.plan, planned.parameters, states, signature)
+                planned.graph = planned.graph_key = None
         fused = planned.fused
         if fused.ints is not None and fused.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("step() can't be part of a graph that you capture: say cuda_graph=True instead")
@@ -342,7 +346,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             run(Recorder())
             return
         # What was captured holds for these tables and launches; anything else is done once and then captured anew.
-        key = (fused.signature, fused.variant, tuple(group["nesterov"] for group in self.param_groups))
+        key = (fused.variant, tuple(group["nesterov"] for group in self.param_groups))
         if planned.graph is not None and planned.graph_key == key:
             planned.graph.replay()
         elif planned.graph_key == key:

@@ -15,6 +15,8 @@ from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.distributed import StageExchange
 from muon_fsdp.rules import RULES
 
+_alive: list[object] = []
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -74,6 +76,7 @@ def curve(strategy: str, cuda_graph: bool = False) -> list[float]:
     planned = optimizer._current_plan()
     assert len(planned.plan.stages) > 3
     assert (planned.graph is not None) == cuda_graph
+    _alive.append(optimizer)  # the process group is destroyed while the graph is still there
     return losses
 
 
