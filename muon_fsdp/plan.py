@@ -28,6 +28,8 @@ BYTES_PER_SECOND = 1e11
 FIXED_SECONDS = 1e-4
 # Computing everything everywhere must promise this much of the owner's time before it is preferred.
 REPLICATE_BELOW = 0.7
+# The scratch of an orthogonalization stays within so many times the bound of a stage.
+SCRATCH_STAGES = 4
 # Buffers hold many tensors one after another; each begins at a multiple of this many elements.
 SLOT_ALIGNMENT = 16
 
@@ -422,8 +424,19 @@ def _make_batches(
     return tuple(
         Batch(key, rows, cols, piece)
         for (rows, cols, key), whole in members.items()
-        for piece in _chunk(whole, max(1, max_stage_bytes // (rows * cols * bytes_per_element)))
+        for piece in _chunk(whole, _matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
     )
+
+
+def _matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
+    """How many matrices one orthogonalization may take: within a stage, and its scratch within a few stages.
+
+    Beside a matrix there are two of its size and five of its Gram matrix's while it is orthogonalized.
+    """
+    small = min(rows, cols)
+    matrix, scratch = rows * cols, 2 * rows * cols + 5 * small * small
+    by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch * bytes_per_element)
+    return max(1, min(max_stage_bytes // (matrix * bytes_per_element), by_scratch))
 
 
 def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, ...]]:

@@ -68,6 +68,8 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
         assert stage.num_bytes <= max(max_stage_bytes, largest)  # no stage can be smaller than one parameter
         for batch in stage.batches:
             assert batch.count * batch.rows * batch.cols * 4 <= max_stage_bytes or batch.count == 1
+            scratch = 2 * batch.rows * batch.cols + 5 * min(batch.rows, batch.cols) ** 2
+            assert batch.count * scratch * 4 <= 4 * max_stage_bytes or batch.count == 1
             for member in batch.members:
                 unit = stage.units[member.unit]
                 assert unit.view.block_shapes[member.block][1:] == (batch.rows, batch.cols)
@@ -86,7 +88,7 @@ def test_equal_matrices_of_different_groups_share_a_batch():
 
 
 def test_a_large_stack_is_cut_into_batches():
-    (stage,) = plan_of([spec(0, 0, "muon", (10, 4, 8))], 3 * 4 * 8 * 4).stages
+    (stage,) = plan_of([spec(0, 0, "muon", (10, 4, 8))], 3 * (2 * 4 * 8 + 5 * 4 * 4)).stages
     assert [batch.count for batch in stage.batches] == [3, 3, 3, 1]
 
 

@@ -88,6 +88,7 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
     beta,
     gamma,
     SAME: tl.constexpr,
+    SYMMETRIZE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HAS_C: tl.constexpr,
     HAS_E: tl.constexpr,
@@ -120,9 +121,8 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
         if HAS_E:
             acc += gamma * _load(e, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
         result = acc.to(d.dtype if BULK_OUT else d.dtype.element_ty)
-        if not SAME:  # noqa: SIM102 - only this is known when the kernel is compiled
+        if SYMMETRIZE:  # noqa: SIM102 - only this is known when the kernel is compiled
             if row == col:
-                # Products of different matrices come out asymmetric by rounding.
                 below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
                 result = tl.where(below, result, result.T)
         _store(d, result, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT)
@@ -219,6 +219,8 @@ def symmetric_product(
         ),
         {
             "SAME": a is b,
+            # Rounding makes products of different matrices asymmetric, and of any in three parts.
+            "SYMMETRIZE": a is not b or _precision(a) == "tf32x3",
             "TRANSPOSED": transposed,
             "HAS_C": c is not None,
             "HAS_E": e is not None,
