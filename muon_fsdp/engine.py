@@ -144,7 +144,7 @@ class _StageRun:
 
     def _staging(self) -> Tensor:
         single = (self.work[i].parameter for i in self.present if i in self.work)
-        like = self.fused.parameter if self.fused.parameter is not None else next(single)
+        like = self.fused.example if self.fused.example is not None else next(single)
         dtype = self._engine.staging_dtype(like.device.type, working_dtype(like.dtype))
         return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
 

@@ -1,6 +1,6 @@
 """Which parameters of a plan are updated by fused launches, and the tables through which kernels find them.
 
-The tables are written anew at every step with one copy: gradients, states and weights may move between two steps, and
+The tables are written anew at every step: gradients, states and weights may move between two steps, and
 lr may change, without anything being planned or captured again.
 """
 
@@ -34,7 +34,7 @@ class FusedStage:
 
     lists: tuple[tuple[int, TensorList], ...] = ()
     positions: frozenset[int] = frozenset()
-    parameter: Tensor | None = None  # one of the local tensors
+    example: Tensor | None = None  # an empty tensor of the precision and device of its parameters
     # Where the partial norms of every matrix begin; None where the stage does not know whole matrices.
     first_partials: Tensor | None = None
     num_partials: int = 0
@@ -77,11 +77,12 @@ class FusedStep:
         return self.ints.device
 
     def fits(
-        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], gradients: Mapping[int, Tensor]
+        self, shards: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], gradients: Mapping[int, Tensor]
     ) -> bool:
         """Whether the lists are still right: a quick look at what can change from one step to the next."""
-        if not all(local(parameters[i]).is_contiguous() for i, known in enumerate(self.signature) if known is not None):
-            return False
+        for shard, known in zip(shards, self.signature, strict=True):
+            if known is not None and not shard.is_contiguous():
+                return False
         for position, grad in gradients.items():
             known = self.signature[position]
             if known is not None and grad.dtype is not known[1]:
@@ -97,7 +98,7 @@ class FusedStep:
 
     def fill_tables(
         self,
-        parameters: Sequence[Tensor],
+        shards: Sequence[Tensor],
         states: Sequence[Mapping[str, Tensor]],
         gradients: Mapping[int, Tensor],
         groups: Sequence[Mapping[str, Any]],
@@ -113,7 +114,7 @@ class FusedStep:
             group, rule = groups[member.group], RULES[groups[member.group]["rule"]]
             grads = [gradients.get(position) for position in member.positions]
             addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-            addresses += [local(parameters[position]).data_ptr() for position in member.positions]
+            addresses += [shards[position].data_ptr() for position in member.positions]
             for spec in rule.state:
                 addresses += [local(states[position][spec.name]).data_ptr() for position in member.positions]
             member.tensors.aligned = member.tensors.aligned_chunks and reduce(or_, addresses) % 16 == 0
@@ -142,18 +143,22 @@ class FusedStep:
 
 
 def signature_of(
-    parameters: Sequence[Tensor],
+    shards: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     gradients: Mapping[int, Tensor],
     groups: Sequence[Mapping[str, Any]],
     before: FusedStep | None,
 ) -> Signature:
-    """For every parameter the precisions of itself and its gradient; None where it can't be fused."""
+    """The precisions of every parameter, given as its local part, and of its gradient; None where it can't be fused.
+
+    One launch works on one device: where a model lies on several, what is not on the first is updated one by one.
+    """
     rules = [RULES[group["rule"]] for group in groups for _ in group["params"]]
+    device = next((shard.device for shard in shards if unusable(shard.device) is None), None)
     result: list[tuple[torch.dtype, torch.dtype] | None] = []
-    for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
-        shard, grad = local(parameter), gradients.get(position)
-        if not rule.fused or not_fusable(shard, states[position]):
+    for position, (shard, rule) in enumerate(zip(shards, rules, strict=True)):
+        grad = gradients.get(position)
+        if not rule.fused or shard.device != device or not_fusable(shard, states[position]):
             result.append(None)
         elif grad is None:  # as it was: whether there is a gradient changes no launch
             known = before.signature[position] if before is not None else None
@@ -188,7 +193,7 @@ def _on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
 
 def make_fused_step(
     plan: Plan,
-    parameters: Sequence[Tensor],
+    shards: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     signature: Signature,
 ) -> FusedStep:
@@ -205,8 +210,8 @@ def make_fused_step(
                 if signature[position] is not None:
                     by_kind[(group, signature[position])].append(position)
         lists.append([(group, positions) for (group, _), positions in by_kind.items()])
-    device = next(local(parameters[i]).device for i, known in enumerate(signature) if known is not None)
-    _lay_out(step, plan, lists, parameters, device)
+    device = next(shards[i].device for i, known in enumerate(signature) if known is not None)
+    _lay_out(step, plan, lists, shards, device)
     return step
 
 
@@ -214,7 +219,7 @@ def _lay_out(
     step: FusedStep,
     plan: Plan,
     lists: Sequence[Sequence[tuple[int, list[int]]]],
-    parameters: Sequence[Tensor],
+    shards: Sequence[Tensor],
     device: torch.device,
 ) -> None:
     from muon_fsdp.kernels.triton_elementwise import FIRST_STATE, MAX_SCALARS, TensorList, make_chunks
@@ -234,10 +239,10 @@ def _lay_out(
         partials = _Partials.of(stage, set(fused))
         members = []
         for group, positions in of_stage:
-            shards = [local(parameters[position]) for position in positions]
+            numels = [shards[position].numel() for position in positions]
             chunks, aligned = make_chunks(
-                [shard.numel() for shard in shards],
-                [partials.matrix_numel.get(i, shard.numel()) for i, shard in zip(positions, shards, strict=True)],
+                numels,
+                [partials.matrix_numel.get(i, numel) for i, numel in zip(positions, numels, strict=True)],
                 [partials.first.get(position, 0) for position in positions],
                 device,
             )
@@ -267,7 +272,7 @@ def _lay_out(
             FusedStage(
                 tuple(members),
                 frozenset(fused),
-                local(parameters[fused[0]]) if fused else None,
+                shards[fused[0]].new_empty(0) if fused else None,
                 first_partials,
                 partials.count,
             )

@@ -321,12 +321,13 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _run(self, planned: PlannedStep, gradients: dict[int, Tensor], wanted: Mapping[int, Tensor]) -> None:
         """Run the stages of the plan, in fused launches where parameters allow it, and as a graph if asked for."""
         states = [self.state[parameter] for parameter in planned.parameters]
-        if planned.fused is None or not planned.fused.fits(planned.parameters, states, gradients):
-            signature = signature_of(planned.parameters, states, gradients, self.param_groups, planned.fused)
+        shards = [local(parameter) for parameter in planned.parameters]
+        if planned.fused is None or not planned.fused.fits(shards, states, gradients):
+            signature = signature_of(shards, states, gradients, self.param_groups, planned.fused)
             if planned.fused is not None and planned.fused.signature == signature:
                 planned.fused.accept(states)  # other tensors of the same kind: the tables will say where
             else:
-                planned.fused = make_fused_step(planned.plan, planned.parameters, states, signature)
+                planned.fused = make_fused_step(planned.plan, shards, states, signature)
                 planned.graph = planned.graph_key = None
         fused = planned.fused
         if fused.ints is not None and fused.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -334,7 +335,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         for position, grad in gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
                 gradients[position] = grad.contiguous()
-        fused.fill_tables(planned.parameters, states, gradients, self.param_groups, wanted, self._accumulation_steps)
+        fused.fill_tables(shards, states, gradients, self.param_groups, wanted, self._accumulation_steps)
         work = self._work(planned, gradients, wanted, fused)
 
         def run(recorder: Recorder) -> None:

@@ -44,7 +44,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     layout: Layout
     bytes_per_element: int  # of what a stage holds of it
-    placement: Any  # (device type, working dtype): parameters that differ in it are never in one stage
+    placement: Any  # (device, working dtype): parameters that differ in it are never in one stage
     view: MatrixView | None = None  # None for an element-wise rule
     batch_keys: tuple[Hashable, ...] = ()  # per block of the view, what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices

@@ -114,7 +114,7 @@ def parameter_specs(
                     shape=shape,
                     layout=layout,
                     bytes_per_element=(dtype if view is None else staging).itemsize,
-                    placement=(parameter.device.type, dtype),
+                    placement=(parameter.device, dtype),
                     view=view,
                     batch_keys=tuple(key for key, _ in work),
                     block_flops=tuple(flops for _, flops in work),
