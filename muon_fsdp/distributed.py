@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.layout import Layout, Tile, local_layout
@@ -64,10 +64,15 @@ def layouts_of(parameters: Sequence[Tensor], replicate_group: dist.ProcessGroup 
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
     """This rank's part of a gradient, in the layout of its parameter."""
     if not isinstance(parameter, DTensor):
-        return local(grad)
+        return _plain(local(grad))
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)  # partial sums under tensor parallelism, say
-    return local(grad)
+    return _plain(local(grad))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same numbers with an address: a collective under way, say, is a wrapper that has none until it is used."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:

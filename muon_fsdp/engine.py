@@ -194,7 +194,7 @@ def _directions(
     present: set[int],
     units: Tensor,  # flat
     results: Tensor,  # flat
-    inverse_norms: Tensor | None,  # of all matrices in the order of their slots
+    inverse_norms: Tensor | None,  # of all matrices, in the order of the batches
 ) -> None:
     """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out."""
     first_matrix = 0

@@ -14,7 +14,7 @@ from operator import is_, or_
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muon_fsdp.distributed import local
 from muon_fsdp.kernels import unusable
@@ -87,7 +87,8 @@ class FusedStep:
             known = self.signature[position]
             if known is not None and grad.dtype is not known[1]:
                 return False
-        return all(map(is_, self._all_states(states), self.states))
+        now = tuple(self._all_states(states))
+        return len(now) == len(self.states) and all(map(is_, now, self.states))
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         self.states = tuple(self._all_states(states))
@@ -124,15 +125,15 @@ class FusedStep:
             numbers = [0.0 if _on_device(lr) else float(lr), group["weight_decay"], 1 / divisor]
             numbers += rule.fused_scalars(group)
             scalars += numbers + [0.0] * (len(member.tensors.scalars) - len(numbers))
-        self.ints.copy_(_pinned(ints, torch.int64, self.device), non_blocking=True)
-        self.scalars.copy_(_pinned(scalars, torch.float32, self.device), non_blocking=True)
+        self.ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)
+        self.scalars.copy_(pinned(scalars, torch.float32, self.device), non_blocking=True)
         for member in self.members:
             lr = groups[member.group]["lr"]
             if _on_device(lr):
                 member.tensors.scalars[:1].copy_(lr.reshape(1))
             shared = [index for index, position in enumerate(member.positions) if position in wanted]
             if shared:  # what some rank has a gradient for counts on all of them
-                where = _pinned(shared, torch.int64, self.device).to(self.device, non_blocking=True)
+                where = pinned(shared, torch.int64, self.device).to(self.device, non_blocking=True)
                 flags = [wanted[member.positions[index]] for index in shared]
                 member.tensors.active[where] = torch.stack(flags).to(torch.int64)
 
@@ -174,14 +175,18 @@ def not_fusable(shard: Tensor, state: Mapping[str, Tensor]) -> str | None:
     if reason is None and shard.dtype not in FUSED_DTYPES:
         reason = f"there are no kernels for {shard.dtype}"
     tensors = [local(value) for value in state.values()]
+    if reason is None and not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (shard, *tensors)):
+        reason = "it or its state is no plain tensor"
     if reason is None and not all(tensor.is_contiguous() for tensor in (shard, *tensors)):
         reason = "it or its state is not contiguous"
     if reason is None and not all(tensor.dtype == torch.float32 for tensor in tensors):
         reason = "its state is not float32"
+    if reason is None and not all(tensor.device == shard.device for tensor in tensors):
+        reason = "its state is on another device"
     return reason
 
 
-def _pinned(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def pinned(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On the host, in memory that a GPU copies from without a wait."""
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.coefficients import NORM_MARGINS, Triple, check_steps, coefficients
-from muon_fsdp.kernels import multiply_add, symmetric_product, unusable
+from muon_fsdp.kernels import multiply_add, on_device, symmetric_product, unusable
 
 Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "exact"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
@@ -55,7 +55,7 @@ def orthogonalize(
     if matrices.numel() == 0:
         return result
     batch, target = matrices.reshape(-1, *matrices.shape[-2:]), result.view(-1, *matrices.shape[-2:])
-    with _without_autocast(matrices.device.type):
+    with _without_autocast(matrices.device.type), on_device(matrices.device):
         if method == "exact":
             target.copy_(_polar_by_svd(batch).mul_(factor))
         else:
@@ -82,35 +82,33 @@ def _polar_by_iteration(
 ) -> None:
     rows, cols = batch.shape[-2:]
     batch = batch.contiguous()
-    x, scale = normalize(batch, margin, _iteration_dtype(batch), inverse_norms)
+    x, original, scale = normalize(batch, margin, _iteration_dtype(batch), inverse_norms)
     refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(triples), form, x.dtype)
-    _iterate(x, batch, scale, triples, refresh_steps, factor, out)
+    _iterate(x, original, scale, triples, refresh_steps, factor, out)
 
 
 def normalize(
-    batch: Tensor, margin: float, dtype: torch.dtype, inverse_norms: Tensor | None = None
-) -> tuple[Tensor, Tensor]:  # (B, m, n), (B,)
-    """Every matrix at a Frobenius norm of 1/margin in another precision, and by what it was multiplied; zero stays 0.
+    batch: Tensor,  # (B, m, n)
+    margin: float,
+    dtype: torch.dtype,
+    inverse_norms: Tensor | None = None,  # (B,), where they are known
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Every matrix at a Frobenius norm of 1/margin in `dtype`; what that was rounded from; and by what to multiply it.
 
-    Norms are taken relative to the largest entry, because the square of 1e-20 or 1e+20 is not a float32. A margin
-    keeps the largest singular value inside the interval of the coefficients when a norm or a product is rounded up.
+    Zero stays zero. Norms are taken relative to the largest entry, because the square of 1e-20 or 1e+20 is not a
+    float32. A margin keeps the largest singular value inside the interval of the coefficients when a norm or a
+    product is rounded up.
     """
     differentiable = torch.is_grad_enabled() and batch.requires_grad
     if dtype != torch.float64 and not differentiable and unusable(batch.device) is None:
         from muon_fsdp.kernels import triton_norms
 
         scales = triton_norms.inverse_norms(batch) if inverse_norms is None else inverse_norms
-        return triton_norms.scaled_cast(batch, scales, 1 / margin, dtype), scales / margin
+        return triton_norms.scaled_cast(batch, scales, 1 / margin, dtype), batch, scales / margin
     batch = batch.to(torch.promote_types(batch.dtype, torch.float32))
-    if inverse_norms is None:
-        largest = _one_where_zero(torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1)))
-        batch = batch / largest[:, None, None]
-        norm = _one_where_zero(torch.linalg.matrix_norm(batch))
-        inverse_norms = 1 / largest / norm
-        batch = batch / (margin * norm[:, None, None])
-    else:
-        batch = batch * (inverse_norms / margin)[:, None, None]
-    return batch.to(dtype), inverse_norms / margin
+    batch = batch / _one_where_zero(torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True))
+    batch = batch / (margin * _one_where_zero(torch.linalg.matrix_norm(batch, keepdim=True)))
+    return batch.to(dtype), batch, None
 
 
 def _one_where_zero(x: Tensor) -> Tensor:
@@ -159,8 +157,8 @@ def orthogonalization_flops(rows: int, cols: int, steps: int) -> float:
 
 def _iterate(
     x: Tensor,  # (B, m, n), or (B, n, m): the Gram matrix is the small one
-    original: Tensor,  # what x was rounded from, before it was multiplied by
-    scale: Tensor,  # (B,)
+    original: Tensor,  # what x was rounded from,
+    scale: Tensor | None,  # (B,), before it was multiplied by this
     triples: tuple[Triple, ...],
     refresh_steps: frozenset[int],
     result_factor: float,
@@ -174,8 +172,7 @@ def _iterate(
     """
     tall = x.shape[-2] > x.shape[-1]
     gram = symmetric_product(x, x, transposed=tall)  # R, (B, m, m)
-    exact = original
-    exact_scale: Tensor | None = scale
+    exact, exact_scale = original, scale
     f: Tensor | None = None
     q = 1.0
     for step, (a, b, c) in enumerate(triples, start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -26,6 +27,7 @@ from muon_fsdp.groups import (
     names_and_parameters,
     options_of,
 )
+from muon_fsdp.kernels import on_device
 from muon_fsdp.options import (
     FOREIGN_KEYS,
     EngineOptions,
@@ -315,7 +317,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         if decision is None:
             decision = self._agree(planned, gradients, inert=False)
         if self._admits(decision):
-            self._run(planned, gradients, decision.wanted)
+            with on_device(local(planned.parameters[0]).device) if planned.parameters else nullcontext():
+                self._run(planned, gradients, decision.wanted)
         return loss
 
     def _run(self, planned: PlannedStep, gradients: dict[int, Tensor], wanted: Mapping[int, Tensor]) -> None:

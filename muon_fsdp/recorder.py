@@ -38,11 +38,12 @@ class GraphRecorder(Recorder):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._tape: list[Callable[[], object]] = []
         self._buffers: dict[str, Tensor] = {}
 
     def record(self, work: Callable[[], None]) -> None:
-        """Do the work and record it. Nothing is left behind if it fails."""
+        """Do the work and record it. If it fails, nothing is recorded, and what was done before stays done."""
         gc.collect()  # memory that is freed during a capture would not be given back
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -87,6 +88,7 @@ class GraphRecorder(Recorder):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             graph.capture_end()
+        self._graphs.append(graph)  # an empty one too: the pool of memory lives as long as a graph that uses it
         is_empty = any("graph is empty" in str(warning.message).lower() for warning in caught)
         if not is_empty:  # between two calls from the host, say
             graph.replay()

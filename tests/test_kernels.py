@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, fused, newton_schulz
+from muon_fsdp.distributed import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
 from muon_fsdp.newton_schulz import orthogonalize
@@ -145,6 +148,46 @@ def test_orthogonalization_by_kernels(kernels_everywhere, shape):
     )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("size", [1e-38, 4e-39, 1e-42])
+def test_tiny_matrices_stay_finite(kernels_everywhere, size):
+    matrices = random(2, 9, 16) * size
+    matrices[0, 0, 0] = 0
+    assert orthogonalize(matrices).isfinite().all()
+
+
+def test_a_factor_that_half_precision_can_not_hold():
+    a, b, c = random(1, 4, 4, dtype=torch.float16), random(1, 4, 6, dtype=torch.float16), random(1, 4, 6)
+    for alpha in (1e-7, 1e6):
+        out = torch.empty(1, 4, 6, device=DEVICE)
+        products.multiply_add(a, b, c, alpha=alpha, beta=2 * alpha, out=out)
+        assert error(out, alpha * (a.double() @ b.double() + 2 * c.double())) < 5e-3
+
+
+class Wrapper(torch.Tensor):
+    """As a collective under way: numbers, but no address."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = [arg.inner if isinstance(arg, Wrapper) else arg for arg in args]
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_gradient_without_an_address():
+    p, grad = nn.Parameter(torch.zeros(3, 4)), torch.randn(3, 4)
+    plain = local_gradient(p, Wrapper(grad))
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, grad)
+    assert local_gradient(p, grad) is grad
+
+
 def test_kernels_leave_autograd_alone(kernels_everywhere):
     matrix = random(6, 9).requires_grad_()
     orthogonalize(matrix).square().sum().backward()
@@ -191,6 +234,15 @@ def test_chunks_cover_every_element_once_and_never_mix_matrices(tensors):
     assert aligned == all(row[1] % 16 == 0 and row[2] % 16 == 0 for row in chunks.tolist())
 
 
+def test_kernels_compile_for_gpus_that_are_not_here():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) > 20
+
+
 # ---------------------------------------------------------------------------------------------------- whole steps
 
 
@@ -213,7 +265,12 @@ def train(nesterov, dtype, accumulated=False, steps=3):
         {"params": [model.weight, model.other, model.stack, model.odd, model.bias], "weight_decay": 0.1},
     ]
     optimizer = MuonOptimizer(
-        groups, lr=torch.tensor(0.05, device=DEVICE), nesterov=nesterov, adamw_lr=0.01, adamw_weight_decay=0.2
+        groups,
+        lr=torch.tensor(0.05, device=DEVICE),
+        nesterov=nesterov,
+        adamw_lr=0.01,
+        adamw_weight_decay=0.2,
+        adamw_betas=(0.9, 0.99999),  # 1 - beta must not be rounded
     )
     generator = torch.Generator().manual_seed(1)
     optimizer._accumulation_steps = 2 if accumulated else 1

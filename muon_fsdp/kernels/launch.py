@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _compiled: dict[Hashable, Any] = {}
 
 
-class Tile:
+class TiledTensor:
     """A tensor that is read and written in tiles: a TensorDescriptor, checked only when a kernel is compiled."""
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
@@ -57,7 +57,7 @@ def launch(
     if compiled is not None:
         compiled[(programs, 1, 1)](*args, *key[2])
         return
-    args = tuple(arg.checked() if isinstance(arg, Tile) else arg for arg in args)
+    args = tuple(arg.checked() if isinstance(arg, TiledTensor) else arg for arg in args)
     compiled = kernel[(programs,)](*args, **constants, num_warps=num_warps, num_stages=num_stages)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled

@@ -50,7 +50,7 @@ def symmetric_product(
             product.add_(e, alpha=gamma)
         return product if a is b else (product + product.mT).mul_(0.5)
 
-    product = Product("symmetric", len(a), rows, rows, inner, a.dtype, _bulk(a, b))
+    product = Product("symmetric", len(a), rows, rows, inner, a.dtype, _rows_are_aligned(a, b))
     return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad)
 
 
@@ -77,11 +77,17 @@ def multiply_add(
 
     def by_library() -> Tensor:
         scaled = c if c is None or c_scale is None else c * c_scale[:, None, None]
-        product = _library_product(a, b, None if scaled is None else scaled.to(a.dtype), alpha, beta)
-        return product if out is None else out.copy_(product)
+        summand = None if scaled is None else scaled.to(a.dtype)
+        if out is None or alpha == 0:
+            product = _library_product(a, b, summand, alpha, beta)
+            return product if out is None else out.copy_(product)
+        # Times alpha in the precision of `out`: a half-precision result might not hold it.
+        return out.copy_(_library_product(a, b, summand, 1.0, beta / alpha)).mul_(alpha)
 
     wide = any(tensor is not None and tensor.element_size() > 2 for tensor in (c, out))
-    product = Product("multiply_add", len(a), a.shape[1], b.shape[2], a.shape[2], a.dtype, _bulk(a, b), wide)
+    product = Product(
+        "multiply_add", len(a), a.shape[1], b.shape[2], a.shape[2], a.dtype, _rows_are_aligned(a, b), wide
+    )
     return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad)
 
 
@@ -111,5 +117,5 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _bulk(*tensors: Tensor) -> bool:
+def _rows_are_aligned(*tensors: Tensor) -> bool:
     return all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in tensors)

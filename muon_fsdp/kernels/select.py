@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -63,6 +63,11 @@ class Choice:
     reason: str
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device; make that the one their tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def triton_available() -> bool:
     return find_spec("triton") is not None
 
@@ -99,6 +104,9 @@ def select(product: Product, device: torch.device) -> Choice:
         return Choice("torch", None, reason)
     if _capability(device)[0] == 9 and torch.version.hip is None:
         return _from_table(product, num_processors(device))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Ranks that hold replicas must round alike, and would not if each chose for itself.
+        return Choice("triton", _candidates(product)[0], "the same on all ranks")
     known = _tuned(_device_name(device)).get(product.shape_class)
     if known is None:
         return Choice(None, None, "not timed yet on this device")
@@ -147,7 +155,7 @@ def _candidates(product: Product) -> list[TileConfig]:
     large = [TileConfig(128, 128, 32, 4, 3), TileConfig(128, 128, 64, 8, 3)]
     if product.operation == "multiply_add":
         large.append(TileConfig(128, 256, 32, 8, 3))
-    return small + large
+    return large + small
 
 
 def tune(product: Product, device: torch.device, run: Callable[[TileConfig | None], object]) -> Choice:
@@ -197,10 +205,13 @@ def cache_file(device_name: str) -> Path:
 
 @lru_cache(maxsize=8)
 def _tuned(device_name: str) -> dict[str, dict[str, object]]:
-    with suppress(OSError, ValueError):
+    return _read_cache(device_name)
+
+
+def _read_cache(device_name: str) -> dict[str, dict[str, object]]:
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         content = json.loads(cache_file(device_name).read_text())
-        if isinstance(content, dict):
-            return content
+        return {key: entry for key, entry in content.items() if {"config", "times"} <= set(entry)}
     return {}
 
 
@@ -210,7 +221,7 @@ def _write_cache(device_name: str) -> None:
     with suppress(OSError):  # a home that can't be written to costs a second at the next start
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_tuned(device_name), file, indent=1, sort_keys=True)
+            json.dump({**_read_cache(device_name), **_tuned(device_name)}, file, indent=1, sort_keys=True)
         os.replace(file.name, path)
 
 

@@ -17,13 +17,12 @@ from torch import Tensor
 from muon_fsdp.kernels.launch import launch
 from muon_fsdp.kernels.triton_norms import ALIGNMENT, CHUNK, partial_norm
 
-# Rows of the table of addresses; states follow in the order in which their rule declares them.
-GRADIENT, PARAMETER, FIRST_STATE = 0, 1, 2
-# Places in the scalars of a list. Those from RULE_SCALARS on belong to the rule.
-LR, WEIGHT_DECAY, GRADIENT_FACTOR, RULE_SCALARS = 0, 1, 2, 3
-MAX_SCALARS = 8
+# Rows of the table of addresses: gradient, parameter, and from this one on the states, in the order of their rule.
+FIRST_STATE = 2
+# Scalars of a list: lr, weight decay, the factor of the gradient, and those of the rule.
+MAX_SCALARS = 12
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass
@@ -72,7 +71,7 @@ def _position_in_run(lengths: Tensor) -> Tensor:
 
 
 @triton.jit
-def _chunk(chunks, index, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def tensor_chunk(chunks, index, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     tensor = tl.load(chunks + 4 * index)
     start = tl.load(chunks + 4 * index + 1)
     length = tl.load(chunks + 4 * index + 2)
@@ -83,7 +82,7 @@ def _chunk(chunks, index, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _pointer(addresses, row, tensor, num_tensors, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def tensor_pointer(addresses, row, tensor, num_tensors, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     pointer = tl.load(addresses + row * num_tensors + tensor).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -91,10 +90,12 @@ def _pointer(addresses, row, tensor, num_tensors, TYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
-def _gradient(addresses, scalars, tensor, num_tensors, start, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def gradient_chunk(  # type: ignore[no-untyped-def]
+    addresses, scalars, tensor, num_tensors, start, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
     """The gradient times its factor; zero where there is none."""
     there = tl.load(addresses + tensor) != 0
-    pointer = _pointer(addresses, 0, tensor, num_tensors, TYPE, ALIGNED)
+    pointer = tensor_pointer(addresses, 0, tensor, num_tensors, TYPE, ALIGNED)
     return tl.load(pointer + start + offset, mask=mask & there, other=0.0).to(tl.float32) * tl.load(scalars + 2)
 
 
@@ -118,13 +119,13 @@ def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ):
     index = tl.program_id(0)
-    tensor, start, length = _chunk(chunks, index, ALIGNED)
+    tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
     offset = tl.arange(0, CHUNK)
     here = offset < length
     mask = here & (tl.load(active + tensor) != 0)
     momentum = tl.load(scalars + 3)
-    grad = _gradient(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
-    buffer = _pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+    grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
+    buffer = tensor_pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
     update = momentum * tl.load(buffer, mask=mask, other=0.0) + grad
     tl.store(buffer, update, mask=mask)
     if NESTEROV:
@@ -155,13 +156,13 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    tensor, start, length = _chunk(chunks, tl.program_id(0), ALIGNED)
+    tensor, start, length = tensor_chunk(chunks, tl.program_id(0), ALIGNED)
     offset = tl.arange(0, CHUNK)
     mask = (offset < length) & (tl.load(active + tensor) != 0)
     lr, weight_decay = tl.load(scalars), tl.load(scalars + 1)
     slot = tl.multiple_of(tl.load(slots + tensor), 16)
     update = tl.load(updates + slot + start + offset, mask=mask, other=0.0).to(tl.float32)
-    pointer = _pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+    pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
     weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     weight = weight * (1.0 - lr * weight_decay) - lr * update
     tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
@@ -201,22 +202,23 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    tensor, start, length = _chunk(chunks, tl.program_id(0), ALIGNED)
+    tensor, start, length = tensor_chunk(chunks, tl.program_id(0), ALIGNED)
     offset = tl.arange(0, CHUNK)
     mask = (offset < length) & (tl.load(active + tensor) != 0)
     lr, weight_decay = tl.load(scalars), tl.load(scalars + 1)
-    beta1, beta2, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-    grad = _gradient(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
-    first_pointer = _pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-    second_pointer = _pointer(addresses, 3, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+    beta2, eps = tl.load(scalars + 4), tl.load(scalars + 5)
+    rest1, rest2 = tl.load(scalars + 8), tl.load(scalars + 9)  # 1 - beta, which float32 would round
+    grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
+    first_pointer = tensor_pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+    second_pointer = tensor_pointer(addresses, 3, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
     first = tl.load(first_pointer, mask=mask, other=0.0)
-    first += (1.0 - beta1) * (grad - first)
-    second = beta2 * tl.load(second_pointer, mask=mask, other=0.0) + (1.0 - beta2) * grad * grad
+    first += rest1 * (grad - first)
+    second = beta2 * tl.load(second_pointer, mask=mask, other=0.0) + rest2 * grad * grad
     tl.store(first_pointer, first, mask=mask)
     tl.store(second_pointer, second, mask=mask)
     correction1, correction2 = tl.load(corrections + tensor), tl.load(corrections + num_tensors + tensor)
     update = first / correction1 / (tl.sqrt(second / correction2) + eps)
-    pointer = _pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+    pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
     weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     weight = weight * (1.0 - lr * weight_decay) - lr * update
     tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
@@ -242,7 +244,7 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
         {
             "NESTEROV": nesterov,
             "NORMS": partials is not None,
-            "GRADIENT_TYPE": _TYPES[tensors.gradient_dtype],
+            "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
             "ALIGNED": tensors.aligned,
             "CHUNK": CHUNK,
         },
@@ -267,7 +269,7 @@ def apply_updates(tensors: TensorList, updates: Tensor) -> None:
             updates,
             tensors.num_tensors,
         ),
-        {"PARAMETER_TYPE": _TYPES[tensors.parameter_dtype], "ALIGNED": tensors.aligned, "CHUNK": CHUNK},
+        {"PARAMETER_TYPE": TYPES[tensors.parameter_dtype], "ALIGNED": tensors.aligned, "CHUNK": CHUNK},
         (updates.device, updates.dtype),
         num_warps=8,
     )
@@ -297,8 +299,8 @@ def adamw_update(tensors: TensorList) -> None:
             tensors.num_tensors,
         ),
         {
-            "PARAMETER_TYPE": _TYPES[tensors.parameter_dtype],
-            "GRADIENT_TYPE": _TYPES[tensors.gradient_dtype],
+            "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
+            "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
             "ALIGNED": tensors.aligned,
             "CHUNK": CHUNK,
         },

@@ -10,6 +10,7 @@ from torch import Tensor
 from muon_fsdp.kernels.launch import is_aligned, launch
 
 ALIGNMENT = 16  # elements: what starts at multiples of it is read and written 16 bytes at a time
+INT32_MAX = 2**31 - 1  # a kernel is compiled anew for larger numbers
 CHUNK = 8192  # elements of which one program computes a partial norm; matrices are never mixed in a chunk
 
 
@@ -24,7 +25,7 @@ def partial_norm(values):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["numel", "chunks"])
 def _partials_kernel(matrices, partials, numel, chunks, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0)
-    offset = index % chunks * CHUNK + tl.arange(0, CHUNK)
+    offset = (index % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     start = (index // chunks).to(tl.int64) * numel
     if ALIGNED:  # without this the compiler reads element by element
         start = tl.multiple_of(start, 16)
@@ -63,7 +64,7 @@ def _inverse_norms_kernel(partials, first_chunk, inverse_norms, BLOCK: tl.conste
 def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0)
     matrix = index // chunks
-    offset = index % chunks * CHUNK + tl.arange(0, CHUNK)
+    offset = (index % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     start = matrix.to(tl.int64) * numel
     if ALIGNED:  # without this the compiler reads element by element
         start = tl.multiple_of(start, 16)
@@ -87,7 +88,7 @@ def inverse_norms(batch: Tensor) -> Tensor:  # (B, m, n) contiguous -> (B,)
         count * chunks,
         (batch, partials, numel, chunks),
         {"CHUNK": CHUNK, "ALIGNED": aligned},
-        (batch.device, batch.dtype, is_aligned(batch)),
+        (batch.device, batch.dtype, is_aligned(batch), numel > INT32_MAX),
         num_warps=8,
     )
     first_chunk = torch.arange(0, (count + 1) * chunks, chunks, dtype=torch.int32, device=batch.device)
@@ -112,7 +113,7 @@ def scaled_cast(batch: Tensor, scales: Tensor, factor: float, dtype: torch.dtype
         count * chunks,
         (batch, scales, out, numel, chunks, float(factor)),
         {"CHUNK": CHUNK, "ALIGNED": aligned},
-        (batch.device, batch.dtype, dtype, is_aligned(batch)),
+        (batch.device, batch.dtype, dtype, is_aligned(batch), numel > INT32_MAX),
         num_warps=8,
     )
     return out

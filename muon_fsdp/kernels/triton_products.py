@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muon_fsdp.kernels.launch import Tile, is_aligned, launch
+from muon_fsdp.kernels.launch import TiledTensor, is_aligned, launch
 from muon_fsdp.kernels.select import num_processors
 
 INTERPRETED_PROGRAMS = 4  # in place of a number of multiprocessors
@@ -57,17 +57,22 @@ def _store(target, tile, batch, row, col, rows, cols, BLOCK_R: tl.constexpr, BLO
 
 
 @triton.jit
+def _triangle_row(index):  # type: ignore[no-untyped-def]
+    """The row of the index-th element of a lower triangle; the square root may be one off in float32."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
+    return tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+
+
+@triton.jit
 def _triangle_tile(index, rows_of_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """The index-th tile (i, j), j <= i, of a lower triangle; `GROUP` rows are walked column by column."""
-    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)  # float32 may be one off
-    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
-    first = (row // GROUP) * GROUP
+    first = _triangle_row(index) // GROUP * GROUP
     height = tl.minimum(GROUP, rows_of_tiles - first)
     within = index - first * (first + 1) // 2
     # A group is a rectangle of `first` columns, then a triangle.
     rest = within - height * first
-    corner = ((tl.sqrt(8.0 * tl.maximum(rest, 0).to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    corner = _triangle_row(tl.maximum(rest, 0))
     in_rectangle = rest < 0
     i = tl.where(in_rectangle, first + within % height, first + corner)
     j = tl.where(in_rectangle, within // height, first + rest - corner * (corner + 1) // 2)
@@ -169,17 +174,20 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
             right = _load(b, batch, k, col, inner, cols, BLOCK_K, BLOCK_N, BULK_IN)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         acc *= alpha
-        beta_here = beta
-        if HAS_SCALE:
-            beta_here = beta * tl.load(c_scale + batch)
+        scale = 1.0
+        if HAS_SCALE:  # of tiny matrices so large that beta must not be multiplied to it
+            scale = tl.load(c_scale + batch)
         first_half, second_half = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         if HAS_C:
-            first_half += beta_here * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+            added = _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+            first_half += beta * (scale * added)
         element = d.dtype if BULK_OUT else d.dtype.element_ty
         _store(d, first_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
         col += HALF
         if HAS_C:
-            second_half += beta_here * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+            second_half += beta * (
+                scale * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+            )
         _store(d, second_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
 
 
@@ -199,7 +207,7 @@ def symmetric_product(
     """out = alpha * a @ b^T + beta * c + gamma * e, exactly symmetric; all operands contiguous."""
     rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
     side, block = config.rows, (config.inner, config.rows) if transposed else (config.rows, config.inner)
-    bulk_in, bulk_out = _bulk(a, b), _bulk(out, c, e)
+    bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, c, e)
     tiles = triton.cdiv(rows, side)
     launch(
         _symmetric_kernel,
@@ -232,7 +240,7 @@ def symmetric_product(
             "BULK_OUT": bulk_out,
             "PRECISION": _precision(a),
         },
-        (a.device, a.dtype, out.dtype, () if bulk_in and bulk_out else is_aligned(a, b, c, e, out)),
+        (a.device, _dtypes(a, b, c, e, out), (bulk_in and bulk_out) or is_aligned(a, b, c, e, out)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -252,7 +260,7 @@ def multiply_add(
 ) -> Tensor:
     """out = alpha * a @ b + beta * c_scale * c; all operands contiguous."""
     (num_matrices, rows, inner), cols = a.shape, b.shape[2]
-    bulk_in, bulk_out = _bulk(a, b), _bulk(out, c)
+    bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, c)
     half = (config.rows, config.cols // 2)
     tiles = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols) * num_matrices
     launch(
@@ -283,13 +291,7 @@ def multiply_add(
             "BULK_OUT": bulk_out,
             "PRECISION": _precision(a),
         },
-        (
-            a.device,
-            a.dtype,
-            None if c is None else c.dtype,
-            out.dtype,
-            () if bulk_in and bulk_out else is_aligned(a, b, c, out),
-        ),
+        (a.device, _dtypes(a, b, c, out), (bulk_in and bulk_out) or is_aligned(a, b, c, out)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -304,12 +306,16 @@ def _num_programs(tiles: int, config: TileConfig, tensor: Tensor) -> int:
     return min(tiles, num_processors(tensor.device))
 
 
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+
+
 def _precision(tensor: Tensor) -> str:
     """float32 operands are split in three tensor-core products each: as accurate as float32 arithmetic."""
     return "tf32x3" if tensor.dtype == torch.float32 else "tf32"
 
 
-def _bulk(*tensors: Tensor | None) -> bool:
+def _can_be_tiled(*tensors: Tensor | None) -> bool:
     """Whether descriptors can address all of them: 16-byte rows at a 16-byte address, on Hopper or later."""
     for tensor in tensors:
         if tensor is None:
@@ -324,7 +330,7 @@ def _bulk(*tensors: Tensor | None) -> bool:
 def _operand(tensor: Tensor | None, block: tuple[int, int], bulk: bool) -> Any:
     if tensor is None or not bulk:
         return tensor
-    return Tile(tensor, block)
+    return TiledTensor(tensor, block)
 
 
 @lru_cache(maxsize=64)

@@ -44,7 +44,7 @@ class AdamW(Rule):
 
     def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]
-        return (beta1, beta2, group["eps"], _log(beta1), _log(beta2))
+        return (beta1, beta2, group["eps"], _log(beta1), _log(beta2), 1 - beta1, 1 - beta2)
 
     def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
         pass  # nothing is staged: all of it happens in one launch of `fused_apply`

@@ -1,0 +1,151 @@
+"""Kernels of the element-wise pair (`muon_fsdp.elementwise`): norms of whole tensors, and the update."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muon_fsdp.kernels.launch import launch
+from muon_fsdp.kernels.triton_elementwise import TYPES, TensorList, gradient_chunk, tensor_chunk, tensor_pointer
+from muon_fsdp.kernels.triton_norms import CHUNK, partial_norm
+
+EPSILON = tl.constexpr(1e-8)
+_TABLES = ["chunks", "addresses", "scalars"]
+
+
+@triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_TABLES)
+def _sums_of_squares_kernel(  # type: ignore[no-untyped-def]
+    chunks,
+    addresses,
+    scalars,
+    first_chunk,
+    partials,
+    counters,
+    sums,
+    num_tensors,
+    COUPLED: tl.constexpr,
+    PARAMETER_TYPE: tl.constexpr,
+    GRADIENT_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Whoever finishes the last chunk of a tensor adds them up, in their order: the result does not depend on who."""
+    index = tl.program_id(0)
+    tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
+    offset = tl.arange(0, CHUNK)
+    mask = (offset < length) & (tl.load(addresses + tensor) != 0)
+    grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
+    if COUPLED:
+        pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+        grad += tl.load(scalars + 1) * tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    largest, squares = partial_norm(grad)
+    tl.store(partials + index, squares.to(tl.float64) * largest.to(tl.float64) * largest.to(tl.float64))
+    first, stop = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
+    tl.debug_barrier()  # all of the partial sum is written before it is counted
+    if tl.atomic_add(counters + tensor, 1) == stop - first - 1:
+        total = tl.zeros((BLOCK,), dtype=tl.float64)
+        for chunk in range(first, stop, BLOCK):
+            lanes = chunk + tl.arange(0, BLOCK)
+            total += tl.load(partials + lanes, mask=lanes < stop, other=0.0, cache_modifier=".cg")
+        tl.store(sums + tensor, tl.sum(total, axis=0))
+        tl.store(counters + tensor, 0)
+
+
+@triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_TABLES)
+def _update_kernel(  # type: ignore[no-untyped-def]
+    chunks,
+    addresses,
+    scalars,
+    sums,
+    num_tensors,
+    COUPLED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    NORM: tl.constexpr,
+    PARAMETER_TYPE: tl.constexpr,
+    GRADIENT_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    tensor, start, length = tensor_chunk(chunks, tl.program_id(0), ALIGNED)
+    offset = tl.arange(0, CHUNK)
+    mask = (offset < length) & (tl.load(addresses + tensor) != 0)
+    lr, weight_decay = tl.load(scalars), tl.load(scalars + 1)
+    beta1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4)
+    rest1, rest2 = tl.load(scalars + 5), tl.load(scalars + 6)  # 1 - beta, which float32 would round
+    grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
+    pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+    first_pointer = tensor_pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+    second_pointer = tensor_pointer(addresses, 3, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+    weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    if COUPLED:
+        grad += weight_decay * weight
+    if NORM:
+        grad /= (tl.sqrt(tl.load(sums + tensor)) + EPSILON).to(tl.float32)
+    first = beta1 * tl.load(first_pointer, mask=mask, other=0.0) + rest1 * grad
+    second = beta2 * tl.load(second_pointer, mask=mask, other=0.0) + rest2 * grad * grad
+    tl.store(first_pointer, first, mask=mask)
+    tl.store(second_pointer, second, mask=mask)
+    if NESTEROV:
+        first = beta1 * first + rest1 * grad
+    if not COUPLED:
+        weight *= 1.0 - lr * weight_decay
+    weight -= lr / (tl.sqrt(second) + EPSILON) * first
+    tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
+
+
+def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, *, coupled: bool) -> Tensor:
+    """The sum of squares of every gradient, with the decay that is coupled to it, as float64."""
+    device = tensors.scalars.device
+    sums = torch.zeros(tensors.num_tensors, dtype=torch.float64, device=device)
+    if len(tensors.chunks) == 0:
+        return sums
+    partials = torch.empty(len(tensors.chunks), dtype=torch.float64, device=device)
+    launch(
+        _sums_of_squares_kernel,
+        len(tensors.chunks),
+        (
+            tensors.chunks,
+            tensors.addresses,
+            tensors.scalars,
+            first_chunk,
+            partials,
+            counters,
+            sums,
+            tensors.num_tensors,
+        ),
+        {
+            "COUPLED": coupled,
+            "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
+            "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
+            "ALIGNED": tensors.aligned,
+            "CHUNK": CHUNK,
+            "BLOCK": 1024,
+        },
+        device,
+        num_warps=8,
+    )
+    return sums
+
+
+def update(tensors: TensorList, sums: Tensor | None, *, coupled: bool, nesterov: bool) -> None:
+    if len(tensors.chunks) == 0:
+        return
+    launch(
+        _update_kernel,
+        len(tensors.chunks),
+        (tensors.chunks, tensors.addresses, tensors.scalars, sums, tensors.num_tensors),
+        {
+            "COUPLED": coupled,
+            "NESTEROV": nesterov,
+            "NORM": sums is not None,
+            "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
+            "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
+            "ALIGNED": tensors.aligned,
+            "CHUNK": CHUNK,
+        },
+        tensors.scalars.device,
+        num_warps=8,
+    )

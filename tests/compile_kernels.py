@@ -1,0 +1,170 @@
+"""Compiles every kernel for GPUs that need not be there, and prints one line each; run by tests/test_kernels.py.
+
+The interpreter accepts what a compiler does not, and says nothing about shared memory or the width of loads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from muon_fsdp.kernels import Product, triton_elementwise, triton_norms, triton_pair, triton_products
+from muon_fsdp.kernels.select import _candidates, _hopper_tiles
+from muon_fsdp.kernels.triton_products import TileConfig
+
+HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
+SHARED_MEMORY = {90: 232448, 80: 166912}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def compiled(kernel: Any, types: list[str | None], constants: dict[str, Any], target: GPUTarget, **options: int) -> Any:
+    """`types` of the arguments before the constants: None for None, a trailing ! for 16-byte alignment."""
+    signature, values, attributes = {}, dict(constants), {}
+    for number, (parameter, kind) in enumerate(zip(kernel.params, types, strict=False)):
+        if kind is None:
+            signature[parameter.name], values[parameter.name] = "constexpr", None
+        else:
+            signature[parameter.name] = kind.removesuffix("!")
+            if kind.endswith("!"):
+                attributes[(number,)] = [["tt.divisibility", 16]]
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
+    result = triton_compile(source, target=target, options=options)
+    assert result.metadata.shared <= SHARED_MEMORY[target.arch], (kernel.fn.__name__, constants, result.metadata.shared)
+    return result
+
+
+def symmetric(
+    tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, *, same: bool, transposed: bool, added: int
+) -> None:
+    bulk, name = target is HOPPER, NAMES[dtype]
+    block = (tiles.inner, tiles.rows) if transposed else (tiles.rows, tiles.inner)
+    operand, square = _operand(name, block, bulk), _operand(name, (tiles.rows, tiles.rows), bulk)
+    types = [operand, None if same else operand, *([square] * added + [None] * (2 - added)), square]
+    constants = {
+        "SAME": same,
+        "SYMMETRIZE": not same or dtype == torch.float32,
+        "TRANSPOSED": transposed,
+        "HAS_C": added > 0,
+        "HAS_E": added > 1,
+        "BLOCK": tiles.rows,
+        "BLOCK_K": tiles.inner,
+        "GROUP": tiles.group,
+        "PERSISTENT": tiles.persistent,
+        "BULK_IN": bulk,
+        "BULK_OUT": bulk,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+    }
+    numbers = ["i32", "i32", "i32", "fp32", "fp32", "fp32"]
+    _run(triton_products._symmetric_kernel, [*types, *numbers], constants, tiles, target)
+
+
+def multiply_add(tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, c: torch.dtype, out: torch.dtype) -> None:
+    bulk, name, half = target is HOPPER, NAMES[dtype], (tiles.rows, tiles.cols // 2)
+    types = [
+        _operand(name, (tiles.rows, tiles.inner), bulk),
+        _operand(name, (tiles.inner, tiles.cols), bulk),
+        _operand(NAMES[c], half, bulk),
+        _operand(NAMES[out], half, bulk),
+        "*fp32",
+        *(["i32"] * 4 + ["fp32"] * 2),
+    ]
+    constants = {
+        "HAS_C": True,
+        "HAS_SCALE": True,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.cols,
+        "BLOCK_K": tiles.inner,
+        "GROUP": tiles.group,
+        "PERSISTENT": tiles.persistent,
+        "BULK_IN": bulk,
+        "BULK_OUT": bulk,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+    }
+    _run(triton_products._multiply_add_kernel, types, constants, tiles, target)
+
+
+def _operand(name: str, block: tuple[int, int], bulk: bool) -> str:
+    return f"tensordesc<{name}[1,{block[0]},{block[1]}]>" if bulk else f"*{name}!"
+
+
+def _run(kernel: Any, types: list[str | None], constants: dict[str, Any], tiles: TileConfig, target: GPUTarget) -> None:
+    result = compiled(kernel, types, constants, target, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    matrix_instruction = "wgmma" if target is HOPPER else "mma.sync"
+    assert matrix_instruction in result.asm["ptx"], (kernel.fn.__name__, tiles)
+    print(target.arch, kernel.fn.__name__, tuple(tiles), "shared memory", result.metadata.shared, flush=True)
+
+
+def elementwise(kernel: Any, types: list[str | None], constants: dict[str, Any], loads: bool = True) -> None:
+    result = compiled(kernel, types, constants, HOPPER, num_warps=8, num_stages=3)
+    wide = len(re.findall(r"ld\.global\S*\.v4", result.asm["ptx"]))
+    assert bool(wide) == loads, (kernel.fn.__name__, "is read element by element")
+    print(90, kernel.fn.__name__, wide, "loads of 16 bytes", flush=True)
+
+
+def main() -> None:
+    half, bf16, single = torch.float16, torch.bfloat16, torch.float32
+    for batch, rows, inner in [(12, 768, 768), (8, 2048, 2048), (8, 2048, 8192), (1, 50, 100)]:
+        tiles = _hopper_tiles(Product("symmetric", batch, rows, rows, inner, half), 132)
+        symmetric(tiles, half, HOPPER, same=False, transposed=False, added=2)
+        symmetric(tiles, half, HOPPER, same=True, transposed=inner > rows, added=0)
+    symmetric(
+        _hopper_tiles(Product("symmetric", 1, 50, 50, 50, single), 132),
+        single,
+        HOPPER,
+        same=True,
+        transposed=False,
+        added=2,
+    )
+    large, wide = (
+        Product("multiply_add", 8, 2048, 2048, 2048, half),
+        Product("multiply_add", 8, 2048, 2048, 2048, half, True, True),
+    )
+    multiply_add(_hopper_tiles(large, 132), half, HOPPER, bf16, half)
+    multiply_add(_hopper_tiles(wide, 132), half, HOPPER, single, single)
+    multiply_add(_hopper_tiles(Product("multiply_add", 1, 50, 99, 50, single), 132), single, HOPPER, single, single)
+    symmetric(
+        _candidates(Product("symmetric", 8, 768, 768, 768, half))[0],
+        half,
+        AMPERE,
+        same=False,
+        transposed=False,
+        added=2,
+    )
+    multiply_add(_candidates(large)[0], half, AMPERE, bf16, half)
+
+    tables: list[str | None] = ["*i64", "*i64", "*i64", "*fp32", "*i64"]
+    aligned = {"ALIGNED": True, "CHUNK": triton_norms.CHUNK}
+    prepare = {"NESTEROV": True, "NORMS": True, "GRADIENT_TYPE": tl.float32}
+    elementwise(triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **aligned})
+    unaligned = {**aligned, "ALIGNED": False}
+    elementwise(
+        triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **unaligned}, False
+    )
+    elementwise(triton_elementwise._apply_kernel, [*tables, "*fp16!", "i32"], {"PARAMETER_TYPE": tl.float32, **aligned})
+    types = {"PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
+    elementwise(
+        triton_elementwise._adamw_kernel, ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"], {**types, **aligned}
+    )
+    elementwise(
+        triton_elementwise._adamw_count_kernel, ["*i64", "*i64", "*fp32", "*fp32", "i32"], {"BLOCK": 128}, False
+    )
+    norms = {"CHUNK": triton_norms.CHUNK, "ALIGNED": True}
+    elementwise(triton_norms._partials_kernel, ["*bf16!", "*fp32!", "i32", "i32"], norms)
+    elementwise(triton_norms._scaled_cast_kernel, ["*bf16!", "*fp32", "*fp16!", "i32", "i32", "fp32"], norms)
+    elementwise(triton_norms._inverse_norms_kernel, ["*fp32!", "*i32!", "*fp32!"], {"BLOCK": 1024}, False)
+    pair = {"PARAMETER_TYPE": tl.float32, "GRADIENT_TYPE": tl.float32, **aligned}
+    update = {"COUPLED": True, "NESTEROV": True, "NORM": True}
+    elementwise(triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], {**update, **pair})
+    sums: list[str | None] = ["*i64", "*i64", "*fp32", "*i32!", "*fp64!", "*i32!", "*fp64!", "i32"]
+    elementwise(triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
+
+
+if __name__ == "__main__":
+    main()
