@@ -72,7 +72,7 @@ def show(results: list[dict[str, Any]]) -> str:
         [
             entry["shape"],
             *(f"{entry['milliseconds'][name]:.3f}" for name in names),
-            f"{entry['tflops']:.1f}",
+            f"{entry['tflops']:.3g}",
             f"{100 * entry['floor_milliseconds'] / entry['best']:.0f}",
         ]
         for entry in results

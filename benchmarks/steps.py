@@ -138,7 +138,7 @@ def show(results: list[dict[str, Any]]) -> str:
                 f"{one['host_milliseconds']:.2f}",
                 f"{one['first_step_seconds']:.2f}",
                 f"{one['extra_gigabytes']:.2f}",
-                f"{one['tflops']:.1f}" if "Adam" not in name else "-",
+                f"{one['tflops']:.3g}" if "Adam" not in name else "-",
                 f"{100 * entry['floor_milliseconds'] / one['milliseconds']:.0f}" if "Adam" not in name else "-",
             ]
             for name, one in entry["optimizers"].items()
