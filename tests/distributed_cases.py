@@ -496,3 +496,24 @@ def imagined_ranks() -> int:
     """A sharded model can be planned for other ranks than it lies on."""
     module, _, _ = lay_out(make_model(), "fsdp")
     return MuonOptimizer(module.named_parameters()).plan_report(world_size=64).num_ranks
+
+
+def by_kernels(case: str, *args: Any) -> Any:
+    """Another case with updates by fused kernels, in Triton's interpreter."""
+    from muon_fsdp import fused
+    from muon_fsdp.kernels import triton_elementwise
+
+    launched: list[str] = []
+    launch, unusable = triton_elementwise.launch, fused.unusable
+
+    def noted_launch(kernel: Any, *rest: Any, **options: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *rest, **options)
+
+    triton_elementwise.launch, fused.unusable = noted_launch, lambda device: None
+    try:
+        result = globals()[case](*args)
+    finally:
+        triton_elementwise.launch, fused.unusable = launch, unusable
+    assert {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"} <= set(launched)
+    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -123,6 +124,32 @@ def test_missing_gradients(ranks: RankPool, layout, world_size, missing_on):
 
 def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(ranks: RankPool):
     assert all(ranks.run(2, cases.zero_equals_missing))
+
+
+@pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("world_size", "case", "args"),
+    [
+        (4, "missing_gradients", ("hsdp", "some")),
+        (2, "missing_gradients", ("fsdp", "all")),
+        (2, "missing_gradients", ("ddp", "some")),
+        (2, "zero_equals_missing", ()),
+    ],
+)
+def test_ranks_agree_by_kernels_too(ranks: RankPool, world_size, case, args):
+    for result in ranks.run(world_size, cases.by_kernels, case, *args):
+        assert all(result.values()) if isinstance(result, dict) else result
+
+
+@pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 3), ("fsdp_tp", 4)])
+def test_same_curve_by_kernels(ranks: RankPool, layout, world_size):
+    options = {"hidden": 32}
+    expected, expected_weights = cases.curve(None, {}, options, 2)
+    for losses, weights in ranks.run(world_size, cases.by_kernels, "curve", layout, {}, options, 2):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for name, value in expected_weights.items():
+            np.testing.assert_allclose(weights[name], value, atol=1e-5, err_msg=name)
 
 
 def test_nan_on_one_rank_skips_the_step_on_all(ranks: RankPool):
