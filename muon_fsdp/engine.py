@@ -202,7 +202,8 @@ def _directions(
         norms = None if inverse_norms is None else inverse_norms[first_matrix : first_matrix + batch.count]
         first_matrix += batch.count
         members = [member for member in batch.members if stage.units[member.unit].position in present]
-        start = _start_of_run(stage, batch) if len(members) == len(batch.members) else None
+        complete = len(members) == len(batch.members)
+        start = _start_of_run(stage, batch) if complete else None
         if start is not None:
             stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
             rule.direction(batch.key, units[start:stop].view(shape), results[start:stop].view(shape), norms)
@@ -212,7 +213,7 @@ def _directions(
             ]
             together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
             directions = torch.empty_like(together, dtype=results.dtype)
-            rule.direction(batch.key, together, directions, None)
+            rule.direction(batch.key, together, directions, norms if complete else None)
             pieces = torch.split(directions, [member.stop - member.start for member in members])
             for member, piece in zip(members, pieces, strict=True):
                 _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)

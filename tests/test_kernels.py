@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -305,14 +306,27 @@ def test_a_step_by_kernels_is_the_step_without(request, monkeypatch, nesterov, d
 
 
 def test_norms_that_prepare_computes_are_those_of_the_matrices(kernels_everywhere):
-    p = nn.Parameter(random(3, 40, 300))  # every matrix in two chunks
-    p.grad = random(3, 40, 300) * torch.tensor([1e-3, 1.0, 1e3], device=DEVICE)[:, None, None]
-    optimizer = MuonOptimizer([p], lr=1.0)
-    before = p.detach().clone()
-    optimizer.step()
-    expected = orthogonalize(p.grad.double().cpu(), form="standard").to(DEVICE)
-    assert error(before - p.detach(), expected) < 2e-2
+    shapes = [(3, 40, 300), (20, 30), (20, 30), (2, 20, 30), (30, 20)]  # several batches, one of three parameters
+    params = [nn.Parameter(random(*shape)) for shape in shapes]
+    for number, p in enumerate(params):
+        sizes = 10.0 ** (3 * torch.arange(len(p) if p.ndim == 3 else 1, device=DEVICE) - 4 * number)
+        p.grad = random(*p.shape) * (sizes[:, None, None] if p.ndim == 3 else sizes)
+    before = [p.detach().clone() for p in params]
+    MuonOptimizer(params, lr=1.0, scale=1.0).step()
+    for p, old in zip(params, before, strict=True):
+        expected = orthogonalize(p.grad.double().cpu(), form="standard").to(DEVICE)
+        assert error(old - p.detach(), expected) < 2e-2
     assert "_partials_kernel" not in kernels_everywhere  # not computed a second time
+
+
+def test_norms_of_matrices_with_many_chunks():
+    partials = torch.rand(5000, 2, device=DEVICE) + 0.5
+    first = torch.tensor([0, 3000, 3001, 5000], dtype=torch.int32, device=DEVICE)
+    squares = partials[:, 0].double() ** 2 * partials[:, 1].double()
+    expected = torch.stack([squares[a:b].sum() for a, b in pairwise(first)]).rsqrt()
+    torch.testing.assert_close(
+        triton_norms.inverse_norms_of_partials(partials, first).double(), expected, rtol=1e-5, atol=0
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- select

@@ -12,6 +12,7 @@ from muon_fsdp.kernels.triton_elementwise import TYPES, TensorList, gradient_chu
 from muon_fsdp.kernels.triton_norms import CHUNK, partial_norm
 
 EPSILON = tl.constexpr(1e-8)
+PARTIALS_AT_ONCE = 1024
 _TABLES = ["chunks", "addresses", "scalars"]
 
 
@@ -122,7 +123,7 @@ def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, 
             "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
             "ALIGNED": tensors.aligned,
             "CHUNK": CHUNK,
-            "BLOCK": 1024,
+            "BLOCK": PARTIALS_AT_ONCE,
         },
         device,
         num_warps=8,
