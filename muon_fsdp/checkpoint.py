@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -16,6 +17,24 @@ from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import State, StateSpec
 
 StateDict: TypeAlias = dict[str, Any]
+
+
+@contextmanager
+def own_hooks(
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[torch.optim.Optimizer, StateDict], StateDict | None],
+    after: Callable[[torch.optim.Optimizer], None],
+) -> Iterator[None]:
+    """Around torch's loading: users' pre-hooks run before ours, and their post-hooks see the state as it will be."""
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_and_complete(

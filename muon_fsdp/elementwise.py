@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.checkpoint import StateDict, own_hooks
 from muon_fsdp.distributed import like, local, local_gradient, local_part
 from muon_fsdp.fused import FUSED_DTYPES, not_fusable, pinned
 from muon_fsdp.kernels import on_device
@@ -165,11 +166,11 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             if weight is not shard:
                 shard.copy_(weight)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """As torch's, but momentum and velocity keep their precision and share no memory with `state_dict`."""
-        incoming: dict[str, Any] = {}
+        incoming: StateDict = {}
 
-        def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+        def before(_: torch.optim.Optimizer, given: StateDict) -> None:
             incoming.update(given)
 
         def after(_: torch.optim.Optimizer) -> None:
@@ -182,15 +183,8 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                             part = part.to(parameter.device, working_dtype(parameter.dtype), copy=True)
                             self.state[parameter][name] = like(parameter, part)
 
-        handles = (
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(after, prepend=True),
-        )
-        try:
+        with own_hooks(self, before, after):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_lists": {}}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state
+from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state, own_hooks
 from muon_fsdp.distributed import News, agree, difference, layouts_of, local, local_gradient
 from muon_fsdp.engine import Work, run_stages
 from muon_fsdp.fused import FUSED_DTYPES, FusedStep, make_fused_step, not_fusable, signature_of
@@ -586,16 +586,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         def after(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.update(fitting_state(optimizer, incoming))
 
-        # Hooks, so that users' pre-hooks run before the check and their post-hooks see the state as it will be.
-        handles = (
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(after, prepend=True),
-        )
-        try:
+        with own_hooks(self, before, after):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         own = (

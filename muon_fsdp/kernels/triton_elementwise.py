@@ -40,6 +40,11 @@ class TensorList:
     scalars: Tensor  # (MAX_SCALARS,) float32
     aligned: bool = True  # all addresses, in this step
 
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The first arguments of a kernel that works on slots."""
+        return (self.chunks, self.addresses, self.active, self.scalars, self.slots)
+
 
 def make_chunks(
     numels: Sequence[int], matrix_numels: Sequence[int], first_partials: Sequence[int], device: torch.device
@@ -231,16 +236,7 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
     launch(
         _muon_prepare_kernel,
         len(tensors.chunks),
-        (
-            tensors.chunks,
-            tensors.addresses,
-            tensors.active,
-            tensors.scalars,
-            tensors.slots,
-            staging,
-            partials,
-            tensors.num_tensors,
-        ),
+        (*tensors.tables, staging, partials, tensors.num_tensors),
         {
             "NESTEROV": nesterov,
             "NORMS": partials is not None,
@@ -260,15 +256,7 @@ def apply_updates(tensors: TensorList, updates: Tensor) -> None:
     launch(
         _apply_kernel,
         len(tensors.chunks),
-        (
-            tensors.chunks,
-            tensors.addresses,
-            tensors.active,
-            tensors.scalars,
-            tensors.slots,
-            updates,
-            tensors.num_tensors,
-        ),
+        (*tensors.tables, updates, tensors.num_tensors),
         {"PARAMETER_TYPE": TYPES[tensors.parameter_dtype], "ALIGNED": tensors.aligned, "CHUNK": CHUNK},
         (updates.device, updates.dtype),
         num_warps=8,
