@@ -1,4 +1,4 @@
-"""Speed of orthogonalization and of whole steps, beside PyTorch's optimizers and other libraries that are installed."""
+"""Speed of orthogonalization, of whole steps and of the element-wise pair, beside PyTorch's and other libraries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import orthogonalization, steps
+from benchmarks import orthogonalization, pair, steps
 from benchmarks.timing import Ceilings, describe_machine
 
-TABLES = ("orthogonalization", "step")
+TABLES = ("orthogonalization", "step", "pair")
 
 
 def main() -> None:
@@ -40,6 +40,10 @@ def main() -> None:
         results = steps.measure(device, ceilings, args.repeats, args.models)
         report["step"] = results
         texts.append("One step\n" + steps.show(results))
+    if "pair" in args.tables:
+        results = pair.measure(device, ceilings, args.repeats)
+        report["pair"] = results
+        texts.append("The element-wise pair\n" + pair.show(results))
     print("\n" + "\n\n".join(texts))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -136,6 +136,8 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         self, group: Mapping[str, Any], parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]
     ) -> None:
         lr, beta1, beta2 = group["lr"], group["momentum"], group["velocity"]
+        if isinstance(lr, Tensor):
+            lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
         decay = group["weight_decay"]
         shards = [local(parameter) for parameter in parameters]
         weights = [shard.to(working_dtype(shard.dtype)) for shard in shards]
@@ -147,21 +149,21 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             sums = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads])
             _add_up_shards(parameters, sums)
             grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, grads, alpha=1 - beta1)
+        torch._foreach_lerp_(first, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
         direction = first
         if group["nesterov"]:
-            direction = list(torch._foreach_mul(first, beta1))
-            torch._foreach_add_(direction, grads, alpha=1 - beta1)
+            direction = list(torch._foreach_lerp(first, grads, 1 - beta1))
         denominators = torch._foreach_sqrt(second)
         torch._foreach_add_(denominators, EPSILON)
-        updates = torch._foreach_div(direction, denominators)
-        torch._foreach_mul_(updates, lr)
         if not self.coupled_decay and decay != 0:
             torch._foreach_mul_(weights, 1 - lr * decay)
-        torch._foreach_sub_(weights, updates)
+        if isinstance(lr, Tensor):  # on the device: reading it would stall the host
+            torch._foreach_div_(denominators, -lr)
+            torch._foreach_addcdiv_(weights, direction, denominators)
+        else:
+            torch._foreach_addcdiv_(weights, direction, denominators, -lr)
         for shard, weight in zip(shards, weights, strict=True):
             if weight is not shard:
                 shard.copy_(weight)
