@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state, own_hooks
 from muon_fsdp.distributed import News, agree, difference, layouts_of, local, local_gradient
-from muon_fsdp.engine import Work, run_stages
-from muon_fsdp.fused import FUSED_DTYPES, FusedStep, make_fused_step, not_fusable, signature_of
 from muon_fsdp.groups import (
     Group,
     Params,
@@ -38,7 +36,6 @@ from muon_fsdp.options import (
 )
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
-from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import RULES
@@ -317,70 +314,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         if decision is None:
             decision = self._agree(planned, gradients, inert=False)
         if self._admits(decision):
+            states = [self.state[parameter] for parameter in planned.parameters]
             with on_device(local(planned.parameters[0]).device) if planned.parameters else nullcontext():
-                self._run(planned, gradients, decision.wanted)
+                planned.run(self.param_groups, states, gradients, decision.wanted, self._accumulation_steps)
         return loss
-
-    def _run(self, planned: PlannedStep, gradients: dict[int, Tensor], wanted: Mapping[int, Tensor]) -> None:
-        """Run the stages of the plan, in fused launches where parameters allow it, and as a graph if asked for."""
-        states = [self.state[parameter] for parameter in planned.parameters]
-        shards = [local(parameter) for parameter in planned.parameters]
-        if planned.fused is None or not planned.fused.fits(shards, states, gradients):
-            signature = signature_of(shards, states, gradients, self.param_groups, planned.fused)
-            if planned.fused is not None and planned.fused.signature == signature:
-                planned.fused.accept(states)  # other tensors of the same kind: the tables will say where
-            else:
-                planned.fused = make_fused_step(planned.plan, shards, states, signature)
-                planned.graph = planned.graph_key = None
-        fused = planned.fused
-        if fused.ints is not None and fused.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("step() can't be part of a graph that you capture: say cuda_graph=True instead")
-        for position, grad in gradients.items():
-            if fused.signature[position] is not None and not grad.is_contiguous():
-                gradients[position] = grad.contiguous()
-        fused.fill_tables(shards, states, gradients, self.param_groups, wanted, self._accumulation_steps)
-        work = self._work(planned, gradients, wanted, fused)
-
-        def run(recorder: Recorder) -> None:
-            run_stages(
-                planned.plan.stages, planned.labels, self.param_groups, fused.stages, work, self._engine, recorder
-            )
-
-        if not self._engine.cuda_graph:
-            run(Recorder())
-            return
-        # What was captured holds for these tables and launches; anything else is done once and then captured anew.
-        key = (fused.variant, tuple(group["nesterov"] for group in self.param_groups))
-        if planned.graph is not None and planned.graph_key == key:
-            planned.graph.replay()
-        elif planned.graph_key == key:
-            recorder = GraphRecorder(fused.device)
-            recorder.record(lambda: run(recorder))
-            planned.graph = recorder
-        else:
-            self._refuse_what_has_no_graph(planned, states)
-            planned.graph, planned.graph_key = None, key
-            run(Recorder())  # compiles and tunes kernels, which a capture can't
-
-    def _refuse_what_has_no_graph(self, planned: PlannedStep, states: Sequence[Mapping[str, Tensor]]) -> None:
-        routes = self._all_routes()
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        devices = {local(parameter).device for parameter in planned.parameters}
-        for position, (parameter, group) in enumerate(zip(planned.parameters, groups, strict=True)):
-            rule, reason = RULES[group["rule"]], not_fusable(local(parameter), states[position])
-            if not rule.fused:
-                reason = f"its rule {rule.name!r} has no kernels"
-            elif rule.orthogonalizes and group["orthogonalization"] == "exact":
-                reason = "orthogonalization='exact' waits for the host"
-            elif parameter.grad is not None and parameter.grad.dtype not in FUSED_DTYPES:
-                reason = f"its gradient is {parameter.grad.dtype}"
-            elif len(devices) > 1:
-                reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
-            if reason is not None:
-                raise RuntimeError(
-                    f"cuda_graph=True can't capture the step: parameter {routes[position].name!r}: {reason}. "
-                    "Leave cuda_graph out."
-                )
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`; whether it is one of those that only let gradients add up."""
@@ -395,24 +332,6 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last."""
         if self.param_groups[0]["micro_step"] == 0:
             super().zero_grad(set_to_none)
-
-    def _work(
-        self,
-        planned: PlannedStep,
-        gradients: Mapping[int, Tensor],
-        wanted: Mapping[int, Tensor],
-        fused: FusedStep,
-    ) -> dict[int, Work]:
-        """What is left to do one by one: parameters with a gradient here, and those that may have one elsewhere."""
-        work = {}
-        for position, parameter in enumerate(planned.parameters):
-            if fused.signature[position] is None and (position in gradients or position in wanted):
-                state = {name: local(value) for name, value in self.state[parameter].items()}
-                if position in gradients:
-                    work[position] = Work(local(parameter), state, gradients[position], self._accumulation_steps)
-                else:
-                    work[position] = Work.without_gradient(local(parameter), state, wanted[position])
-        return work
 
     def _gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradients there are on this rank, by position, dense and local."""

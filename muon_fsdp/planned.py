@@ -1,4 +1,4 @@
-"""A plan together with the live parameters it was made for."""
+"""A plan together with the live parameters it was made for: its fused lists, its graph, and one run of it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import fingerprint, layouts_of, local, my_rank
-from muon_fsdp.engine import stage_label
-from muon_fsdp.fused import FusedStep
+from muon_fsdp.engine import Work, run_stages, stage_label
+from muon_fsdp.fused import FUSED_DTYPES, FusedStep, make_fused_step, not_fusable, signature_of
 from muon_fsdp.layout import Layout, LayoutError, local_layout
 from muon_fsdp.options import GROUP_OPTIONS, EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
-from muon_fsdp.recorder import GraphRecorder
+from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.routing import Route
 from muon_fsdp.rules import RULES
-from muon_fsdp.rules.base import working_dtype
+from muon_fsdp.rules.base import State, working_dtype
 from muon_fsdp.views import MatrixView
 
 
@@ -39,7 +40,8 @@ class PlannedStep:
         self.key = key
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
         self.layouts = layouts_of(self.parameters, replicate_group)
-        names = [route.name for names in routes for route in names]
+        self._engine = engine
+        self._names = names = [route.name for names in routes for route in names]
         for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
             _check_placed(name, parameter, layout)
         specs = parameter_specs(groups, routes, views, self.layouts, engine)
@@ -62,9 +64,9 @@ class PlannedStep:
         # What every rank must have alike, written down when it is first compared: options may change until then.
         self.descriptions: dict[tuple[int, ...], list[str]] = {}
         # Made at the first step with these parameters, when the precision of gradients is known.
-        self.fused: FusedStep | None = None
+        self._fused: FusedStep | None = None
         self.graph: GraphRecorder | None = None
-        self.graph_key: object = None
+        self._graph_key: object = None
         self.overlaps = dict.fromkeys(self.shared, True)  # whether a rank of the set belongs to other sets too
 
     def describe(
@@ -75,6 +77,103 @@ class PlannedStep:
             for ranks, positions in self.shared.items()
         }
         self.fingerprints = {ranks: fingerprint(lines) for ranks, lines in self.descriptions.items()}
+
+    def run(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        states: Sequence[State],
+        gradients: dict[int, Tensor],  # by position, local
+        wanted: Mapping[int, Tensor],  # for shared parameters, whether some rank has a gradient
+        divisor: int,  # of gradients
+    ) -> None:
+        """Run the stages, in fused launches where parameters allow it, and as a graph if that was asked for."""
+        shards = [local(parameter) for parameter in self.parameters]
+        fused = self._fuse(groups, shards, states, gradients)
+        if fused.ints is not None and fused.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("step() can't be part of a graph that you capture: say cuda_graph=True instead")
+        for position, grad in gradients.items():
+            if fused.signature[position] is not None and not grad.is_contiguous():
+                gradients[position] = grad.contiguous()
+        fused.fill_tables(shards, states, gradients, groups, wanted, divisor)
+        work = self._work(fused, shards, states, gradients, wanted, divisor)
+
+        def run(recorder: Recorder) -> None:
+            run_stages(self.plan.stages, self.labels, groups, fused.stages, work, self._engine, recorder)
+
+        if not self._engine.cuda_graph:
+            run(Recorder())
+            return
+        # What was captured holds for these tables and launches; anything else is done once and then captured anew.
+        key = (fused.variant, tuple(group["nesterov"] for group in groups))
+        if self.graph is not None and self._graph_key == key:
+            self.graph.replay()
+        elif self._graph_key == key:
+            recorder = GraphRecorder(fused.device)
+            recorder.record(lambda: run(recorder))
+            self.graph = recorder
+        else:
+            self._refuse_what_has_no_graph(groups, shards, states)
+            self.graph, self._graph_key = None, key
+            run(Recorder())  # compiles and tunes kernels, which a capture can't
+
+    def _fuse(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        shards: Sequence[Tensor],
+        states: Sequence[State],
+        gradients: Mapping[int, Tensor],
+    ) -> FusedStep:
+        """The fused lists, made anew when other tensors than before take part in them."""
+        if self._fused is None or not self._fused.fits(shards, states, gradients):
+            signature = signature_of(shards, states, gradients, groups, self._fused)
+            if self._fused is not None and self._fused.signature == signature:
+                self._fused.accept(states)  # other tensors of the same kind: the tables will say where
+            else:
+                self._fused = make_fused_step(self.plan, shards, states, signature)
+                self.graph = self._graph_key = None
+        return self._fused
+
+    def _work(
+        self,
+        fused: FusedStep,
+        shards: Sequence[Tensor],
+        states: Sequence[State],
+        gradients: Mapping[int, Tensor],
+        wanted: Mapping[int, Tensor],
+        divisor: int,
+    ) -> dict[int, Work]:
+        """What is left to do one by one: parameters with a gradient here, and those that may have one elsewhere."""
+        work = {}
+        for position, shard in enumerate(shards):
+            if fused.signature[position] is None and (position in gradients or position in wanted):
+                state = {name: local(value) for name, value in states[position].items()}
+                if position in gradients:
+                    work[position] = Work(shard, state, gradients[position], divisor)
+                else:
+                    work[position] = Work.without_gradient(shard, state, wanted[position])
+        return work
+
+    def _refuse_what_has_no_graph(
+        self, groups: Sequence[Mapping[str, Any]], shards: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        devices = {shard.device for shard in shards}
+        of_parameters = [group for group in groups for _ in group["params"]]
+        for position, (shard, group) in enumerate(zip(shards, of_parameters, strict=True)):
+            rule, reason = RULES[group["rule"]], not_fusable(shard, states[position])
+            grad = self.parameters[position].grad
+            if not rule.fused:
+                reason = f"its rule {rule.name!r} has no kernels"
+            elif rule.orthogonalizes and group["orthogonalization"] == "exact":
+                reason = "orthogonalization='exact' waits for the host"
+            elif grad is not None and grad.dtype not in FUSED_DTYPES:
+                reason = f"its gradient is {grad.dtype}"
+            elif len(devices) > 1:
+                reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
+            if reason is not None:
+                raise RuntimeError(
+                    f"cuda_graph=True can't capture the step: parameter {self._names[position]!r}: {reason}. "
+                    "Leave cuda_graph out."
+                )
 
     @property
     def compared(self) -> bool:
