@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.checkpoint import StateDict, own_hooks
 from muon_fsdp.distributed import like, local, local_gradient, local_part
-from muon_fsdp.fused import FUSED_DTYPES, not_fusable, pinned
+from muon_fsdp.fused import FUSED_DTYPES, lr_is_on_device, not_fusable, pinned, refuse_capture
 from muon_fsdp.kernels import on_device
 from muon_fsdp.rules.base import working_dtype
 
@@ -137,7 +137,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
     ) -> None:
         lr, beta1, beta2 = group["lr"], group["momentum"], group["velocity"]
         if isinstance(lr, Tensor):
-            lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
+            lr = lr.reshape(()) if lr_is_on_device(lr) else float(lr)
         decay = group["weight_decay"]
         shards = [local(parameter) for parameter in parameters]
         weights = [shard.to(working_dtype(shard.dtype)) for shard in shards]
@@ -267,28 +267,34 @@ class _FusedList:
         from muon_fsdp.kernels.triton_elementwise import TensorList
 
         device, lr = self.scalars.device, group["lr"]
+        refuse_capture(device)
         grads = [gradients[p] for p in parameters]
         shards = [local(p) for p in parameters]
         moments = [[local(optimizer.state[p][name]) for p in parameters] for name in _STATE]
         rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (grads, shards, *moments)]
         aligned = self.aligned_chunks and not any(address % 16 for row in rows for address in row)
         self.addresses.copy_(pinned(rows, torch.int64, device), non_blocking=True)
-        lr_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
         beta1, beta2 = group["momentum"], group["velocity"]
-        numbers = [0.0 if lr_on_device else float(lr), group["weight_decay"], 1.0, beta1, beta2, 1 - beta1, 1 - beta2]
+        numbers = [
+            0.0 if lr_is_on_device(lr) else float(lr),
+            group["weight_decay"],
+            1.0,
+            beta1,
+            beta2,
+            1 - beta1,
+            1 - beta2,
+        ]
         numbers += [0.0] * (len(self.scalars) - len(numbers))
         self.scalars.copy_(pinned(numbers, torch.float32, device), non_blocking=True)
-        if lr_on_device:
+        if lr_is_on_device(lr):
             self.scalars[:1].copy_(lr.reshape(1))
         tensors = TensorList(
             num_tensors=len(parameters),
             parameter_dtype=shards[0].dtype,
             gradient_dtype=grads[0].dtype,
             chunks=self.chunks,
-            slots=self.first_chunk,
             aligned_chunks=self.aligned_chunks,
             addresses=self.addresses,
-            active=self.addresses[0],
             scalars=self.scalars,
             aligned=aligned,
         )

@@ -109,6 +109,7 @@ class FusedStep:
         """Write where everything lies and what this step's numbers are; without a wait for the device."""
         if self.ints is None or self.scalars is None:
             return
+        refuse_capture(self.device)
         ints: list[int] = []
         scalars: list[float] = []
         for member in self.members:
@@ -122,20 +123,22 @@ class FusedStep:
             ints += addresses
             ints += [int(grad is not None) for grad in grads]
             lr = group["lr"]
-            numbers = [0.0 if _on_device(lr) else float(lr), group["weight_decay"], 1 / divisor]
+            numbers = [0.0 if lr_is_on_device(lr) else float(lr), group["weight_decay"], 1 / divisor]
             numbers += rule.fused_scalars(group)
             scalars += numbers + [0.0] * (len(member.tensors.scalars) - len(numbers))
         self.ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)
         self.scalars.copy_(pinned(scalars, torch.float32, self.device), non_blocking=True)
         for member in self.members:
             lr = groups[member.group]["lr"]
-            if _on_device(lr):
+            if lr_is_on_device(lr):
                 member.tensors.scalars[:1].copy_(lr.reshape(1))
             shared = [index for index, position in enumerate(member.positions) if position in wanted]
             if shared:  # what some rank has a gradient for counts on all of them
                 where = pinned(shared, torch.int64, self.device).to(self.device, non_blocking=True)
                 flags = [wanted[member.positions[index]] for index in shared]
-                member.tensors.active[where] = torch.stack(flags).to(torch.int64)
+                active = member.tensors.active
+                assert active is not None
+                active[where] = torch.stack(flags).to(torch.int64)
 
     @property
     def variant(self) -> object:
@@ -192,7 +195,13 @@ def pinned(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def _on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
+def refuse_capture(device: torch.device) -> None:
+    """Tables are copied from host memory that is used again: a graph around that would read what is there later."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("step() can't be part of a graph that you capture; MuonOptimizer has cuda_graph=True for it")
+
+
+def lr_is_on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
     return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 

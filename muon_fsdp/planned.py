@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -89,8 +88,6 @@ class PlannedStep:
         """Run the stages, in fused launches where parameters allow it, and as a graph if that was asked for."""
         shards = [local(parameter) for parameter in self.parameters]
         fused = self._fuse(groups, shards, states, gradients)
-        if fused.ints is not None and fused.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("step() can't be part of a graph that you capture: say cuda_graph=True instead")
         for position, grad in gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
                 gradients[position] = grad.contiguous()

@@ -91,8 +91,8 @@ def _unusable(device: torch.device, kernels: str) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _from_table(product: Product, num_processors: int) -> Choice:
-    return Choice("triton", _hopper_tiles(product, num_processors), "measured on an H200")
+def _from_table(product: Product, processors: int) -> Choice:
+    return Choice("triton", _hopper_tiles(product, processors), "measured on an H200")
 
 
 def select(product: Product, device: torch.device) -> Choice:
@@ -113,14 +113,14 @@ def select(product: Product, device: torch.device) -> Choice:
     return _as_choice(known)
 
 
-def _hopper_tiles(product: Product, num_processors: int) -> TileConfig:
+def _hopper_tiles(product: Product, processors: int) -> TileConfig:
     from muon_fsdp.kernels.triton_products import TileConfig
 
     rows, cols = product.rows, product.cols
     tiles = _num_tiles(product, 128, 128)
     if product.dtype == torch.float32:  # three products each: registers are the limit
         return TileConfig(64, 64, 32, 4, 3)
-    if min(rows, cols) <= 64 or tiles < num_processors // 2:
+    if min(rows, cols) <= 64 or tiles < processors // 2:
         return TileConfig(64, 64, 64, 4, 4)
     if not product.bulk:
         return TileConfig(128, 128, 32, 4, 3)

@@ -33,15 +33,16 @@ class TensorList:
     parameter_dtype: torch.dtype
     gradient_dtype: torch.dtype
     chunks: Tensor  # (num_chunks, 4) int64: tensor, first element, number of elements, number of the partial norm
-    slots: Tensor  # (num_tensors,) int64: where a tensor begins in a staging buffer
     aligned_chunks: bool
     addresses: Tensor  # (rows, num_tensors) int64
-    active: Tensor  # (num_tensors,) int64: whether it is updated at all; its gradient may still be missing (zero)
     scalars: Tensor  # (MAX_SCALARS,) float32
+    # (num_tensors,) int64: whether it is updated at all; its gradient may still be missing (zero)
+    active: Tensor | None = None
+    slots: Tensor | None = None  # (num_tensors,) int64: where a tensor begins in a staging buffer
     aligned: bool = True  # all addresses, in this step
 
     @property
-    def tables(self) -> tuple[Tensor, ...]:
+    def tables(self) -> tuple[Tensor | None, ...]:
         """The first arguments of a kernel that works on slots."""
         return (self.chunks, self.addresses, self.active, self.scalars, self.slots)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.elementwise import TritonMuon
 from tests.gpu import nccl_cases
 from tests.gpu.test_nccl import nccl  # noqa: F401 - a fixture
 
@@ -199,13 +200,14 @@ def test_what_has_no_graph_is_refused_by_name(prepare, text):
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_capture_by_hand_is_refused():
+@pytest.mark.parametrize("make", [MuonOptimizer, lambda model: TritonMuon(model.parameters())])
+def test_a_capture_by_hand_is_refused(make):
     model = make_model()
-    optimizer = MuonOptimizer(model)
+    optimizer = make(model)
     backward(model, 0)
     optimizer.step()
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="say cuda_graph=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError, match="graph that you capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 
 
