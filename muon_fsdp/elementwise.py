@@ -17,11 +17,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias, overload
+from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.checkpoint import StateDict, own_hooks
@@ -59,7 +60,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             "nesterov": nesterov,
             "layerwise_norm": layerwise_norm,
         }
-        self._lists: dict[object, _FusedList] = {}
+        self._tables: dict[object, _Tables] = {}
         super().__init__([params] if isinstance(params, Tensor) else params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -88,21 +89,34 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         for index, (group, gradients) in enumerate(zip(self.param_groups, gradients_of_groups, strict=True)):
             for parameter in gradients:
                 self._count(parameter)
-            fused: dict[object, list[Tensor]] = defaultdict(list)
-            single: list[Tensor] = []
-            for parameter, grad in gradients.items():
-                shard = local(parameter)
-                moments = {name: self.state[parameter][name] for name in _STATE}
-                if not_fusable(shard, moments) is None and grad.dtype in FUSED_DTYPES:
-                    fused[(index, shard.device, shard.dtype, grad.dtype)].append(parameter)
-                else:
-                    single.append(parameter)
-            for key, parameters in fused.items():
-                with on_device(local(parameters[0]).device):
-                    self._fused_list(key, parameters).step(self, group, parameters, gradients)
-            if single:
-                self._foreach_step(group, single, gradients)
+            parts = self._parts(index, group, gradients)
+            sums: list[Tensor | None] = [None] * len(parts)
+            if group["layerwise_norm"]:
+                own = [part.sums_of_squares() for part in parts]
+                _add_up_shards(group["params"], [part.parameters for part in parts], own)
+                sums = [*own]
+            for part, sums_of_part in zip(parts, sums, strict=True):
+                part.update(sums_of_part)
         return loss
+
+    def _parts(self, index: int, group: Mapping[str, Any], gradients: Mapping[Tensor, Tensor]) -> list[_Part]:
+        """The parameters of a group that are updated together."""
+        fused: dict[object, list[Tensor]] = defaultdict(list)
+        single: list[Tensor] = []
+        for parameter, grad in gradients.items():
+            shard = local(parameter)
+            moments = {name: self.state[parameter][name] for name in _STATE}
+            if not_fusable(shard, moments) is None and grad.dtype in FUSED_DTYPES:
+                fused[(index, shard.device, shard.dtype, grad.dtype)].append(parameter)
+            else:
+                single.append(parameter)
+        parts: list[_Part] = []
+        for key, parameters in fused.items():
+            tables = self._tables_of(key, parameters)
+            parts.append(_FusedPart(tables, self.coupled_decay, group, parameters, gradients, self.state))
+        if single:
+            parts.append(_ForeachPart(self.coupled_decay, group, single, gradients, self.state))
+        return parts
 
     def _gradients(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """The local gradients there are, contiguous where the parameter is."""
@@ -111,6 +125,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             grad = parameter.grad
             if grad is None:
                 continue
+            refuse_capture(local(parameter).device)
             if grad.layout != torch.strided:
                 raise RuntimeError(f"{self._short_name} does not support sparse gradients")
             grad = local_gradient(parameter, grad)
@@ -125,48 +140,12 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
         state["step"] += 1
 
-    def _fused_list(self, key: object, parameters: Sequence[Tensor]) -> _FusedList:
+    def _tables_of(self, key: object, parameters: Sequence[Tensor]) -> _Tables:
         numels = tuple(local(parameter).numel() for parameter in parameters)
-        known = self._lists.get(key)
+        known = self._tables.get(key)
         if known is None or known.numels != numels:
-            known = self._lists[key] = _FusedList(numels, local(parameters[0]).device)
+            known = self._tables[key] = _Tables(numels, local(parameters[0]).device)
         return known
-
-    def _foreach_step(
-        self, group: Mapping[str, Any], parameters: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]
-    ) -> None:
-        lr, beta1, beta2 = group["lr"], group["momentum"], group["velocity"]
-        if isinstance(lr, Tensor):
-            lr = lr.reshape(()) if lr_is_on_device(lr) else float(lr)
-        decay = group["weight_decay"]
-        shards = [local(parameter) for parameter in parameters]
-        weights = [shard.to(working_dtype(shard.dtype)) for shard in shards]
-        grads = [gradients[p].to(w.dtype) for p, w in zip(parameters, weights, strict=True)]
-        first, second = ([local(self.state[p][name]) for p in parameters] for name in _STATE)
-        if self.coupled_decay and decay != 0:
-            grads = list(torch._foreach_add(grads, weights, alpha=decay))
-        if group["layerwise_norm"]:
-            sums = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads])
-            _add_up_shards(parameters, sums)
-            grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        direction = first
-        if group["nesterov"]:
-            direction = list(torch._foreach_lerp(first, grads, 1 - beta1))
-        denominators = torch._foreach_sqrt(second)
-        torch._foreach_add_(denominators, EPSILON)
-        if not self.coupled_decay and decay != 0:
-            torch._foreach_mul_(weights, 1 - lr * decay)
-        if isinstance(lr, Tensor):  # on the device: reading it would stall the host
-            torch._foreach_div_(denominators, -lr)
-            torch._foreach_addcdiv_(weights, direction, denominators)
-        else:
-            torch._foreach_addcdiv_(weights, direction, denominators, -lr)
-        for shard, weight in zip(shards, weights, strict=True):
-            if weight is not shard:
-                shard.copy_(weight)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As torch's, but momentum and velocity keep their precision and share no memory with `state_dict`."""
@@ -189,7 +168,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_lists": {}}
+        return {**super().__getstate__(), "_tables": {}}
 
 
 class TritonMuon(_ElementwiseMuon):
@@ -240,8 +219,66 @@ class TritonMuonW(_ElementwiseMuon):
         super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
 
 
-class _FusedList:
-    """Tensors of one group that one launch updates, and its tables."""
+class _Part(Protocol):
+    """Parameters of one group that are updated together."""
+
+    parameters: Sequence[Tensor]
+
+    def sums_of_squares(self) -> Tensor:
+        """Of every local gradient, with the decay that is coupled to it, as float64."""
+
+    def update(self, sums: Tensor | None) -> None: ...
+
+
+class _ForeachPart:
+    def __init__(
+        self,
+        coupled: bool,
+        group: Mapping[str, Any],
+        parameters: Sequence[Tensor],
+        gradients: Mapping[Tensor, Tensor],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+    ) -> None:
+        self.parameters, self.coupled, self.group = parameters, coupled, group
+        self.shards = [local(parameter) for parameter in parameters]
+        self.weights = [shard.to(working_dtype(shard.dtype)) for shard in self.shards]
+        self.first, self.second = ([local(state[p][name]) for p in parameters] for name in _STATE)
+        self.grads = [gradients[p].to(w.dtype) for p, w in zip(parameters, self.weights, strict=True)]
+        if coupled and group["weight_decay"] != 0:
+            self.grads = list(torch._foreach_add(self.grads, self.weights, alpha=group["weight_decay"]))
+
+    def sums_of_squares(self) -> Tensor:
+        return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in self.grads])
+
+    def update(self, sums: Tensor | None) -> None:
+        lr, beta1, beta2 = self.group["lr"], self.group["momentum"], self.group["velocity"]
+        if isinstance(lr, Tensor):
+            lr = lr.reshape(()) if lr_is_on_device(lr) else float(lr)
+        decay, grads = self.group["weight_decay"], self.grads
+        if sums is not None:
+            grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]
+        torch._foreach_lerp_(self.first, grads, 1 - beta1)
+        torch._foreach_mul_(self.second, beta2)
+        torch._foreach_addcmul_(self.second, grads, grads, 1 - beta2)
+        direction = self.first
+        if self.group["nesterov"]:
+            direction = list(torch._foreach_lerp(self.first, grads, 1 - beta1))
+        denominators = torch._foreach_sqrt(self.second)
+        torch._foreach_add_(denominators, EPSILON)
+        if not self.coupled and decay != 0:
+            torch._foreach_mul_(self.weights, 1 - lr * decay)
+        if isinstance(lr, Tensor):  # on the device: reading it would stall the host
+            torch._foreach_div_(denominators, -lr)
+            torch._foreach_addcdiv_(self.weights, direction, denominators)
+        else:
+            torch._foreach_addcdiv_(self.weights, direction, denominators, -lr)
+        for shard, weight in zip(self.shards, self.weights, strict=True):
+            if weight is not shard:
+                shard.copy_(weight)
+
+
+class _Tables:
+    """What a launch over tensors of these sizes reads on the device."""
 
     def __init__(self, numels: tuple[int, ...], device: torch.device) -> None:
         from muon_fsdp.kernels.triton_elementwise import MAX_SCALARS, make_chunks, num_chunks
@@ -256,24 +293,26 @@ class _FusedList:
         self.addresses = torch.zeros(4, len(numels), dtype=torch.int64, device=device)
         self.scalars = torch.zeros(MAX_SCALARS, dtype=torch.float32, device=device)
 
-    def step(
+
+class _FusedPart:
+    def __init__(
         self,
-        optimizer: _ElementwiseMuon,
+        tables: _Tables,
+        coupled: bool,
         group: Mapping[str, Any],
         parameters: Sequence[Tensor],
         gradients: Mapping[Tensor, Tensor],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
     ) -> None:
-        from muon_fsdp.kernels import triton_pair
         from muon_fsdp.kernels.triton_elementwise import TensorList
 
-        device, lr = self.scalars.device, group["lr"]
-        refuse_capture(device)
-        grads = [gradients[p] for p in parameters]
+        self.parameters, self.tables, self.coupled, self.group = parameters, tables, coupled, group
+        device, lr = tables.scalars.device, group["lr"]
+        self.grads = [gradients[p] for p in parameters]  # kept until the launch has read their addresses
         shards = [local(p) for p in parameters]
-        moments = [[local(optimizer.state[p][name]) for p in parameters] for name in _STATE]
-        rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (grads, shards, *moments)]
-        aligned = self.aligned_chunks and not any(address % 16 for row in rows for address in row)
-        self.addresses.copy_(pinned(rows, torch.int64, device), non_blocking=True)
+        moments = [[local(state[p][name]) for p in parameters] for name in _STATE]
+        rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (self.grads, shards, *moments)]
+        aligned = tables.aligned_chunks and not any(address % 16 for row in rows for address in row)
         beta1, beta2 = group["momentum"], group["velocity"]
         numbers = [
             0.0 if lr_is_on_device(lr) else float(lr),
@@ -284,41 +323,64 @@ class _FusedList:
             1 - beta1,
             1 - beta2,
         ]
-        numbers += [0.0] * (len(self.scalars) - len(numbers))
-        self.scalars.copy_(pinned(numbers, torch.float32, device), non_blocking=True)
-        if lr_is_on_device(lr):
-            self.scalars[:1].copy_(lr.reshape(1))
-        tensors = TensorList(
+        numbers += [0.0] * (len(tables.scalars) - len(numbers))
+        with on_device(device):
+            tables.addresses.copy_(pinned(rows, torch.int64, device), non_blocking=True)
+            tables.scalars.copy_(pinned(numbers, torch.float32, device), non_blocking=True)
+            if lr_is_on_device(lr):
+                tables.scalars[:1].copy_(lr.reshape(1))
+        self.tensors = TensorList(
             num_tensors=len(parameters),
             parameter_dtype=shards[0].dtype,
-            gradient_dtype=grads[0].dtype,
-            chunks=self.chunks,
-            aligned_chunks=self.aligned_chunks,
-            addresses=self.addresses,
-            scalars=self.scalars,
+            gradient_dtype=self.grads[0].dtype,
+            chunks=tables.chunks,
+            aligned_chunks=tables.aligned_chunks,
+            addresses=tables.addresses,
+            scalars=tables.scalars,
             aligned=aligned,
         )
-        coupled = optimizer.coupled_decay
-        sums = None
-        if group["layerwise_norm"]:
-            sums = triton_pair.sums_of_squares(tensors, self.first_chunk, self.counters, coupled=coupled)
-            _add_up_shards(parameters, sums)
-        triton_pair.update(tensors, sums, coupled=coupled, nesterov=group["nesterov"])
+
+    def sums_of_squares(self) -> Tensor:
+        from muon_fsdp.kernels import triton_pair
+
+        with on_device(self.tables.scalars.device):
+            return triton_pair.sums_of_squares(
+                self.tensors, self.tables.first_chunk, self.tables.counters, coupled=self.coupled
+            )
+
+    def update(self, sums: Tensor | None) -> None:
+        from muon_fsdp.kernels import triton_pair
+
+        with on_device(self.tables.scalars.device):
+            triton_pair.update(self.tensors, sums, coupled=self.coupled, nesterov=self.group["nesterov"])
 
 
-def _add_up_shards(parameters: Sequence[Tensor], sums: Tensor) -> None:
-    """Make sums over local parts those over whole tensors: one all-reduce per mesh axis over which some are sharded."""
-    by_axis: dict[tuple[object, int], list[int]] = defaultdict(list)
-    for index, parameter in enumerate(parameters):
+def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sums: Sequence[Tensor]) -> None:
+    """Make sums over local gradients those over whole ones: one all-reduce per mesh axis over which some are sharded.
+
+    Every parameter of the group takes part, because one without a gradient here may have one on another rank.
+    """
+    by_axis: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
+    for index, parameter in enumerate(group):
         if isinstance(parameter, DTensor):
             for axis, placement in enumerate(parameter.placements):
                 if not placement.is_replicate():
                     by_axis[(parameter.device_mesh, axis)].append(index)
+    if not by_axis:
+        return
+    position = {parameter: index for index, parameter in enumerate(group)}
+    device = local(group[next(iter(by_axis.values()))[0]]).device
+    totals = torch.zeros(len(group), dtype=torch.float64, device=device)
+    places = [torch.tensor([position[p] for p in parameters], device=device) for parameters in parts]
+    for place, own in zip(places, sums, strict=True):
+        totals[place] = own.to(device)
     for (mesh, axis), indices in by_axis.items():
-        where = torch.tensor(indices, device=sums.device)
-        part = sums[where]
-        dist.all_reduce(part, group=mesh.get_group(axis))  # type: ignore[attr-defined]
-        sums[where] = part
+        place = torch.tensor(indices, device=device)
+        part = totals[place]
+        dist.all_reduce(part, group=mesh.get_group(axis))
+        totals[place] = part
+    for place, own in zip(places, sums, strict=True):
+        own.copy_(totals[place])
 
 
 def _check(options: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,3 +51,20 @@ def train_sharded(layout: str, norm: bool) -> dict[str, Tensor]:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
     return _train(model, norm)
+
+
+def one_rank_without_a_gradient(missing: int) -> tuple[float, float]:
+    """The norms of the momentum of a weight whose gradient is absent on rank `missing`, and of one with all of it."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = TritonMuon(model.parameters(), momentum=0.0, layerwise_norm=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if dist.get_rank() == missing:
+        model[0].weight.grad = None
+    optimizer.step()
+    norms = []
+    for p in model.parameters():
+        whole = optimizer.state[p]["momentum"] if p in optimizer.state else torch.zeros_like(p)
+        norms.append(float(whole.full_tensor().norm()))
+    return norms[0], norms[1]

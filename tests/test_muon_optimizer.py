@@ -527,3 +527,10 @@ def test_shards_and_replicas(ranks: RankPool, norm):
         for result in ranks.run(4, elementwise_cases.train_sharded, layout, norm):
             for name, value in result.items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_gradient_on_some_ranks_only(ranks: RankPool, missing):
+    for partial, whole in ranks.run(2, elementwise_cases.one_rank_without_a_gradient, missing):
+        assert partial == pytest.approx(1.0)  # of what there is
+        assert whole == pytest.approx(1.0)
