@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -85,66 +85,63 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients_of_groups = [self._gradients(group["params"]) for group in self.param_groups]  # or nothing is changed
-        for index, (group, gradients) in enumerate(zip(self.param_groups, gradients_of_groups, strict=True)):
-            for parameter in gradients:
-                self._count(parameter)
-            parts = self._parts(index, group, gradients)
+        gradients = [self._gradients(group["params"]) for group in self.param_groups]  # or nothing is changed
+        for index, (group, gradients_of_group) in enumerate(zip(self.param_groups, gradients, strict=True)):
+            parts = self._parts(index, group, gradients_of_group)
             sums: list[Tensor | None] = [None] * len(parts)
             if group["layerwise_norm"]:
                 own = [part.sums_of_squares() for part in parts]
-                _add_up_shards(group["params"], [part.parameters for part in parts], own)
+                _add_up_shards(group["params"], [[item.parameter for item in part.items] for part in parts], own)
                 sums = [*own]
             for part, sums_of_part in zip(parts, sums, strict=True):
                 part.update(sums_of_part)
         return loss
 
-    def _parts(self, index: int, group: Mapping[str, Any], gradients: Mapping[Tensor, Tensor]) -> list[_Part]:
-        """The parameters of a group that are updated together."""
-        fused: dict[object, list[Tensor]] = defaultdict(list)
-        single: list[Tensor] = []
-        for parameter, grad in gradients.items():
-            shard = local(parameter)
-            moments = {name: self.state[parameter][name] for name in _STATE}
-            if not_fusable(shard, moments) is None and grad.dtype in FUSED_DTYPES:
-                fused[(index, shard.device, shard.dtype, grad.dtype)].append(parameter)
-            else:
-                single.append(parameter)
-        parts: list[_Part] = []
-        for key, parameters in fused.items():
-            tables = self._tables_of(key, parameters)
-            parts.append(_FusedPart(tables, self.coupled_decay, group, parameters, gradients, self.state))
-        if single:
-            parts.append(_ForeachPart(self.coupled_decay, group, single, gradients, self.state))
-        return parts
-
-    def _gradients(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """The local gradients there are, contiguous where the parameter is."""
-        gradients = {}
+    def _gradients(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Parameters that have a gradient, their local parts, and its local part: contiguous where the parameter is."""
+        found = []
         for parameter in parameters:
             grad = parameter.grad
             if grad is None:
                 continue
-            refuse_capture(local(parameter).device)
             if grad.layout != torch.strided:
                 raise RuntimeError(f"{self._short_name} does not support sparse gradients")
-            grad = local_gradient(parameter, grad)
-            gradients[parameter] = grad.contiguous() if local(parameter).is_contiguous() else grad
-        return gradients
+            shard, grad = local(parameter), local_gradient(parameter, grad)
+            found.append((parameter, shard, grad.contiguous() if shard.is_contiguous() else grad))
+        for device in {shard.device for _, shard, _ in found}:
+            refuse_capture(device)
+        return found
 
-    def _count(self, parameter: Tensor) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            for name in _STATE:
-                state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
-        state["step"] += 1
+    def _parts(
+        self, index: int, group: Mapping[str, Any], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
+    ) -> list[_Part]:
+        """Count the step of every parameter of a group, and divide them into those that are updated together."""
+        fused: dict[object, list[_Item]] = defaultdict(list)
+        single: list[_Item] = []
+        for parameter, shard, grad in gradients:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = 0
+                for name in _STATE:
+                    state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+            state["step"] += 1
+            item = _Item(parameter, shard, grad, *[local(state[name]) for name in _STATE])
+            if not_fusable(shard, (item.first, item.second)) is None and grad.dtype in FUSED_DTYPES:
+                fused[(index, shard.device, shard.dtype, grad.dtype)].append(item)
+            else:
+                single.append(item)
+        parts: list[_Part] = []
+        for key, items in fused.items():
+            parts.append(_FusedPart(self.coupled_decay, group, items, self._tables_of(key, items)))
+        if single:
+            parts.append(_ForeachPart(self.coupled_decay, group, single))
+        return parts
 
-    def _tables_of(self, key: object, parameters: Sequence[Tensor]) -> _Tables:
-        numels = tuple(local(parameter).numel() for parameter in parameters)
+    def _tables_of(self, key: object, items: Sequence[_Item]) -> _Tables:
+        numels = tuple([item.shard.numel() for item in items])
         known = self._tables.get(key)
         if known is None or known.numels != numels:
-            known = self._tables[key] = _Tables(numels, local(parameters[0]).device)
+            known = self._tables[key] = _Tables(numels, items[0].shard.device)
         return known
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -219,10 +216,20 @@ class TritonMuonW(_ElementwiseMuon):
         super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
 
 
+class _Item(NamedTuple):
+    """One parameter and the local tensors of its update."""
+
+    parameter: Tensor
+    shard: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+
+
 class _Part(Protocol):
     """Parameters of one group that are updated together."""
 
-    parameters: Sequence[Tensor]
+    items: Sequence[_Item]
 
     def sums_of_squares(self) -> Tensor:
         """Of every local gradient, with the decay that is coupled to it, as float64."""
@@ -231,19 +238,11 @@ class _Part(Protocol):
 
 
 class _ForeachPart:
-    def __init__(
-        self,
-        coupled: bool,
-        group: Mapping[str, Any],
-        parameters: Sequence[Tensor],
-        gradients: Mapping[Tensor, Tensor],
-        state: Mapping[Tensor, Mapping[str, Tensor]],
-    ) -> None:
-        self.parameters, self.coupled, self.group = parameters, coupled, group
-        self.shards = [local(parameter) for parameter in parameters]
+    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
+        self.items, self.coupled, self.group = items, coupled, group
+        _, self.shards, grads, self.first, self.second = (list(column) for column in zip(*items, strict=True))
         self.weights = [shard.to(working_dtype(shard.dtype)) for shard in self.shards]
-        self.first, self.second = ([local(state[p][name]) for p in parameters] for name in _STATE)
-        self.grads = [gradients[p].to(w.dtype) for p, w in zip(parameters, self.weights, strict=True)]
+        self.grads = [grad.to(weight.dtype) for grad, weight in zip(grads, self.weights, strict=True)]
         if coupled and group["weight_decay"] != 0:
             self.grads = list(torch._foreach_add(self.grads, self.weights, alpha=group["weight_decay"]))
 
@@ -295,23 +294,13 @@ class _Tables:
 
 
 class _FusedPart:
-    def __init__(
-        self,
-        tables: _Tables,
-        coupled: bool,
-        group: Mapping[str, Any],
-        parameters: Sequence[Tensor],
-        gradients: Mapping[Tensor, Tensor],
-        state: Mapping[Tensor, Mapping[str, Tensor]],
-    ) -> None:
+    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item], tables: _Tables) -> None:
         from muon_fsdp.kernels.triton_elementwise import TensorList
 
-        self.parameters, self.tables, self.coupled, self.group = parameters, tables, coupled, group
+        self.items, self.coupled, self.group, self.tables = items, coupled, group, tables
         device, lr = tables.scalars.device, group["lr"]
-        self.grads = [gradients[p] for p in parameters]  # kept until the launch has read their addresses
-        shards = [local(p) for p in parameters]
-        moments = [[local(state[p][name]) for p in parameters] for name in _STATE]
-        rows = [[tensor.data_ptr() for tensor in tensors] for tensors in (self.grads, shards, *moments)]
+        columns = zip(*[(item.grad, item.shard, item.first, item.second) for item in items], strict=True)
+        rows = [[tensor.data_ptr() for tensor in column] for column in columns]
         aligned = tables.aligned_chunks and not any(address % 16 for row in rows for address in row)
         beta1, beta2 = group["momentum"], group["velocity"]
         numbers = [
@@ -330,9 +319,9 @@ class _FusedPart:
             if lr_is_on_device(lr):
                 tables.scalars[:1].copy_(lr.reshape(1))
         self.tensors = TensorList(
-            num_tensors=len(parameters),
-            parameter_dtype=shards[0].dtype,
-            gradient_dtype=self.grads[0].dtype,
+            num_tensors=len(items),
+            parameter_dtype=items[0].shard.dtype,
+            gradient_dtype=items[0].grad.dtype,
             chunks=tables.chunks,
             aligned_chunks=tables.aligned_chunks,
             addresses=tables.addresses,

@@ -7,7 +7,7 @@ lr may change, without anything being planned or captured again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import is_, or_
@@ -162,7 +162,7 @@ def signature_of(
     result: list[tuple[torch.dtype, torch.dtype] | None] = []
     for position, (shard, rule) in enumerate(zip(shards, rules, strict=True)):
         grad = gradients.get(position)
-        if not rule.fused or shard.device != device or not_fusable(shard, states[position]):
+        if not rule.fused or shard.device != device or not_fusable(shard, map(local, states[position].values())):
             result.append(None)
         elif grad is None:  # as it was: whether there is a gradient changes no launch
             known = before.signature[position] if before is not None else None
@@ -172,21 +172,24 @@ def signature_of(
     return tuple(result)
 
 
-def not_fusable(shard: Tensor, state: Mapping[str, Tensor]) -> str | None:
-    """Why a local tensor can't take part in a fused launch; None if it can."""
-    reason = unusable(shard.device)
-    if reason is None and shard.dtype not in FUSED_DTYPES:
-        reason = f"there are no kernels for {shard.dtype}"
-    tensors = [local(value) for value in state.values()]
-    if reason is None and not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (shard, *tensors)):
-        reason = "it or its state is no plain tensor"
-    if reason is None and not all(tensor.is_contiguous() for tensor in (shard, *tensors)):
-        reason = "it or its state is not contiguous"
-    if reason is None and not all(tensor.dtype == torch.float32 for tensor in tensors):
-        reason = "its state is not float32"
-    if reason is None and not all(tensor.device == shard.device for tensor in tensors):
-        reason = "its state is on another device"
-    return reason
+def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
+    """Why a local tensor, with these of its state, can't take part in a fused launch; None if it can."""
+    device = shard.device
+    reason = unusable(device)
+    if reason is not None:
+        return reason
+    if shard.dtype not in FUSED_DTYPES:
+        return f"there are no kernels for {shard.dtype}"
+    for tensor in (shard, *state):
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return "it or its state is no plain tensor"
+        if not tensor.is_contiguous():
+            return "it or its state is not contiguous"
+        if tensor is not shard and tensor.dtype is not torch.float32:
+            return "its state is not float32"
+        if tensor.device != device:
+            return "its state is on another device"
+    return None
 
 
 def pinned(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

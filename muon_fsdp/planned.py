@@ -156,7 +156,7 @@ class PlannedStep:
         devices = {shard.device for shard in shards}
         of_parameters = [group for group in groups for _ in group["params"]]
         for position, (shard, group) in enumerate(zip(shards, of_parameters, strict=True)):
-            rule, reason = RULES[group["rule"]], not_fusable(shard, states[position])
+            rule, reason = RULES[group["rule"]], not_fusable(shard, map(local, states[position].values()))
             grad = self.parameters[position].grad
             if not rule.fused:
                 reason = f"its rule {rule.name!r} has no kernels"

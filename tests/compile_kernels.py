@@ -161,7 +161,8 @@ def main() -> None:
     elementwise(triton_norms._inverse_norms_kernel, ["*fp32!", "*i32!", "*fp32!"], {"BLOCK": 1024}, False)
     pair = {"PARAMETER_TYPE": tl.float32, "GRADIENT_TYPE": tl.float32, **aligned}
     update = {"COUPLED": True, "NESTEROV": True, "NORM": True}
-    elementwise(triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], {**update, **pair})
+    update |= {**pair, "BLOCK": triton_pair.BLOCK}
+    elementwise(triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], update)
     sums: list[str | None] = ["*i64", "*i64", "*fp32", "*i32!", "*fp64!", "*i32!", "*fp64!", "i32"]
     elementwise(triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
 

@@ -13,6 +13,8 @@ from muon_fsdp.kernels.triton_norms import CHUNK, partial_norm
 
 EPSILON = tl.constexpr(1e-8)
 PARTIALS_AT_ONCE = 1024
+BLOCK = 4096  # elements at once: as many as registers hold without starving the memory
+WARPS = 16
 _TABLES = ["chunks", "addresses", "scalars"]
 
 
@@ -69,32 +71,35 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     GRADIENT_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     tensor, start, length = tensor_chunk(chunks, tl.program_id(0), ALIGNED)
-    offset = tl.arange(0, CHUNK)
-    mask = (offset < length) & (tl.load(addresses + tensor) != 0)
+    there = tl.load(addresses + tensor) != 0
     lr, weight_decay = tl.load(scalars), tl.load(scalars + 1)
     beta1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4)
     rest1, rest2 = tl.load(scalars + 5), tl.load(scalars + 6)  # 1 - beta, which float32 would round
-    grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
-    pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
-    first_pointer = tensor_pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-    second_pointer = tensor_pointer(addresses, 3, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-    weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    if COUPLED:
-        grad += weight_decay * weight
-    if NORM:
-        grad /= (tl.sqrt(tl.load(sums + tensor)) + EPSILON).to(tl.float32)
-    first = beta1 * tl.load(first_pointer, mask=mask, other=0.0) + rest1 * grad
-    second = beta2 * tl.load(second_pointer, mask=mask, other=0.0) + rest2 * grad * grad
-    tl.store(first_pointer, first, mask=mask)
-    tl.store(second_pointer, second, mask=mask)
-    if NESTEROV:
-        first = beta1 * first + rest1 * grad
-    if not COUPLED:
-        weight *= 1.0 - lr * weight_decay
-    weight -= lr / (tl.sqrt(second) + EPSILON) * first
-    tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
+    for begin in range(0, CHUNK, BLOCK):
+        offset = begin + tl.arange(0, BLOCK)
+        mask = (offset < length) & there
+        grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
+        pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+        first_pointer = tensor_pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+        second_pointer = tensor_pointer(addresses, 3, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+        weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+        if COUPLED:
+            grad += weight_decay * weight
+        if NORM:
+            grad /= (tl.sqrt(tl.load(sums + tensor)) + EPSILON).to(tl.float32)
+        first = beta1 * tl.load(first_pointer, mask=mask, other=0.0) + rest1 * grad
+        second = beta2 * tl.load(second_pointer, mask=mask, other=0.0) + rest2 * grad * grad
+        tl.store(first_pointer, first, mask=mask)
+        tl.store(second_pointer, second, mask=mask)
+        if NESTEROV:
+            first = beta1 * first + rest1 * grad
+        if not COUPLED:
+            weight *= 1.0 - lr * weight_decay
+        weight -= lr / (tl.sqrt(second) + EPSILON) * first
+        tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
 
 
 def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, *, coupled: bool) -> Tensor:
@@ -146,7 +151,8 @@ def update(tensors: TensorList, sums: Tensor | None, *, coupled: bool, nesterov:
             "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
             "ALIGNED": tensors.aligned,
             "CHUNK": CHUNK,
+            "BLOCK": BLOCK,
         },
         tensors.scalars.device,
-        num_warps=8,
+        num_warps=WARPS,
     )
