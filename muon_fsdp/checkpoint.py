@@ -15,6 +15,7 @@ from muon_fsdp.options import canonical
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import State, StateSpec
+from muon_fsdp.views import MatrixView
 
 StateDict: TypeAlias = dict[str, Any]
 
@@ -38,10 +39,13 @@ def own_hooks(
 
 
 def check_and_complete(
-    optimizer: torch.optim.Optimizer, routes: Sequence[Sequence[Route]], state_dict: StateDict
+    optimizer: torch.optim.Optimizer,
+    routes: Sequence[Sequence[Route]],
+    views: Sequence[Sequence[MatrixView | None]],
+    state_dict: StateDict,
 ) -> StateDict:
     """Raise if `state_dict` does not fit, naming every mismatch; else give it with group keys it lacks filled in."""
-    mismatches = _mismatches(optimizer, routes, state_dict)
+    mismatches = _mismatches(optimizer, routes, views, state_dict)
     if mismatches:
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
@@ -78,7 +82,10 @@ def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
 
 
 def _mismatches(
-    optimizer: torch.optim.Optimizer, routes: Sequence[Sequence[Route]], state_dict: StateDict
+    optimizer: torch.optim.Optimizer,
+    routes: Sequence[Sequence[Route]],
+    views: Sequence[Sequence[MatrixView | None]],
+    state_dict: StateDict,
 ) -> list[str]:
     groups, saved_groups, states = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(states, dict) or not isinstance(saved_groups, Sequence):
@@ -88,7 +95,7 @@ def _mismatches(
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, routes, saved_groups)
     mismatches = []
-    for group, saved, group_routes in zip(groups, saved_groups, routes, strict=True):
+    for group, saved, group_routes, group_views in zip(groups, saved_groups, routes, views, strict=True):
         saved_names = _saved_names(saved) if "param_names" in group else None
         for index, (parameter, route) in enumerate(zip(group["params"], group_routes, strict=True)):
             if saved_names and saved_names[index] != route.name:
@@ -96,7 +103,8 @@ def _mismatches(
             elif saved.get("rule", group["rule"]) != group["rule"]:
                 mismatches.append(f"{route.name}: saved with rule {saved['rule']!r}, but takes {group['rule']!r} here")
             else:
-                mismatches += _state_mismatches(route, group["rule"], parameter, states.get(saved["params"][index]))
+                state = states.get(saved["params"][index])
+                mismatches += _state_mismatches(route, group["rule"], parameter, group_views[index], state)
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
     mismatches += [f"state of a parameter {key!r} that is in no group" for key in states if key not in known]
     return mismatches
@@ -133,7 +141,9 @@ def _group_mismatches(
     return lines
 
 
-def _state_mismatches(route: Route, rule: str, parameter: Tensor, state: dict[str, Any] | None) -> list[str]:
+def _state_mismatches(
+    route: Route, rule: str, parameter: Tensor, view: MatrixView | None, state: dict[str, Any] | None
+) -> list[str]:
     if not state:  # not created yet when it was saved, or dropped because the parameter is frozen
         return []
     specs = {spec.name: spec for spec in RULES[rule].state}
@@ -141,11 +151,9 @@ def _state_mismatches(route: Route, rule: str, parameter: Tensor, state: dict[st
         return [f"{route.name}: saved state {sorted(state)}, but rule {rule!r} has {sorted(specs)}"]
     mismatches = []
     for name, spec in specs.items():
-        value = torch.as_tensor(state[name])
-        if value.shape != spec.shape(parameter):
-            mismatches.append(
-                f"{route.name}: saved {name} of shape {tuple(value.shape)}, expected {tuple(spec.shape(parameter))}"
-            )
+        value, expected = torch.as_tensor(state[name]), tuple(spec.shape(parameter, view))
+        if value.shape != expected:
+            mismatches.append(f"{route.name}: saved {name} of shape {tuple(value.shape)}, expected {expected}")
         elif spec.like == "parameter" and not can_take_part(value, parameter):
             mismatches.append(
                 f"{route.name}: saved {name} is sharded otherwise than the parameter; "

@@ -312,6 +312,14 @@ def agree(
     return Decision(flags[0] == -flags[1], flags[2:first_flag] > 0, present)
 
 
+def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:
+    """The sums of tensors over ranks, by one collective; all of them float and on one device."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group_of(ranks))
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def fingerprint(description: Sequence[str]) -> int:
     """31 bits of a hash, the same in every process."""
     digest = hashlib.sha256("\n".join(description).encode()).digest()

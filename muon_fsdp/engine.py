@@ -13,10 +13,11 @@ from torch.profiler import record_function
 from muon_fsdp.distributed import StageExchange
 from muon_fsdp.fused import FusedStage
 from muon_fsdp.options import EngineOptions
-from muon_fsdp.plan import Batch, Stage
+from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.recorder import Recorder
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.rules.base import State, working_dtype
+from muon_fsdp.sphere import Sphere
 
 
 @dataclass
@@ -64,13 +65,14 @@ def run_stages(
     work: Mapping[int, Work],
     engine: EngineOptions,
     recorder: Recorder,
+    sphere: Sphere | None = None,
 ) -> None:
     """Run every stage. While one computes, the next is being gathered and the one before it scattered."""
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
     num_travelling = 0
     for stage, label, part in zip(stages, labels, fused, strict=True):
-        run = _StageRun(stage, label, groups, part, work, engine, recorder)
+        run = _StageRun(stage, label, groups, part, work, engine, recorder, sphere)
         if not run.present:
             continue
         run.start(num_travelling)
@@ -104,6 +106,7 @@ class _StageRun:
         work: Mapping[int, Work],
         engine: EngineOptions,
         recorder: Recorder,
+        sphere: Sphere | None,
     ) -> None:
         self.stage, self.label, self.rule = stage, label, RULES[stage.rule]
         self.fused, self.work = fused, work
@@ -113,6 +116,7 @@ class _StageRun:
         exchange = stage.exchange
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self._groups, self._engine, self._recorder = groups, engine, recorder
+        self._sphere = sphere if self.rule.spherical else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
@@ -158,7 +162,7 @@ class _StageRun:
         dtype = self.rule.result_dtype([batch.key for batch in self.stage.batches], units)
         results = torch.empty(self.stage.unit_numel, dtype=dtype, device=units.device)
         with record_function(f"muon_fsdp.orthogonalize {self.label}"):
-            _directions(self.rule, self.stage, self.present, units, results, self._inverse_norms)
+            _directions(self.rule, self.stage, self.present, units, results, self._inverse_norms, self._sphere)
         if self._exchange is not None:
             with record_function(f"muon_fsdp.scatter {self.label}"):
                 self._exchange.start_scatter(results)
@@ -182,7 +186,8 @@ class _StageRun:
                     ]
                 else:
                     updates = [self._updates[i] for i in positions]
-                self.rule.apply(options, [w.parameter for w in works], updates)
+                factors = [self._sphere.factors(i, self.work[i].parameter) for i in positions] if self._sphere else None
+                self.rule.apply(options, [w.parameter for w in works], updates, factors)
                 for each in works:
                     each.commit()
         self._buffer, self._updates = torch.empty(0), {}
@@ -195,6 +200,7 @@ def _directions(
     units: Tensor,  # flat
     results: Tensor,  # flat
     inverse_norms: Tensor | None,  # of all matrices, in the order of the batches
+    sphere: Sphere | None,
 ) -> None:
     """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out."""
     first_matrix = 0
@@ -206,17 +212,44 @@ def _directions(
         start = _start_of_run(stage, batch) if complete else None
         if start is not None:
             stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
-            rule.direction(batch.key, units[start:stop].view(shape), results[start:stop].view(shape), norms)
+            _direction(
+                rule,
+                stage,
+                batch,
+                members,
+                units[start:stop].view(shape),
+                results[start:stop].view(shape),
+                norms,
+                sphere,
+            )
         elif members:
             sources = [
                 _block(stage, member.unit, member.block, units)[member.start : member.stop] for member in members
             ]
             together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
             directions = torch.empty_like(together, dtype=results.dtype)
-            rule.direction(batch.key, together, directions, norms if complete else None)
+            _direction(rule, stage, batch, members, together, directions, norms if complete else None, sphere)
             pieces = torch.split(directions, [member.stop - member.start for member in members])
             for member, piece in zip(members, pieces, strict=True):
                 _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)
+
+
+def _direction(
+    rule: Rule,
+    stage: Stage,
+    batch: Batch,
+    members: Sequence[Member],  # those of the batch that are there
+    matrices: Tensor,
+    out: Tensor,
+    inverse_norms: Tensor | None,
+    sphere: Sphere | None,
+) -> None:
+    if sphere is None:
+        rule.direction(batch.key, matrices, out, inverse_norms)
+        return
+    spectrum, where = sphere.spectrum(stage, batch, members)
+    rule.tangent(batch.key, matrices, out, inverse_norms, spectrum)
+    sphere.take(stage, members, where, spectrum)
 
 
 def _start_of_run(stage: Stage, batch: Batch) -> int | None:

@@ -40,6 +40,7 @@ from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import RULES
 from muon_fsdp.scaling import update_scale
+from muon_fsdp.spectral import target_radius
 from muon_fsdp.views import MatrixView, matrix_view
 
 # Options of a group on which the plan depends; lr, momentum and the like are read when they are used.
@@ -52,7 +53,11 @@ _PLANNED_OPTIONS = (
     "ns_steps",
     "scale",
     "ns_stepsize",
+    "power_iteration_steps",
+    "lambda_mode",
 )
+
+NO_SCALE = "rule 'spectral_sphere' has no scale: the radius of a matrix takes its place (radius_mode, radius_scaler)"
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -79,7 +84,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         weight_decay: decoupled weight decay of the matrices.
         nesterov: look ahead by one step of momentum.
         ns_steps: steps of the orthogonalizing iteration.
-        rule: the rule for matrices, "muon" or "adamw".
+        rule: the rule for matrices, "muon", "spectral_sphere" or "adamw".
         scale: size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)),
             "v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number.
         orthogonalization: coefficients "default", "keller", "polar_express", "quintic", or "exact" (SVD, slow).
@@ -87,6 +92,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         num_heads: cut the rows of every matrix into this many equal matrices.
         split_sizes: cut the rows of every matrix into matrices of these heights, as of a fused QKV.
         ns_stepsize: further factor of the orthogonalized update.
+        power_iteration_steps, radius_mode, radius_scaler, retract_mode, retract_alpha, lambda_mode: of rule
+            "spectral_sphere", as for `SpectralSphereOptimizer`.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: options of what AdamW takes.
         nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
             The last two look at the gradients before anything is changed, which waits for the device.
@@ -118,6 +125,12 @@ class MuonOptimizer(torch.optim.Optimizer):
         num_heads: int | None = None,
         split_sizes: Sequence[int] | None = None,
         ns_stepsize: float = 1.0,
+        power_iteration_steps: int = 10,
+        radius_mode: str = "spectral_mup",
+        radius_scaler: float = 1.0,
+        retract_mode: str = "hard",
+        retract_alpha: float = 0.05,
+        lambda_mode: str = "bracketed",
         adamw_lr: float | Tensor = 3e-4,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -144,6 +157,12 @@ class MuonOptimizer(torch.optim.Optimizer):
             "num_heads": num_heads,
             "split_sizes": split_sizes,
             "ns_stepsize": ns_stepsize,
+            "power_iteration_steps": power_iteration_steps,
+            "radius_mode": radius_mode,
+            "radius_scaler": radius_scaler,
+            "retract_mode": retract_mode,
+            "retract_alpha": retract_alpha,
+            "lambda_mode": lambda_mode,
         }
         adamw_defaults = {
             "adamw_lr": adamw_lr,
@@ -155,6 +174,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         check_group(adamw_defaults)
         if rule == "adamw" and (lr != 0.02 or weight_decay != 0):
             raise ValueError("with rule='adamw' nothing takes lr or weight_decay: say adamw_lr and adamw_weight_decay")
+        if RULES[rule].spherical and scale != "v2":
+            raise ValueError(NO_SCALE)
         # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
         self._adamw_defaults = canonical(adamw_options(adamw_defaults))
         self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
@@ -166,12 +187,14 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         self._skipped_steps = 0
+        self._sphere_counters: dict[str, Tensor] = {}
         self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
         super().__init__(as_torch_params(params), canonical(defaults))
         self._router.forget_model()
         if self._router.unused_patterns:
             self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
+        self._say_what_decay_does()
         if strict and not any_orthogonalizes(self._all_routes()):
             raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
 
@@ -190,6 +213,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         check_group(given)
         named, parameters = names_and_parameters(param_group)
         routes = self._route(parameters, named, given)
+        if any(
+            RULES[route.rule].spherical and ("scale" in given or "scale" in dict(route.options)) for route in routes
+        ):
+            raise ValueError(NO_SCALE)
         members: dict[tuple[bool, str, str], list[int]] = defaultdict(list)
         for index, route in enumerate(routes):
             members[(not RULES[route.rule].orthogonalizes, route.rule, repr(route.options))].append(index)
@@ -244,6 +271,18 @@ class MuonOptimizer(torch.optim.Optimizer):
             routes.append(route)
         return routes
 
+    def _say_what_decay_does(self) -> None:
+        if any(
+            RULES[group["rule"]].spherical and group["retract_mode"] == "hard" and group["weight_decay"] != 0
+            for group in self.param_groups
+        ):
+            message = (
+                "weight_decay does nothing to matrices under retract_mode='hard': they are brought back to their "
+                "sphere at every step. Say weight_decay=0, or retract_mode='dynamic'."
+            )
+            self._router.warnings.append(message)
+            warnings.warn(message, stacklevel=3)
+
     def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
         """How every parameter of a group is read as matrices; None under an element-wise rule."""
         if not RULES[group["rule"]].orthogonalizes:
@@ -278,7 +317,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         for group, routes in zip(self.param_groups, self._routes, strict=True):
             for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
                 shapes = sorted({(rows, cols) for _, rows, cols in view.block_shapes}) if view else []
-                scales = ", ".join(f"{update_scale(group['scale'], *shape):.4g}" for shape in shapes)
+                scales = ", ".join(f"{_scale_of(group, *shape):.4g}" for shape in shapes)
                 reason = route.reason if route.rule == group["rule"] else "rule of the group was changed"
                 rows.append(RoutingRow(route.name, tuple(parameter.shape), group["rule"], reason, scales))
         return RoutingReport((*rows, *self._frozen_rows), tuple(self._router.warnings))
@@ -317,6 +356,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             states = [self.state[parameter] for parameter in planned.parameters]
             with on_device(local(planned.parameters[0]).device) if planned.parameters else nullcontext():
                 planned.run(self.param_groups, states, gradients, decision.wanted, self._accumulation_steps)
+                if planned.sphere is not None:
+                    planned.sphere.count(self._sphere_counters)
         return loss
 
     def _still_accumulates(self) -> bool:
@@ -359,12 +400,15 @@ class MuonOptimizer(torch.optim.Optimizer):
         )
 
     def _create_state(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
+        for group, routes in zip(self.param_groups, self._routes, strict=True):
+            specs, names = RULES[group["rule"]].state, {spec.name for spec in RULES[group["rule"]].state}
+            if all(names <= self.state[parameter].keys() for parameter in group["params"]):
+                continue
+            for parameter, view in zip(group["params"], self._views(group, routes), strict=True):
                 state = self.state[parameter]
-                for spec in RULES[group["rule"]].state:
+                for spec in specs:
                     if spec.name not in state:
-                        state[spec.name] = spec.create(parameter)
+                        state[spec.name] = spec.create(parameter, view)
 
     def _agree(self, planned: PlannedStep, gradients: Mapping[int, Tensor], *, inert: bool) -> _Agreed:
         """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere.
@@ -468,9 +512,13 @@ class MuonOptimizer(torch.optim.Optimizer):
         numbers = {"skipped_steps": float(self._skipped_steps)}
         residuals, sizes = [], []
         planned = self._current_plan()
+        if planned.sphere is not None:
+            counters = ("lambda_fallbacks", "matrices_without_norm")
+            numbers.update({name: float(self._sphere_counters.get(name, 0)) for name in counters})
+            numbers.update(planned.sphere.metrics())
         with torch.no_grad():
             for stage in planned.plan.stages:
-                for batch in stage.batches:
+                for batch in stage.batches if not RULES[stage.rule].spherical else ():
                     unit = stage.units[batch.members[0].unit]
                     parameter = planned.parameters[unit.position]
                     if not self.state.get(parameter) or local(parameter).shape != unit.tile.shape:
@@ -499,7 +547,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         incoming: StateDict = {}
 
         def before(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-            incoming.update(check_and_complete(optimizer, self._routes, state_dict))
+            incoming.update(check_and_complete(optimizer, self._routes, self._all_views(), state_dict))
             return incoming
 
         def after(optimizer: torch.optim.Optimizer) -> None:
@@ -519,7 +567,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_accumulation_steps",
         )
         # Process groups can't be copied; a copy that needs one is built anew.
-        nothing = {"_planned": None, "_replicate_group": None}
+        nothing: dict[str, Any] = {"_planned": None, "_replicate_group": None, "_sphere_counters": {}}
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 
 
@@ -531,6 +579,13 @@ class _Agreed:
     largest: dict[int, Tensor]  # the largest entry of every gradient here, where the policy asks for it
     news: Tensor
     inert: bool  # whether this step only asks for state, on all ranks
+
+
+def _scale_of(group: Group, rows: int, cols: int) -> float:
+    """The size of an update: the radius of the sphere takes the place of `scale`."""
+    if RULES[group["rule"]].spherical:
+        return target_radius(rows, cols, group["radius_mode"], group["radius_scaler"])
+    return update_scale(group["scale"], rows, cols)
 
 
 def _orthogonality_residual(update: Tensor) -> float:

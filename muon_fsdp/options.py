@@ -15,6 +15,7 @@ from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS
 from muon_fsdp.plan import STRATEGIES, Strategy
 from muon_fsdp.rules import RULES
 from muon_fsdp.scaling import SCALE_VERSIONS
+from muon_fsdp.spectral import LAMBDA_MODES, RADIUS_MODES, RETRACT_MODES
 from muon_fsdp.views import VIEW_NAMES
 
 NonFinite = Literal["propagate", "skip", "raise"]
@@ -36,6 +37,12 @@ GROUP_OPTIONS = (
     "split_sizes",
     "betas",
     "eps",
+    "power_iteration_steps",
+    "radius_mode",
+    "radius_scaler",
+    "retract_mode",
+    "retract_alpha",
+    "lambda_mode",
 )
 # In a user's group that holds matrices and other parameters, these are the options of the others.
 ADAMW_OPTIONS = {"adamw_lr": "lr", "adamw_betas": "betas", "adamw_eps": "eps", "adamw_weight_decay": "weight_decay"}
@@ -138,6 +145,12 @@ def _number(name: str, value: object, *, below: float = math.inf, label: str | N
         raise ValueError(f"Invalid {shown}: {value} (option {name!r} must be a finite number {interval})")
 
 
+def _positive(name: str, value: object) -> None:
+    _number(name, value)
+    if value == 0:
+        raise ValueError(f"Invalid {name} value: 0 (must be positive)")
+
+
 def _integer(name: str, value: object, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"Invalid {name}: {value!r} (must be an int >= {at_least})")
@@ -194,6 +207,12 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "view": lambda name, value: _choice(name, value, VIEW_NAMES),
     "num_heads": lambda name, value: None if value is None else _integer(name, value, at_least=1),
     "split_sizes": _split_sizes,
+    "power_iteration_steps": lambda name, value: _integer(name, value, at_least=1),
+    "radius_mode": lambda name, value: _choice(name, value, RADIUS_MODES),
+    "radius_scaler": _positive,
+    "retract_mode": lambda name, value: _choice(name, value, RETRACT_MODES),
+    "retract_alpha": _number,
+    "lambda_mode": lambda name, value: _choice(name, value, LAMBDA_MODES),
     "betas": _betas,
     "adamw_betas": _betas,
     "eps": _number,

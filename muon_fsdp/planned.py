@@ -21,6 +21,7 @@ from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.routing import Route
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import State, working_dtype
+from muon_fsdp.sphere import Sphere
 from muon_fsdp.views import MatrixView
 
 
@@ -53,6 +54,9 @@ class PlannedStep:
             strategy=engine.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
+        spherical = [spec.position for spec in specs if RULES[spec.rule].spherical]
+        flat_views = [view for views_of_group in views for view in views_of_group]
+        self.sphere = Sphere(groups, flat_views, self.layouts, spherical) if spherical else None
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
         # Positions of parameters by the ranks that must agree about them; in one order on all ranks.
         members: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -95,7 +99,12 @@ class PlannedStep:
         work = self._work(fused, shards, states, gradients, wanted, divisor)
 
         def run(recorder: Recorder) -> None:
-            run_stages(self.plan.stages, self.labels, groups, fused.stages, work, self._engine, recorder)
+            stages = self.plan.stages
+            if self.sphere is not None:
+                self.sphere.begin(groups, shards, states, gradients, wanted)
+            run_stages(stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.sphere)
+            if self.sphere is not None:
+                self.sphere.finish(groups, states)
 
         if not self._engine.cuda_graph:
             run(Recorder())
@@ -160,6 +169,8 @@ class PlannedStep:
             grad = self.parameters[position].grad
             if not rule.fused:
                 reason = f"its rule {rule.name!r} has no kernels"
+            elif rule.spherical:
+                reason = f"rule {rule.name!r} reads its vectors where they lie at the time"
             elif rule.orthogonalizes and group["orthogonalization"] == "exact":
                 reason = "orthogonalization='exact' waits for the host"
             elif grad is not None and grad.dtype not in FUSED_DTYPES:

@@ -47,6 +47,22 @@ class MatrixView:
         blocks = torch.split(stack, list(self.row_heights), dim=1) if len(self.row_heights) > 1 else [stack]
         return [block.reshape(shape) for block, shape in zip(blocks, self.block_shapes, strict=True)]
 
+    def row_numbers(self) -> tuple[Tensor, Tensor]:
+        """For every row of the parameter's stack of matrices, the number of its logical matrix and its row in that.
+
+        Matrices are numbered block by block, in the order of `split`.
+        """
+        count, _, _ = self._matrix_stack_shape()
+        matrices, rows = [], []
+        first = 0
+        for height in self.row_heights:
+            each = height // self.stacked_heads
+            within = torch.arange(height)
+            matrices.append(first + torch.arange(count)[:, None] * self.stacked_heads + within // each)
+            rows.append((within % each).expand(count, height))
+            first += count * self.stacked_heads
+        return torch.cat(matrices, dim=1).flatten(), torch.cat(rows, dim=1).flatten()
+
     def _matrix_stack_shape(self) -> BlockShape:
         return _matrix_stack_shape(self.shape, self.kind, self.transposed)
 

@@ -3,7 +3,8 @@
 from muon_fsdp.rules.adamw import AdamW
 from muon_fsdp.rules.base import Rule, StateSpec
 from muon_fsdp.rules.muon import Muon
+from muon_fsdp.rules.spectral_sphere import SpectralSphere
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (Muon(), AdamW())}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (Muon(), AdamW(), SpectralSphere())}
 
 __all__ = ["RULES", "Rule", "StateSpec"]

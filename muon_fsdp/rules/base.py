@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from muon_fsdp.views import MatrixView
+
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_elementwise import TensorList
 
@@ -24,21 +26,45 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor of state per parameter: of the parameter's shape in working precision, or a float32 scalar."""
+    """One tensor of state per parameter, in working precision but for the float32 scalar.
+
+    "parameter": of its shape, distributed as it is. All others are whole on every rank, whatever the layout, so that
+    a checkpoint fits any: "rows", "columns": a vector along that side of every logical matrix, one after another;
+    "matrices": a number for each.
+    """
 
     name: str
-    like: Literal["parameter", "scalar"] = "parameter"
+    like: Literal["parameter", "scalar", "rows", "columns", "matrices"] = "parameter"
 
     def dtype(self, parameter: Tensor) -> torch.dtype:
-        return working_dtype(parameter.dtype) if self.like == "parameter" else torch.float32
+        return torch.float32 if self.like == "scalar" else working_dtype(parameter.dtype)
 
-    def shape(self, parameter: Tensor) -> torch.Size:
-        return parameter.shape if self.like == "parameter" else torch.Size(())
+    def shape(self, parameter: Tensor, view: MatrixView | None) -> torch.Size:
+        if self.like == "parameter":
+            return parameter.shape
+        if self.like == "scalar":
+            return torch.Size(())
+        assert view is not None
+        axis = {"matrices": None, "rows": 1, "columns": 2}[self.like]
+        return torch.Size((sum(shape[0] * (1 if axis is None else shape[axis]) for shape in view.block_shapes),))
 
-    def create(self, parameter: Tensor) -> Tensor:
+    def create(self, parameter: Tensor, view: MatrixView | None) -> Tensor:
         if self.like == "parameter":
             return torch.zeros_like(parameter, dtype=self.dtype(parameter), memory_format=torch.preserve_format)
-        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return torch.zeros(self.shape(parameter, view), dtype=self.dtype(parameter), device=parameter.device)
+
+
+@dataclass
+class Spectrum:
+    """What a rule that keeps matrices on spheres is told of a batch of them, and what it found."""
+
+    left: Tensor  # (B, rows), the top singular vectors of the weights
+    right: Tensor  # (B, cols)
+    multiplier: Tensor  # (B,)
+    slope: Tensor  # (B,)
+    regular: Tensor  # (B,) bool: not zero
+    calls: Tensor | None = None  # (B,) of msign
+    failed: Tensor | None = None  # (B,) bool
 
 
 class Rule(ABC):
@@ -82,6 +108,15 @@ class Rule(ABC):
         """Write the update for every matrix of a batch to `out`."""
         raise AssertionError(f"rule {self.name!r} does not orthogonalize")
 
+    # Whether weights are kept on spheres: then `tangent` takes the place of `direction`, and `apply` is given factors.
+    spherical: ClassVar[bool] = False
+
+    def tangent(
+        self, key: Any, matrices: Tensor, out: Tensor, inverse_norms: Tensor | None, spectrum: Spectrum
+    ) -> None:
+        """Write the update, tangent to the spheres of the weights, to `out`, and what was found to `spectrum`."""
+        raise AssertionError(f"rule {self.name!r} has no spheres")
+
     # A rule may come with kernels that do `prepare` and `apply` for a whole group in one launch. With `fused_scalars`
     # it names the numbers they need besides lr and weight decay.
     fused: ClassVar[bool] = False
@@ -97,11 +132,24 @@ class Rule(ABC):
         """`apply`, from slots of `updates`."""
         raise AssertionError(f"rule {self.name!r} has no kernels")
 
-    def apply(self, group: GroupOptions, params: list[Tensor], updates: list[Tensor]) -> None:
-        """W <- W (1 - lr * weight_decay) - lr * U, rounded to the parameter's precision once."""
-        lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
+    def apply(
+        self,
+        group: GroupOptions,
+        params: list[Tensor],
+        updates: list[Tensor],
+        factors: Sequence[tuple[Tensor, Tensor]] | None = None,  # broadcastable to the parameters
+    ) -> None:
+        """W <- W (1 - lr * weight_decay) - lr * U, rounded to the parameter's precision once.
+
+        Under a spherical rule, W <- f W - lr * R * U with the factors (f, R) of every parameter.
+        """
+        lr, weight_decay = host_number(group["lr"]), group["weight_decay"]
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
-        if isinstance(lr, Tensor) or weight_decay != 0:
+        if factors is not None:
+            updates = [update * radius for update, (_, radius) in zip(updates, factors, strict=True)]
+            for weight, (factor, _) in zip(weights, factors, strict=True):
+                weight.mul_(factor)
+        elif isinstance(lr, Tensor) or weight_decay != 0:
             torch._foreach_mul_(weights, 1 - lr * weight_decay)
         if isinstance(lr, Tensor):  # on the device: reading it would stall the host
             torch._foreach_sub_(weights, torch._foreach_mul(updates, lr))
@@ -112,7 +160,7 @@ class Rule(ABC):
             torch._foreach_copy_([p for p, _ in rounded], [w for _, w in rounded])
 
 
-def _host_number(value: float | Tensor) -> float | Tensor:
+def host_number(value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else value.reshape(())
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Muon(Rule):
 
     name = "muon"
     orthogonalizes = True
-    state = (StateSpec("momentum_buffer"),)
+    state: ClassVar[tuple[StateSpec, ...]] = (StateSpec("momentum_buffer"),)
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
         buffers = [state["momentum_buffer"] for state in states]

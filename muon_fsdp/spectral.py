@@ -1,0 +1,396 @@
+"""Spectral norms, spheres of them, and the multiplier that makes an update tangent to one; batched, without a wait.
+
+Nothing here looks at a number on the host, so nothing stalls a GPU; on CPUs a search ends when all have been found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.newton_schulz import orthogonalize
+
+RadiusMode = Literal["spectral_mup", "identity", "initialize"]
+RetractMode = Literal["hard", "dynamic"]
+LambdaMode = Literal["bracketed", "bisection", "projection", "zero"]
+RADIUS_MODES: tuple[str, ...] = get_args(RadiusMode)
+RETRACT_MODES: tuple[str, ...] = get_args(RetractMode)
+LAMBDA_MODES: tuple[str, ...] = get_args(LambdaMode)
+
+# A matrix of a smaller norm has no direction to retract along.
+SMALLEST_NORM = 1e-12
+# Products W^T W x from a start that knows nothing. By the gap-free bound for random starts (Kuczynski, Wozniakowski
+# 1992) the expected error of the norm is then at most 0.5% for any matrix of up to 10,000 columns.
+COLD_STEPS = 96
+_SQUARINGS = 40
+# Calls of msign after which a search gives up. One more, at zero, follows for what it has not found.
+MAX_CALLS = {"bracketed": 12, "bisection": 26}
+# How near zero <u v^T, msign(..)> must come: what rounding leaves reachable.
+TOLERANCE, HALF_TOLERANCE = 2e-4, 1e-3
+
+Gram: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor]]  # W^T W x, for batches (G, n) of several widths
+Msign: TypeAlias = Callable[[Tensor, Tensor], None]  # writes the polar factors of a batch to the second argument
+
+
+# --------------------------------------------------------------------------------------------------- singular triples
+
+
+class Triple(NamedTuple):
+    """The top singular triple of every matrix of a batch."""
+
+    norm: Tensor  # (...)
+    left: Tensor  # (..., m)
+    right: Tensor  # (..., n)
+
+
+def power_iteration(matrices: Tensor, steps: int = 10, right: Tensor | None = None) -> Triple:
+    """The top singular triples of (..., m, n) after `steps` products with W^T W, from `right` or a fixed start.
+
+    A warm start, that is the `right` of a matrix that was little different, needs a few steps; from nothing it takes
+    about a hundred to come within 1%, and `compute_spectral_norm` is better then.
+    """
+    batch = _as_batch(matrices)
+    start = _starts(batch) if right is None else right.detach().reshape(len(batch), -1).to(batch.dtype)
+    gram = _gram_of(batch)
+    (vectors,) = iterate(gram, [normalized_or(start, _starts(batch))], steps)
+    return _triple(matrices, batch, vectors)
+
+
+def compute_spectral_norm(matrices: Tensor, right: Tensor | None = None, steps: int = 10) -> Tensor:
+    """The largest singular value of every matrix of (..., m, n), to 1% for any matrix.
+
+    From nothing this takes up to COLD_STEPS products with W^T W; from `right`, as `power_iteration` gave it for a
+    matrix that was little different, `steps`. Of a DTensor all ranks must ask; it is not assembled.
+    """
+    if isinstance(matrices, DTensor):
+        from muon_fsdp.sphere import spectral_norm_of_shards
+
+        return spectral_norm_of_shards(matrices)
+    if right is not None:
+        return power_iteration(matrices, steps, right).norm
+    batch = _as_batch(matrices)
+    (vectors,) = cold_start(_gram_of(batch), [_starts(batch)], [min(batch.shape[-2:])])
+    return _triple(matrices, batch, vectors).norm
+
+
+def iterate(gram: Gram, vectors: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """`steps` of power iteration from unit vectors (G, n); what W takes to zero stays."""
+    current = list(vectors)
+    for _ in range(steps):
+        current = [normalized_or(new, old) for new, old in zip(gram(current), current, strict=True)]
+    return current
+
+
+def cold_start(gram: Gram, starts: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+    """Nearly top right singular vectors (G, n) from any unit vectors, by the Lanczos method.
+
+    It needs the same products as power iteration and finds the best vector in all that they span; `ranks` bounds how
+    many directions there are.
+    """
+    steps = min(COLD_STEPS, 1 + max(ranks, default=0))
+    current = list(starts)
+    scales: list[Tensor] = []
+    bases = [start.new_zeros(steps, *start.shape) for start in starts]
+    projected = [start.new_zeros(len(start), steps, steps, dtype=torch.float64) for start in starts]
+    for step in range(steps):
+        for basis, vector in zip(bases, current, strict=True):
+            basis[step] = vector
+        products = gram(current)
+        if not scales:  # squares of very small or large products would not be numbers
+            scales = [product.abs().amax(-1, keepdim=True) for product in products]
+            scales = [torch.where(scale > 0, scale, 1.0) for scale in scales]
+        products = [product / scale for product, scale in zip(products, scales, strict=True)]
+        for index, product in enumerate(products):
+            known, small = bases[index][: step + 1], projected[index]
+            first = torch.einsum("qgn,gn->gq", known, product)
+            rest = product - torch.einsum("gq,qgn->gn", first, known)
+            second = torch.einsum("qgn,gn->gq", known, rest)  # once more: rounding leaves a part of them in it
+            rest = rest - torch.einsum("gq,qgn->gn", second, known)
+            column = (first + second).to(torch.float64)
+            small[:, : step + 1, step] = column
+            small[:, step, : step + 1] = column
+            # Where all directions have been seen, what is left is rounding, and no direction.
+            exhausted = _norm(rest) <= 1e-5 * _norm(product)
+            current[index] = torch.where(exhausted[:, None], 0.0, normalized_or(rest, torch.zeros_like(rest)))
+    found = []
+    for basis, small, start in zip(bases, projected, starts, strict=True):
+        weights = _top_eigenvectors(small).to(start.dtype)
+        found.append(normalized_or(torch.einsum("gq,qgn->gn", weights, basis), start))
+    return found
+
+
+def _top_eigenvectors(symmetric: Tensor) -> Tensor:
+    """Of positive semi-definite matrices (G, q, q), by squaring: torch.linalg.eigh would make a GPU wait."""
+    power = symmetric
+    for _ in range(_SQUARINGS):
+        largest = power.abs().amax(dim=(-2, -1), keepdim=True)
+        power = power / torch.where(largest > 0, largest, 1.0)
+        power = power @ power
+    # All columns are multiples of the eigenvector by now; the first direction has the start in it, but may miss it.
+    column = power.square().sum(-2).argmax(-1)
+    return torch.gather(power, -1, column[:, None, None].expand(-1, power.shape[-2], 1))[..., 0]
+
+
+def start_vectors(like: Tensor) -> Tensor:
+    """Unit vectors (G, n) that no matrix was made for: the same everywhere, whatever the layout."""
+    positions = torch.arange(1, like.shape[-1] + 1, device=like.device, dtype=torch.float64)
+    numbers = torch.sin(positions * 12.9898) * 43758.5453
+    numbers = (numbers - numbers.floor() - 0.5).to(like.dtype)
+    unit: Tensor = numbers / torch.linalg.vector_norm(numbers)
+    return unit.expand(like.shape).contiguous()
+
+
+def normalized_or(vectors: Tensor, otherwise: Tensor) -> Tensor:
+    """Unit vectors; where one is zero, `otherwise`. In two steps, because the square of 1e-30 is not a float32."""
+    largest = vectors.abs().amax(-1, keepdim=True)
+    scaled = vectors / torch.where(largest > 0, largest, 1.0)
+    norms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    result: Tensor = torch.where(norms > 0, scaled / torch.where(norms > 0, norms, 1.0), otherwise)
+    return result
+
+
+def _norm(vectors: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=-1)
+
+
+def _as_batch(matrices: Tensor) -> Tensor:
+    if not isinstance(matrices, Tensor) or matrices.ndim < 2:
+        raise ValueError(f"a matrix or a batch of matrices is needed, got {getattr(matrices, 'shape', type(matrices))}")
+    batch = matrices.detach().reshape(-1, *matrices.shape[-2:])
+    return batch.to(torch.promote_types(batch.dtype, torch.float32))
+
+
+def _starts(batch: Tensor) -> Tensor:
+    return start_vectors(batch.new_empty(len(batch), batch.shape[-1]))
+
+
+def _gram_of(batch: Tensor) -> Gram:
+    def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
+        (x,) = vectors
+        return [(batch.mT @ (batch @ x.unsqueeze(-1))).squeeze(-1)]
+
+    return gram
+
+
+def _triple(matrices: Tensor, batch: Tensor, right: Tensor) -> Triple:
+    left = (batch @ right.unsqueeze(-1)).squeeze(-1)
+    outer = matrices.shape[:-2]
+    norm = _norm(left)
+    left = normalized_or(left, torch.zeros_like(left))
+    return Triple(norm.reshape(outer), left.reshape(*outer, -1), right.reshape(*outer, -1))
+
+
+# --------------------------------------------------------------------------------------------------------- spheres
+
+
+def target_radius(rows: int, cols: int, mode: str = "spectral_mup", scaler: float = 1.0) -> float:
+    """The spectral norm R at which a (d_out, d_in) matrix is kept.
+
+    For "initialize", where it is the norm that the matrix had at its first step, this is what a zero matrix gets.
+    """
+    if mode not in RADIUS_MODES:
+        raise ValueError(f"Unknown radius_mode {mode!r}; valid names are {', '.join(RADIUS_MODES)}")
+    return scaler if mode == "identity" else scaler * math.sqrt(rows / cols)
+
+
+def retraction(
+    norm: Tensor, radius: Tensor, mode: str, lr: float | Tensor, weight_decay: float = 0.0, alpha: float = 0.05
+) -> Tensor:
+    """By what to multiply matrices of these norms: to the sphere ("hard"), or a little towards it ("dynamic").
+
+    Matrices without a norm, and all at lr = 0, stay as they are.
+    """
+    if mode not in RETRACT_MODES:
+        raise ValueError(f"Unknown retract_mode {mode!r}; valid names are {', '.join(RETRACT_MODES)}")
+    if mode == "hard":
+        factor = radius / norm.clamp_min(SMALLEST_NORM)
+    else:
+        decay = 1 - lr * weight_decay
+        factor = decay * (1 + alpha * lr * torch.sign(radius - decay * norm))
+    factor = torch.where(norm >= SMALLEST_NORM, factor, 1.0)
+    if isinstance(lr, Tensor):
+        return torch.where(lr.to(factor.device) == 0, 1.0, factor)
+    return factor if lr != 0 else torch.ones_like(factor)
+
+
+def retract(
+    matrices: Tensor,  # (..., m, n)
+    radius: float | Tensor,
+    mode: str = "hard",
+    *,
+    norm: Tensor | None = None,
+    lr: float = 1.0,
+    alpha: float = 0.05,
+) -> Tensor:
+    """The matrices on the sphere of spectral norm `radius`, or a step of alpha * lr towards it."""
+    if norm is None:
+        norm = compute_spectral_norm(matrices)
+    target = torch.as_tensor(radius, dtype=norm.dtype, device=norm.device)
+    factor = retraction(norm, target, mode, lr, alpha=alpha)
+    return (matrices * factor[..., None, None]).to(matrices.dtype)
+
+
+# -------------------------------------------------------------------------------------------------- the multiplier
+
+
+class Tangent(NamedTuple):
+    """What `solve_lambda` found for every matrix of a batch."""
+
+    multiplier: Tensor  # (B,) lambda
+    direction: Tensor  # (B, m, n) msign(M + lambda u v^T)
+    residual: Tensor  # (B,) f(lambda) = <u v^T, direction>
+    slope: Tensor  # (B,) an estimate of f', for the next search
+    calls: Tensor  # (B,) of msign
+    failed: Tensor  # (B,) bool: not found, so lambda is 0
+
+
+def solve_lambda(
+    momentum: Tensor,  # (B, m, n)
+    left: Tensor,  # (B, m) unit vectors
+    right: Tensor,  # (B, n)
+    *,
+    method: str = "bracketed",
+    tolerance: float | None = None,
+    start: Tensor | None = None,  # (B,) the multipliers of the last step
+    slope: Tensor | None = None,  # (B,) its slopes
+    searched: Tensor | None = None,  # (B,) bool: where False, lambda is 0
+    msign: Msign | None = None,
+    inverse_norms: Tensor | None = None,  # (B,) of `momentum`, where they are known
+    out: Tensor | None = None,
+) -> Tangent:
+    """The root of f(lambda) = <u v^T, msign(M + lambda u v^T)>, with M at a Frobenius norm of 1.
+
+    f is non-decreasing, and its root lies in [-c - 1, -c + 1] with c = u^T M v: every singular value of the rest of
+    M is at most 1. "bisection" halves that; "bracketed" goes from `start` by secants that stay inside it (Illinois).
+    Both take at most MAX_CALLS[method] calls of msign; where f is not below the tolerance by then, lambda = 0 is
+    taken, with one more call.
+    """
+    if method not in MAX_CALLS:
+        raise ValueError(f"Unknown method {method!r}; valid names are {', '.join(MAX_CALLS)}")
+    dtype = torch.promote_types(momentum.dtype, torch.float32)
+    if inverse_norms is None:
+        unit = _unit_matrices(momentum, dtype)
+    else:
+        unit = momentum.to(dtype) * inverse_norms[:, None, None].to(dtype)
+    left, right = left.to(dtype), right.to(dtype)
+    result = torch.empty_like(momentum, dtype=dtype) if out is None else out
+    if tolerance is None:
+        tolerance = HALF_TOLERANCE if momentum.is_cuda and dtype == torch.float32 else TOLERANCE
+    evaluate = _Evaluation(unit, left, right, result, msign or _default_msign)
+    search = _Search(evaluate.component, method, tolerance, start, slope, searched, min(momentum.shape[-2:]))
+    for _ in range(MAX_CALLS[method]):
+        search.update(evaluate(search.point, search.active))
+        if not momentum.is_cuda and not bool(search.active.any()):
+            break
+    failed = search.active
+    point = torch.where(failed, 0.0, search.point)
+    residual = search.value
+    if momentum.is_cuda or bool(failed.any()):
+        residual = torch.where(failed, evaluate(point, failed), residual)
+    return Tangent(point, result, residual, search.slope, search.calls + failed.int(), failed)
+
+
+def _unit_matrices(momentum: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = momentum.to(dtype).flatten(1)
+    return normalized_or(flat, torch.zeros_like(flat)).view(momentum.shape)
+
+
+def _default_msign(matrices: Tensor, out: Tensor) -> None:
+    orthogonalize(matrices, out=out)
+
+
+class _Evaluation:
+    """f at one point per matrix, and msign there in `result`; those that are not active keep what they have."""
+
+    def __init__(self, unit: Tensor, left: Tensor, right: Tensor, result: Tensor, msign: Msign) -> None:
+        self.unit, self.left, self.right, self.result, self.msign = unit, left, right, result, msign
+        self.component = bilinear(left, unit, right)
+
+    def __call__(self, points: Tensor, active: Tensor) -> Tensor:
+        if self.unit.is_cuda or bool(active.all()):
+            # A point that is not active has not moved, so it gets the same result again.
+            self.msign(
+                torch.baddbmm(self.unit, points[:, None, None] * self.left[:, :, None], self.right[:, None, :]),
+                self.result,
+            )
+            return bilinear(self.left, self.result, self.right)
+        where = active.nonzero().squeeze(-1)
+        left, right, unit = self.left[where], self.right[where], self.unit[where]
+        matrices = torch.baddbmm(unit, points[where, None, None] * left[:, :, None], right[:, None, :])
+        part = torch.empty_like(matrices, dtype=self.result.dtype)
+        self.msign(matrices, part)
+        self.result[where] = part
+        values = torch.zeros_like(points)
+        values[where] = bilinear(left, part, right)
+        return values
+
+
+def bilinear(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
+    """u^T A v for every matrix of a batch."""
+    products = torch.bmm(matrices.to(right.dtype), right.unsqueeze(-1)).squeeze(-1)
+    return (left * products).sum(-1)
+
+
+class _Search:
+    """A root of a non-decreasing function per matrix; all of them step together, without a look at their values."""
+
+    def __init__(
+        self,
+        component: Tensor,
+        method: str,
+        tolerance: float,
+        start: Tensor | None,
+        slope: Tensor | None,
+        searched: Tensor | None,
+        rank: int,
+    ) -> None:
+        self.bisects, self.tolerance = method == "bisection", tolerance
+        self.low, self.high = -component - 1, -component + 1
+        # What f tends to: a secant from there is no worse than a bisection.
+        self.f_low, self.f_high = -torch.ones_like(component), torch.ones_like(component)
+        self.seen_low = torch.zeros_like(component, dtype=torch.bool)
+        self.seen_high = torch.zeros_like(self.seen_low)
+        guess = torch.full_like(component, math.sqrt(rank))  # for singular values that are all alike
+        self.slope = guess if slope is None else torch.where(slope > 0, slope.to(guess.dtype), guess)
+        point = torch.zeros_like(component) if start is None else start.to(component.dtype)
+        if self.bisects:
+            point = -component
+        self.searched = torch.ones_like(self.seen_low) if searched is None else searched
+        point = torch.minimum(torch.maximum(point, self.low), self.high)
+        self.point = torch.where(self.searched, point, 0.0)
+        self.value = torch.zeros_like(component)
+        self.active = torch.ones_like(self.seen_low)
+        self.calls = torch.zeros_like(component, dtype=torch.int32)
+        self._last_side = torch.zeros_like(component)
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    def update(self, value: Tensor) -> None:
+        """Take f at the points, and move on where it is not small enough."""
+        self.calls = self.calls + self.active.int()
+        self.value = torch.where(self.active, value, self.value)
+        self.active = self.active & self.searched & ~(value.abs() <= self.tolerance)
+        x, active = self.point, self.active
+        if self._before is not None:
+            x_before, before = self._before
+            secant = (value - before) / (x - x_before)
+            self.slope = torch.where(active & (secant > 0) & torch.isfinite(secant), secant, self.slope)
+        self._before = (x, value)
+        below, above = active & (value < 0), active & ~(value < 0)
+        # Illinois: an end that stays twice counts half, else it would stay for ever.
+        self.f_high = torch.where(below & (self._last_side < 0) & self.seen_high, self.f_high / 2, self.f_high)
+        self.f_low = torch.where(above & (self._last_side > 0) & self.seen_low, self.f_low / 2, self.f_low)
+        self.low, self.f_low = torch.where(below, x, self.low), torch.where(below, value, self.f_low)
+        self.high, self.f_high = torch.where(above, x, self.high), torch.where(above, value, self.f_high)
+        self.seen_low, self.seen_high = self.seen_low | below, self.seen_high | above
+        self._last_side = torch.where(below, -1.0, torch.where(above, 1.0, self._last_side))
+        middle = (self.low + self.high) / 2
+        if not self.bisects:
+            between = (self.low * self.f_high - self.high * self.f_low) / (self.f_high - self.f_low)
+            new = torch.where(self.seen_low & self.seen_high, between, x - value / self.slope)
+            middle = torch.where((new > self.low) & (new < self.high), new, middle)
+        self.point = torch.where(active, middle, x)

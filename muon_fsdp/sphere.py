@@ -1,0 +1,521 @@
+"""Weights on spheres of spectral norm: their top singular triples, found on shards, and what a step does with them.
+
+W is never assembled. Every rank multiplies the vectors of all matrices with the parts of W that it holds, and the
+products are added up: one all-reduce per power iteration for all matrices that lie on the same ranks. (A second one
+where shards cut rows, as tensor parallelism does.) Vectors are whole on every rank and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.distributed import add_up, layout_of, local, my_rank
+from muon_fsdp.layout import Layout, Tile
+from muon_fsdp.plan import Batch, Member, Stage
+from muon_fsdp.rules.base import Spectrum, State, host_number, working_dtype
+from muon_fsdp.spectral import (
+    SMALLEST_NORM,
+    cold_start,
+    iterate,
+    normalized_or,
+    retraction,
+    start_vectors,
+    target_radius,
+)
+from muon_fsdp.views import ATTN_MATRICES, MatrixView, matrix_view
+
+# Steps in which a matrix without a cached vector is looked for. The second, because a matrix that began at zero has a
+# direction only then.
+COLD_SURVEYS = 2
+
+
+# ------------------------------------------------------------------------------------------------ matrices and shards
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """Part of a shard as rows of the stack of matrices that a parameter is, cut to some columns."""
+
+    rows: Tensor  # (R,) numbers of rows in the stack
+    first_col: int
+    width: int
+    of: Callable[[Tensor], Tensor]  # of a shard, (R, width)
+
+
+def local_parts(view: MatrixView, tile: Tile) -> list[LocalPart]:
+    """A tile of a parameter as rows of its stack of matrices."""
+    if tile.numel == 0:
+        return []
+    ranges = [torch.arange(start, start + size) for start, size in zip(tile.offset, tile.shape, strict=True)]
+    if view.kind == "attn":
+        width = view.shape[1] // ATTN_MATRICES
+        parts = []
+        for number in range(ATTN_MATRICES):  # a row of the parameter is four rows of the stack
+            start, stop = max(tile.offset[1], number * width), min(ranges[1][-1].item() + 1, (number + 1) * width)
+            if start < stop:
+                columns = slice(int(start - tile.offset[1]), int(stop - tile.offset[1]))
+                rows = ATTN_MATRICES * ranges[0] + number
+                parts.append(_part(rows, int(start - number * width), columns))
+        return parts
+    if view.kind == "flatten":
+        inner = view.shape[1:]
+        if tile.shape[2:] == inner[1:]:
+            each = prod(inner[1:])
+            first, width = tile.offset[1] * each, tile.shape[1] * each
+            return [LocalPart(ranges[0], first, width, lambda shard: shard.reshape(len(shard), -1))]
+        parts = []
+        for index in product(*map(range, tile.shape[1:-1])):
+            at = [offset + i for offset, i in zip(tile.offset[1:], (*index, 0), strict=True)]
+            first = sum(i * prod(inner[axis + 1 :]) for axis, i in enumerate(at))
+            parts.append(_row_part(ranges[0], first, tile.shape[-1], index))
+        return parts
+    if view.transposed:
+        return [LocalPart(ranges[1], tile.offset[0], tile.shape[0], lambda shard: shard.mT)]
+    rows = ranges[-2]
+    for axis in range(len(ranges) - 3, -1, -1):
+        rows = (ranges[axis][:, None] * prod(view.shape[axis + 1 : -1]) + rows).flatten()
+    return [LocalPart(rows, tile.offset[-1], tile.shape[-1], lambda shard: shard.reshape(-1, shard.shape[-1]))]
+
+
+def _part(rows: Tensor, first_col: int, columns: slice) -> LocalPart:
+    return LocalPart(rows, first_col, columns.stop - columns.start, lambda shard: shard[:, columns])
+
+
+def _row_part(rows: Tensor, first_col: int, width: int, index: tuple[int, ...]) -> LocalPart:
+    return LocalPart(rows, first_col, width, lambda shard: shard.movedim(0, -1)[index].movedim(-1, 0))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equally large parts of consecutive matrices of one class, held by this rank in one parameter."""
+
+    position: int
+    kind: int  # index of the class
+    matrices: slice  # of the class
+    rows: slice  # of every matrix
+    cols: slice
+    part: LocalPart
+    part_rows: slice
+    weight: float  # 1 / number of ranks that hold the same
+
+    def of(self, shard: Tensor) -> Tensor:  # (count, rows, cols)
+        rows = self.part.of(shard)[self.part_rows]
+        return rows.reshape(self.matrices.stop - self.matrices.start, -1, self.part.width)
+
+
+@dataclass
+class SphereClass:
+    """Matrices of one shape in one group, and their vectors and numbers in this step."""
+
+    group: int
+    rows: int
+    cols: int
+    members: list[tuple[int, int, int]] = field(default_factory=list)  # (position, block of its view, first matrix)
+    count: int = 0
+    right: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, cols)
+    left: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, rows)
+    norm: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,), as are all below
+    radius: Tensor = field(default_factory=lambda: torch.empty(0))
+    saved_radius: Tensor = field(default_factory=lambda: torch.empty(0))
+    factor: Tensor = field(default_factory=lambda: torch.empty(0))
+    multiplier: Tensor = field(default_factory=lambda: torch.empty(0))
+    slope: Tensor = field(default_factory=lambda: torch.empty(0))
+    calls: Tensor = field(default_factory=lambda: torch.empty(0))
+    failed: Tensor = field(default_factory=lambda: torch.empty(0))
+    found: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, 4): what this rank has found of these
+
+    @property
+    def regular(self) -> Tensor:
+        return self.norm >= SMALLEST_NORM
+
+
+class SphereSet:
+    """All matrices that lie on the same ranks and are surveyed together."""
+
+    def __init__(self, ranks: tuple[int, ...], steps: int) -> None:
+        self.ranks, self.steps = ranks, steps
+        self.classes: list[SphereClass] = []
+        self.blocks: list[Block] = []
+        self.shares = False  # whether ranks hold different parts
+        self.cuts_rows = False  # whether a rank may hold a part of a row only
+
+    def gram(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+        """W^T W x for every matrix of every class."""
+        left = self._products(shards, vectors, weighted=self.cuts_rows)
+        if self.cuts_rows:
+            left = add_up(left, self.ranks)
+        right = [torch.zeros_like(vector) for vector in vectors]
+        for block in self.blocks:
+            weights = block.of(shards[block.position]).to(left[block.kind].dtype)
+            part = torch.bmm(weights.mT, left[block.kind][block.matrices, block.rows, None]).squeeze(-1)
+            right[block.kind][block.matrices, block.cols].add_(part, alpha=block.weight if self.shares else 1.0)
+        return add_up(right, self.ranks) if self.shares else right
+
+    def left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+        """W x for every matrix of every class."""
+        products = self._products(shards, vectors, weighted=self.shares)
+        return add_up(products, self.ranks) if self.shares else products
+
+    def _products(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor], *, weighted: bool) -> list[Tensor]:
+        result = [vector.new_zeros(kind.count, kind.rows) for kind, vector in zip(self.classes, vectors, strict=True)]
+        for block in self.blocks:
+            vector = vectors[block.kind][block.matrices, block.cols, None]
+            part = torch.bmm(block.of(shards[block.position]).to(vector.dtype), vector).squeeze(-1)
+            result[block.kind][block.matrices, block.rows].add_(part, alpha=block.weight if weighted else 1.0)
+        return result
+
+    def survey(self, shards: Mapping[int, Tensor], *, cold: bool) -> None:
+        """Find the top singular triples of all matrices, from the right vectors that the classes have."""
+        starts = [start_vectors(kind.right) for kind in self.classes]
+
+        def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
+            return self.gram(shards, vectors)
+
+        if cold:
+            ranks = [min(kind.rows, kind.cols) for kind in self.classes]
+            starts = cold_start(gram, starts, ranks)
+        vectors = [normalized_or(kind.right, start) for kind, start in zip(self.classes, starts, strict=True)]
+        vectors = iterate(gram, vectors, self.steps)
+        for kind, vector, left in zip(self.classes, vectors, self.left(shards, vectors), strict=True):
+            kind.right, kind.norm = vector, torch.linalg.vector_norm(left, dim=-1)
+            kind.left = normalized_or(left, torch.zeros_like(left))
+
+
+def _make_sets(
+    positions: Sequence[tuple[int, MatrixView, Layout, int, int, object]],  # .., group, steps, (device, dtype)
+) -> list[SphereSet]:
+    sets: dict[tuple[object, ...], SphereSet] = {}
+    for position, view, layout, group, steps, placement in positions:
+        own = sets.setdefault((layout.ranks, steps, placement), SphereSet(layout.ranks, steps))
+        base: list[tuple[int, int]] = []  # per block: its class, and the first of its matrices there
+        for block, (count, rows, cols) in enumerate(view.block_shapes):
+            known = [i for i, c in enumerate(own.classes) if (c.group, c.rows, c.cols) == (group, rows, cols)]
+            if not known:
+                own.classes.append(SphereClass(group, rows, cols))
+            index = known[0] if known else len(own.classes) - 1
+            kind = own.classes[index]
+            kind.members.append((position, block, kind.count))
+            base.append((index, kind.count))
+            kind.count += count
+        tiles = layout.tiles(view.shape)
+        tile = tiles[layout.index_of[my_rank()]]
+        own.shares |= any(other.shape != view.shape for other in tiles)
+        own.cuts_rows |= any(not _has_whole_rows(view, other) for other in tiles if other.numel > 0)
+        weight = 1 / sum(other == tile for other in tiles)
+        own.blocks += _blocks(position, view, tile, base, weight)
+    return [own for _, own in sorted(sets.items(), key=lambda item: (item[0][0], item[0][1], str(item[0][2])))]
+
+
+def _has_whole_rows(view: MatrixView, tile: Tile) -> bool:
+    if view.kind == "flatten":
+        return tile.shape[1:] == view.shape[1:]
+    axis = -2 if view.transposed else -1
+    return tile.shape[axis] == view.shape[axis]
+
+
+def _blocks(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[int, int]], weight: float) -> list[Block]:
+    matrix_of, row_of = view.row_numbers()
+    counts = [count for count, _, _ in view.block_shapes]
+    place = [  # of every matrix of the parameter: its class and number there
+        (kind, first + index) for (kind, first), count in zip(base, counts, strict=True) for index in range(count)
+    ]
+    blocks: list[Block] = []
+    for part in local_parts(view, tile):
+        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
+        at = 0
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            kind, matrix = place[number]
+            rows = row_of[part.rows[at : at + length]]
+            step = int(rows[1] - rows[0]) if length > 1 else 1
+            block = Block(
+                position,
+                kind,
+                slice(matrix, matrix + 1),
+                slice(int(rows[0]), int(rows[-1]) + 1, step),
+                slice(part.first_col, part.first_col + part.width),
+                part,
+                slice(at, at + length),
+                weight,
+            )
+            blocks.append(block)
+            at += length
+    return _merged(blocks)
+
+
+def _merged(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of consecutive matrices that are cut alike become one."""
+    merged: list[Block] = []
+    for block in blocks:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.part is block.part
+            and (last.kind, last.rows, last.cols) == (block.kind, block.rows, block.cols)
+            and last.matrices.stop == block.matrices.start
+        ):
+            merged[-1] = Block(
+                last.position,
+                last.kind,
+                slice(last.matrices.start, block.matrices.stop),
+                last.rows,
+                last.cols,
+                last.part,
+                slice(last.part_rows.start, block.part_rows.stop),
+                last.weight,
+            )
+        else:
+            merged.append(block)
+    return merged
+
+
+def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
+    """The spectral norm of a sharded matrix, or of every matrix of a sharded stack; a collective."""
+    shape = tuple(parameter.shape)
+    view = matrix_view(shape, name="given", kind="matrix" if len(shape) == 2 else "stacked")
+    shard = local(parameter.detach())
+    layout = layout_of(parameter, None)
+    (only,) = _make_sets([(0, view, layout, 0, 1, None)])
+    for kind in only.classes:
+        kind.right = torch.zeros(kind.count, kind.cols, dtype=working_dtype(shard.dtype), device=shard.device)
+    with torch.no_grad():
+        only.survey({0: shard}, cold=True)
+    return only.classes[0].norm.view(shape[:-2])
+
+
+# ------------------------------------------------------------------------------------------------------------- a step
+
+
+class Sphere:
+    """All matrices of an optimizer that are kept on spheres: `begin` a step, use what it found, `finish` it."""
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        views: Sequence[MatrixView | None],  # of all parameters, as are the layouts
+        layouts: Sequence[Layout],
+        spherical: Sequence[int],  # positions
+    ) -> None:
+        group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+        parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        entries = []
+        self._views: dict[int, MatrixView] = {}
+        self._tiles: dict[int, Tile] = {}
+        for position in spherical:
+            view, parameter = views[position], parameters[position]
+            assert view is not None
+            if parameter.numel() == 0:
+                continue
+            layout = layouts[position]
+            self._views[position] = view
+            self._tiles[position] = layout.tiles(view.shape)[layout.index_of[my_rank()]]
+            placement = (parameter.device, working_dtype(parameter.dtype))
+            steps = groups[group_of[position]]["power_iteration_steps"]
+            entries.append((position, view, layout, group_of[position], steps, placement))
+        self.sets = _make_sets(entries)
+        self._class_of: dict[tuple[int, int], tuple[SphereClass, int]] = {}
+        for own in self.sets:
+            for kind in own.classes:
+                for position, block, first in kind.members:
+                    self._class_of[(position, block)] = (kind, first)
+        self._maps: dict[int, Tensor | None] = {}
+        self._indices: dict[int, Tensor] = {}
+        self._surveyed: tuple[tuple[int, ...], int] = ((), 0)  # identities of the vectors, and how often so far
+        self._touched: dict[int, Tensor | bool] = {}
+
+    def begin(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        shards: Sequence[Tensor],
+        states: Sequence[State],
+        gradients: Mapping[int, Tensor],
+        wanted: Mapping[int, Tensor],
+    ) -> None:
+        """Find the singular triples of all weights, how far to retract them, and the radii of their spheres."""
+        identities = tuple(id(states[position]["right_singular_vector"]) for position in self._views)
+        known, times = self._surveyed
+        times = times if known == identities else 0
+        self._surveyed = (identities, times + 1)
+        self._touched = {position: wanted.get(position, position in gradients) for position in self._views}
+        by_position = {position: shards[position] for position in self._views}
+        for own in self.sets:
+            for kind in own.classes:
+                kind.right = self._read(kind, states, "right_singular_vector").view(kind.count, kind.cols)
+                kind.multiplier = self._read(kind, states, "lagrange_multiplier")
+                kind.slope = self._read(kind, states, "lagrange_slope")
+                kind.saved_radius = self._read(kind, states, "radius")
+                kind.calls, kind.failed = torch.zeros_like(kind.slope), torch.zeros_like(kind.slope)
+                kind.found = kind.slope.new_zeros(kind.count, 4)
+            own.survey(by_position, cold=times < COLD_SURVEYS)
+            for kind in own.classes:
+                _aim(kind, groups[kind.group], self._touched_matrices(kind))
+
+    def spectrum(self, stage: Stage, batch: Batch, members: Sequence[Member]) -> tuple[Spectrum, Tensor]:
+        """What a rule needs of the matrices of a batch, and their numbers in their class."""
+        kind = self._class_of[(stage.units[members[0].unit].position, members[0].block)][0]
+        where = self._indices.get(id(batch)) if len(members) == len(batch.members) else None
+        if where is None:
+            where = torch.tensor([i for m in members for i in self._numbers(stage, m)]).to(kind.norm.device)
+            if len(members) == len(batch.members):
+                self._indices[id(batch)] = where
+        values = (kind.left, kind.right, kind.multiplier, kind.slope, kind.regular)
+        return Spectrum(*[value[where] for value in values]), where
+
+    def take(self, stage: Stage, members: Sequence[Member], where: Tensor, spectrum: Spectrum) -> None:
+        """Keep what a rule has found."""
+        unit = stage.units[members[0].unit]
+        kind = self._class_of[(unit.position, members[0].block)][0]
+        if spectrum.calls is None or spectrum.failed is None:
+            kind.found[where] = torch.zeros_like(kind.found[where])
+            return
+        columns = (spectrum.multiplier, spectrum.slope, spectrum.calls, spectrum.failed)
+        found = torch.stack([column.to(kind.found.dtype) for column in columns], dim=1)
+        everywhere = unit.owner is None and stage.exchange is not None  # all ranks have the same, and all add it up
+        kind.found[where] = found / len(stage.exchange.ranks) if everywhere and stage.exchange else found
+
+    def _numbers(self, stage: Stage, member: Member) -> range:
+        unit = stage.units[member.unit]
+        first = self._class_of[(unit.position, member.block)][1]
+        whole = self._views[unit.position]
+        if unit.view.shape != whole.shape:  # some matrices of a stack
+            first += unit.tile.offset[0] * unit.view.block_shapes[member.block][0]
+        return range(first + member.start, first + member.stop)
+
+    def factors(self, position: int, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """By what to multiply a shard and its update, broadcastable to it."""
+        view = self._views[position]
+        kinds = [self._class_of[(position, block)] for block in range(len(view.block_shapes))]
+        values = []
+        for name in ("factor", "radius"):
+            parts = [
+                getattr(kind, name)[first : first + count]
+                for (kind, first), (count, _, _) in zip(kinds, view.block_shapes, strict=True)
+            ]
+            values.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+        index = self._map(position, shard)
+        if index is None:
+            return values[0][0], values[1][0]
+        return values[0][index], values[1][index]
+
+    def _map(self, position: int, shard: Tensor) -> Tensor | None:
+        """The number of the matrix of every element of a shard, broadcastable to it; None if there is one matrix."""
+        if position not in self._maps:
+            view, tile = self._views[position], self._tiles[position]
+            index: Tensor | None = None
+            if sum(count for count, _, _ in view.block_shapes) > 1:
+                matrix_of, _ = view.row_numbers()
+                index = torch.empty(tuple(shard.shape), dtype=torch.int64)
+                for part in local_parts(view, tile):
+                    part.of(index).copy_(matrix_of[part.rows][:, None].expand(-1, part.width))
+                for axis in range(index.ndim):  # a number that is the same along an axis is kept once
+                    if index.shape[axis] > 1 and bool((index == index.narrow(axis, 0, 1)).all()):
+                        index = index.narrow(axis, 0, 1)
+                index = index.contiguous().to(shard.device)
+            self._maps[position] = index
+        return self._maps[position]
+
+    def finish(self, groups: Sequence[Mapping[str, Any]], states: Sequence[State]) -> None:
+        """Tell all ranks what each has found, and write it down."""
+        for own in self.sets:
+            searching = [k for k in own.classes if groups[k.group]["lambda_mode"] in ("bracketed", "bisection")]
+            found = [kind.found for kind in searching]
+            if len(own.ranks) > 1 and found:
+                found = add_up(found, own.ranks)
+            for kind, numbers in zip(searching, found, strict=True):
+                touched = self._touched_matrices(kind)
+                kind.multiplier = torch.where(touched, numbers[:, 0], kind.multiplier)
+                kind.slope = torch.where(touched, numbers[:, 1], kind.slope)
+                kind.calls, kind.failed = torch.where(touched, numbers[:, 2], 0.0), touched & (numbers[:, 3] > 0)
+            for kind in own.classes:
+                self._write(kind, states, "right_singular_vector", kind.right)
+                self._write(kind, states, "left_singular_vector", kind.left)
+                self._write(kind, states, "lagrange_multiplier", kind.multiplier)
+                self._write(kind, states, "lagrange_slope", kind.slope)
+                self._write(kind, states, "radius", kind.saved_radius)
+
+    def _touched_matrices(self, kind: SphereClass) -> Tensor:
+        """Whether there is a gradient for every matrix of a class."""
+        flags = []
+        for position, block, _ in kind.members:
+            count, touched = self._views[position].block_shapes[block][0], self._touched[position]
+            if isinstance(touched, Tensor):
+                flags.append(touched.to(kind.norm.device).expand(count))
+            else:
+                flags.append(torch.full((count,), touched, dtype=torch.bool, device=kind.norm.device))
+        return torch.cat(flags)
+
+    def _slices(self, kind: SphereClass, states: Sequence[State], name: str) -> list[Tensor]:
+        """The parts of every member's state that belong to a class."""
+        slices = []
+        for position, block, _ in kind.members:
+            sizes = [
+                count * {"right_singular_vector": cols, "left_singular_vector": rows}.get(name, 1)
+                for count, rows, cols in self._views[position].block_shapes
+            ]
+            start = sum(sizes[:block])
+            slices.append(states[position][name][start : start + sizes[block]])
+        return slices
+
+    def _read(self, kind: SphereClass, states: Sequence[State], name: str) -> Tensor:
+        return torch.cat(self._slices(kind, states, name))
+
+    def _write(self, kind: SphereClass, states: Sequence[State], name: str, values: Tensor) -> None:
+        slices = self._slices(kind, states, name)
+        parts = torch.split(values.reshape(-1), [part.numel() for part in slices])
+        torch._foreach_copy_(slices, list(parts))
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step, of all matrices on the ranks that this one shares some with."""
+        kinds = [kind for own in self.sets for kind in own.classes if kind.norm.numel() > 0]
+        if not kinds:
+            return {}
+        ratios = torch.cat([(kind.norm / kind.radius)[kind.regular].double().cpu() for kind in kinds])
+        calls = torch.cat([kind.calls.double().cpu() for kind in kinds])
+        multipliers = torch.cat([kind.multiplier.abs().double().cpu() for kind in kinds])
+        return {
+            "spectral_norm_over_radius_min": float(ratios.min()) if len(ratios) else 0.0,
+            "spectral_norm_over_radius_max": float(ratios.max()) if len(ratios) else 0.0,
+            "lambda_abs_mean": float(multipliers.mean()),
+            "lambda_abs_max": float(multipliers.max()),
+            "msign_calls_median": float(calls.median()),
+            "msign_calls_max": float(calls.max()),
+        }
+
+    def count(self, counters: dict[str, Tensor]) -> None:
+        """Add what went otherwise in this step to counters that stay on their device."""
+        for own in self.sets:
+            for kind in own.classes:
+                touched = self._touched_matrices(kind)
+                for name, flags in (
+                    ("lambda_fallbacks", kind.failed.bool() & touched),
+                    ("matrices_without_norm", touched & ~kind.regular),
+                ):
+                    number = flags.sum()
+                    counters[name] = counters[name].to(number.device) + number if name in counters else number
+
+
+def _aim(kind: SphereClass, group: Mapping[str, Any], touched: Tensor) -> None:
+    """The radius of every matrix, and the factor that brings it there. The first step always goes all the way."""
+    lr, mode = host_number(group["lr"]), group["radius_mode"]
+    kind.radius = torch.full_like(kind.norm, target_radius(kind.rows, kind.cols, mode, group["radius_scaler"]))
+    first = kind.saved_radius == 0
+    if mode == "initialize":
+        initial = torch.where(kind.regular, kind.norm, kind.radius)
+        kind.radius = torch.where(first, initial, kind.saved_radius)
+    kind.factor = retraction(kind.norm, kind.radius, "hard", lr)
+    if group["retract_mode"] == "dynamic":
+        gentle = retraction(kind.norm, kind.radius, "dynamic", lr, group["weight_decay"], group["retract_alpha"])
+        kind.factor = torch.where(first, kind.factor, gentle)
+    moves = touched & kind.regular
+    if isinstance(lr, Tensor):
+        moves = moves & (lr.to(moves.device) != 0)
+    elif lr == 0:
+        return
+    kind.saved_radius = torch.where(moves, kind.radius, kind.saved_radius)
