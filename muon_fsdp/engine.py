@@ -128,7 +128,7 @@ class _StageRun:
             if self.rule.orthogonalizes:
                 self._buffer = self._staging()
             partials = self.fused.new_partials()
-            for group, tensors in self.fused.lists:
+            for group, tensors, _ in self.fused.lists:
                 self.rule.fused_prepare(self._groups[group], tensors, self._buffer, partials)
             if partials is not None:
                 self._inverse_norms = self.fused.inverse_norms(partials)
@@ -175,8 +175,11 @@ class _StageRun:
                 self._buffer = self._exchange.finish_scatter()
             self._exchange = None
         with record_function(f"muon_fsdp.apply {self.label}"):
-            for group, tensors in self.fused.lists:
-                self.rule.fused_apply(self._groups[group], tensors, self._buffer)
+            for group, tensors, members in self.fused.lists:
+                if self._sphere is not None:
+                    self._sphere.apply_fused(tensors, members, self._buffer)
+                else:
+                    self.rule.fused_apply(self._groups[group], tensors, self._buffer)
             for options, positions in self.single:
                 works = [self.work[i] for i in positions]
                 if self.rule.orthogonalizes:

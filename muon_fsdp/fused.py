@@ -7,7 +7,7 @@ lr may change, without anything being planned or captured again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import is_, or_
@@ -30,9 +30,9 @@ Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
 
 @dataclass(frozen=True)
 class FusedStage:
-    """The fused lists of one stage, each with the index of its group; none where nothing can be fused."""
+    """The fused lists of one stage, each with its group and the positions in it; none where nothing can be fused."""
 
-    lists: tuple[tuple[int, TensorList], ...] = ()
+    lists: tuple[tuple[int, TensorList, tuple[int, ...]], ...] = ()
     positions: frozenset[int] = frozenset()
     example: Tensor | None = None  # an empty tensor of the precision and device of its parameters
     # Where the partial norms of every matrix begin; None where the stage does not know whole matrices.
@@ -152,6 +152,7 @@ def signature_of(
     gradients: Mapping[int, Tensor],
     groups: Sequence[Mapping[str, Any]],
     before: FusedStep | None,
+    excluded: Collection[int] = (),
 ) -> Signature:
     """The precisions of every parameter, given as its local part, and of its gradient; None where it can't be fused.
 
@@ -162,7 +163,12 @@ def signature_of(
     result: list[tuple[torch.dtype, torch.dtype] | None] = []
     for position, (shard, rule) in enumerate(zip(shards, rules, strict=True)):
         grad = gradients.get(position)
-        if not rule.fused or shard.device != device or not_fusable(shard, map(local, states[position].values())):
+        if (
+            not rule.fused
+            or position in excluded
+            or shard.device != device
+            or not_fusable(shard, map(local, states[position].values()))
+        ):
             result.append(None)
         elif grad is None:  # as it was: whether there is a gradient changes no launch
             known = before.signature[position] if before is not None else None
@@ -280,7 +286,7 @@ def _lay_out(
                 scalars=step.scalars[first_scalar : first_scalar + MAX_SCALARS],
             )
             step.members.append(_Members(positions, group, tensors))
-            members.append((group, tensors))
+            members.append((group, tensors, tuple(positions)))
             first_int, first_scalar = stop + count, first_scalar + MAX_SCALARS
         first_partials = None
         if partials.first_of_matrix:

@@ -64,6 +64,37 @@ def orthogonalize(
     return result
 
 
+def orthogonalize_shifted(
+    matrices: Tensor,  # (B, m, n)
+    scales: Tensor,  # (B,)
+    left: Tensor,  # (B, m)
+    right: Tensor,  # (B, n)
+    shifts: Tensor,  # (B,)
+    norms: Tensor,  # (B,)
+    *,
+    method: str,
+    steps: int,
+    out: Tensor,
+    active: Tensor,  # (B,) bool
+) -> None:
+    """Into `out` the polar factors of scales * matrices + shifts * left right^T, whose Frobenius norms are given.
+
+    By kernels, on a GPU: what is not active costs no time and stays.
+    """
+    from muon_fsdp.kernels import triton_spectral
+
+    rows, cols = matrices.shape[-2:]
+    triples, margin = coefficients(method, steps), NORM_MARGINS[method]
+    flags = active.to(torch.int32)
+    with _without_autocast(matrices.device.type), on_device(matrices.device):
+        factor = 1 / (margin * norms)
+        x = triton_spectral.shifted_cast(
+            matrices, scales * factor, left, right, shifts * factor, _iteration_dtype(matrices), flags
+        )
+        refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(triples), "auto", x.dtype)
+        _iterate(x, x, None, triples, refresh_steps, 1.0, out, flags)
+
+
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Autocast would move the products to bfloat16, in which the Gram form does not converge."""
     if torch.amp.is_autocast_available(device_type):
@@ -163,6 +194,7 @@ def _iterate(
     refresh_steps: frozenset[int],
     result_factor: float,
     out: Tensor,
+    active: Tensor | None = None,  # (B,) int32: where 0, `out` need not be computed
 ) -> None:
     """X <- aX + (bR + cR^2)X with R = XX^T, for every triple; the last X times `result_factor` into `out`.
 
@@ -171,17 +203,17 @@ def _iterate(
     q I + F: where singular values are small Q is nearly q I, and F X + q X is accurate there though F is rounded.
     """
     tall = x.shape[-2] > x.shape[-1]
-    gram = symmetric_product(x, x, transposed=tall)  # R, (B, m, m)
+    gram = symmetric_product(x, x, transposed=tall, active=active)  # R, (B, m, m)
     exact, exact_scale = original, scale
     f: Tensor | None = None
     q = 1.0
     for step, (a, b, c) in enumerate(triples, start=1):
-        z = symmetric_product(gram, gram, gram, alpha=c, beta=b)  # bR + cR^2
-        f = z if f is None else symmetric_product(f, z, f, z, beta=a, gamma=q)  # (F + qI)(Z + aI) - qaI
+        z = symmetric_product(gram, gram, gram, alpha=c, beta=b, active=active)  # bR + cR^2
+        f = z if f is None else symmetric_product(f, z, f, z, beta=a, gamma=q, active=active)  # (F + qI)(Z + aI) - qaI
         q *= a
         if step not in refresh_steps:
-            half = symmetric_product(gram, z, gram, beta=a)  # R(Z + aI)
-            gram = symmetric_product(z, half, half, beta=a)  # (Z + aI) R (Z + aI)
+            half = symmetric_product(gram, z, gram, beta=a, active=active)  # R(Z + aI)
+            gram = symmetric_product(z, half, half, beta=a, active=active)  # (Z + aI) R (Z + aI)
             continue
         last = step == len(triples)
         left, right = (x, f) if tall else (f, x)
@@ -193,9 +225,10 @@ def _iterate(
             beta=q * (result_factor if last else 1.0),
             c_scale=exact_scale,
             out=out if last else None,
+            active=active,
         )
         if not last:
-            gram, f, q = symmetric_product(x, x, transposed=tall), None, 1.0
+            gram, f, q = symmetric_product(x, x, transposed=tall, active=active), None, 1.0
             exact, exact_scale = x, None
 
 

@@ -131,7 +131,8 @@ class PlannedStep:
     ) -> FusedStep:
         """The fused lists, made anew when other tensors than before take part in them."""
         if self._fused is None or not self._fused.fits(shards, states, gradients):
-            signature = signature_of(shards, states, gradients, groups, self._fused)
+            excluded = self.sphere.scattered if self.sphere is not None else ()
+            signature = signature_of(shards, states, gradients, groups, self._fused, excluded)
             if self._fused is not None and self._fused.signature == signature:
                 self._fused.accept(states)  # other tensors of the same kind: the tables will say where
             else:

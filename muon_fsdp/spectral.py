@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.kernels import unusable
+from muon_fsdp.newton_schulz import orthogonalize, orthogonalize_shifted
 
 RadiusMode = Literal["spectral_mup", "identity", "initialize"]
 RetractMode = Literal["hard", "dynamic"]
@@ -32,9 +33,10 @@ _SQUARINGS = 40
 MAX_CALLS = {"bracketed": 12, "bisection": 26}
 # How near zero <u v^T, msign(..)> must come: what rounding leaves reachable.
 TOLERANCE, HALF_TOLERANCE = 2e-4, 1e-3
+# ||M + lambda u v^T||^2 is the sum of three terms that may cancel; below this their rounding is all that is left.
+SMALLEST_SQUARE = 1e-5
 
 Gram: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor]]  # W^T W x, for batches (G, n) of several widths
-Msign: TypeAlias = Callable[[Tensor, Tensor], None]  # writes the polar factors of a batch to the second argument
 
 
 # --------------------------------------------------------------------------------------------------- singular triples
@@ -150,12 +152,12 @@ def normalized_or(vectors: Tensor, otherwise: Tensor) -> Tensor:
     largest = vectors.abs().amax(-1, keepdim=True)
     scaled = vectors / torch.where(largest > 0, largest, 1.0)
     norms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    result: Tensor = torch.where(norms > 0, scaled / torch.where(norms > 0, norms, 1.0), otherwise)
-    return result
+    return torch.where(norms > 0, scaled / torch.where(norms > 0, norms, 1.0), otherwise)
 
 
 def _norm(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return norms
 
 
 def _as_batch(matrices: Tensor) -> Tensor:
@@ -259,7 +261,8 @@ def solve_lambda(
     start: Tensor | None = None,  # (B,) the multipliers of the last step
     slope: Tensor | None = None,  # (B,) its slopes
     searched: Tensor | None = None,  # (B,) bool: where False, lambda is 0
-    msign: Msign | None = None,
+    orthogonalization: str = "default",
+    ns_steps: int = 5,
     inverse_norms: Tensor | None = None,  # (B,) of `momentum`, where they are known
     out: Tensor | None = None,
 ) -> Tangent:
@@ -272,66 +275,117 @@ def solve_lambda(
     """
     if method not in MAX_CALLS:
         raise ValueError(f"Unknown method {method!r}; valid names are {', '.join(MAX_CALLS)}")
-    dtype = torch.promote_types(momentum.dtype, torch.float32)
-    if inverse_norms is None:
-        unit = _unit_matrices(momentum, dtype)
-    else:
-        unit = momentum.to(dtype) * inverse_norms[:, None, None].to(dtype)
-    left, right = left.to(dtype), right.to(dtype)
-    result = torch.empty_like(momentum, dtype=dtype) if out is None else out
+    result = torch.empty_like(momentum, dtype=_at_least_single(momentum)) if out is None else out
+    by_kernels = unusable(momentum.device) is None and momentum.dtype != torch.float64 and orthogonalization != "exact"
+    make = _EvaluationByKernels if by_kernels else _Evaluation
+    evaluate = make(momentum, inverse_norms, left, right, result, orthogonalization, ns_steps)
     if tolerance is None:
-        tolerance = HALF_TOLERANCE if momentum.is_cuda and dtype == torch.float32 else TOLERANCE
-    evaluate = _Evaluation(unit, left, right, result, msign or _default_msign)
+        tolerance = HALF_TOLERANCE if momentum.is_cuda and momentum.dtype != torch.float64 else TOLERANCE
     search = _Search(evaluate.component, method, tolerance, start, slope, searched, min(momentum.shape[-2:]))
+    on_host = momentum.device.type == "cpu"
     for _ in range(MAX_CALLS[method]):
         search.update(evaluate(search.point, search.active))
-        if not momentum.is_cuda and not bool(search.active.any()):
+        if on_host and not bool(search.active.any()):
             break
     failed = search.active
     point = torch.where(failed, 0.0, search.point)
     residual = search.value
-    if momentum.is_cuda or bool(failed.any()):
+    if not on_host or bool(failed.any()):
         residual = torch.where(failed, evaluate(point, failed), residual)
     return Tangent(point, result, residual, search.slope, search.calls + failed.int(), failed)
 
 
-def _unit_matrices(momentum: Tensor, dtype: torch.dtype) -> Tensor:
-    flat = momentum.to(dtype).flatten(1)
-    return normalized_or(flat, torch.zeros_like(flat)).view(momentum.shape)
-
-
-def _default_msign(matrices: Tensor, out: Tensor) -> None:
-    orthogonalize(matrices, out=out)
+def _at_least_single(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class _Evaluation:
     """f at one point per matrix, and msign there in `result`; those that are not active keep what they have."""
 
-    def __init__(self, unit: Tensor, left: Tensor, right: Tensor, result: Tensor, msign: Msign) -> None:
-        self.unit, self.left, self.right, self.result, self.msign = unit, left, right, result, msign
-        self.component = bilinear(left, unit, right)
+    def __init__(
+        self,
+        momentum: Tensor,
+        inverse_norms: Tensor | None,
+        left: Tensor,
+        right: Tensor,
+        result: Tensor,
+        orthogonalization: str,
+        ns_steps: int,
+    ) -> None:
+        dtype = _at_least_single(momentum)
+        if inverse_norms is None:
+            flat = momentum.to(dtype).flatten(1)
+            self.unit = normalized_or(flat, torch.zeros_like(flat)).view(momentum.shape)
+        else:
+            self.unit = momentum.to(dtype) * inverse_norms[:, None, None].to(dtype)
+        self.left, self.right, self.result = left.to(dtype), right.to(dtype), result
+        self.options: dict[str, Any] = {"method": orthogonalization, "steps": ns_steps}
+        self.component = bilinear(self.left, self.unit, self.right)
 
     def __call__(self, points: Tensor, active: Tensor) -> Tensor:
-        if self.unit.is_cuda or bool(active.all()):
+        if self.unit.device.type != "cpu" or bool(active.all()):
             # A point that is not active has not moved, so it gets the same result again.
-            self.msign(
-                torch.baddbmm(self.unit, points[:, None, None] * self.left[:, :, None], self.right[:, None, :]),
-                self.result,
-            )
+            self._msign(self.unit, points, self.left, self.right, self.result)
             return bilinear(self.left, self.result, self.right)
         where = active.nonzero().squeeze(-1)
-        left, right, unit = self.left[where], self.right[where], self.unit[where]
-        matrices = torch.baddbmm(unit, points[where, None, None] * left[:, :, None], right[:, None, :])
-        part = torch.empty_like(matrices, dtype=self.result.dtype)
-        self.msign(matrices, part)
+        left, right = self.left[where], self.right[where]
+        part = torch.empty_like(self.result[where])
+        self._msign(self.unit[where], points[where], left, right, part)
         self.result[where] = part
         values = torch.zeros_like(points)
         values[where] = bilinear(left, part, right)
         return values
 
+    def _msign(self, unit: Tensor, points: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
+        shifted = torch.baddbmm(unit, points[:, None, None] * left[:, :, None], right[:, None, :])
+        orthogonalize(shifted, out=out, **self.options)
 
-def bilinear(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
-    """u^T A v for every matrix of a batch."""
+
+class _EvaluationByKernels:
+    """The same, where inactive matrices cost no time though nobody looks which they are."""
+
+    def __init__(
+        self,
+        momentum: Tensor,
+        inverse_norms: Tensor | None,
+        left: Tensor,
+        right: Tensor,
+        result: Tensor,
+        orthogonalization: str,
+        ns_steps: int,
+    ) -> None:
+        from muon_fsdp.kernels import triton_norms
+
+        self.momentum = momentum.contiguous()
+        scales = triton_norms.inverse_norms(self.momentum) if inverse_norms is None else inverse_norms
+        self.scales, self.left, self.right = scales, left.contiguous(), right.contiguous()
+        self.result = result
+        self.options: dict[str, Any] = {"method": orthogonalization, "steps": ns_steps}
+        self.component = self.scales * bilinear(self.left, self.momentum, self.right)
+
+    def __call__(self, points: Tensor, active: Tensor) -> Tensor:
+        norms = (1 + 2 * points * self.component + points.square()).clamp_min(SMALLEST_SQUARE).sqrt()
+        orthogonalize_shifted(
+            self.momentum,
+            self.scales,
+            self.left,
+            self.right,
+            points,
+            norms,
+            out=self.result,
+            active=active,
+            **self.options,
+        )
+        return bilinear(self.left, self.result, self.right, active)
+
+
+def bilinear(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | None = None) -> Tensor:
+    """u^T A v for every matrix of a batch; where not active, anything."""
+    if matrices.dtype != torch.float64 and unusable(matrices.device) is None and matrices.is_contiguous():
+        from muon_fsdp.kernels import triton_spectral
+
+        flags = None if active is None else active.to(torch.int32)
+        return triton_spectral.bilinear(left.float(), matrices, right.float(), flags)
     products = torch.bmm(matrices.to(right.dtype), right.unsqueeze(-1)).squeeze(-1)
     return (left * products).sum(-1)
 

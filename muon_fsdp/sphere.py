@@ -8,21 +8,24 @@ where shards cut rows, as tensor parallelism does.) Vectors are whole on every r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import add_up, layout_of, local, my_rank
+from muon_fsdp.fused import FUSED_DTYPES, pinned
+from muon_fsdp.kernels import unusable
 from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.rules.base import Spectrum, State, host_number, working_dtype
 from muon_fsdp.spectral import (
     SMALLEST_NORM,
+    Gram,
     cold_start,
     iterate,
     normalized_or,
@@ -32,9 +35,13 @@ from muon_fsdp.spectral import (
 )
 from muon_fsdp.views import ATTN_MATRICES, MatrixView, matrix_view
 
+if TYPE_CHECKING:
+    from muon_fsdp.kernels.triton_elementwise import TensorList
+
 # Steps in which a matrix without a cached vector is looked for. The second, because a matrix that began at zero has a
 # direction only then.
 COLD_SURVEYS = 2
+_FACTORS = ("factor", "radius")
 
 
 # ------------------------------------------------------------------------------------------------ matrices and shards
@@ -146,9 +153,13 @@ class SphereSet:
         self.blocks: list[Block] = []
         self.shares = False  # whether ranks hold different parts
         self.cuts_rows = False  # whether a rank may hold a part of a row only
+        self._kernels: GramKernels | None = None
 
     def gram(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
         """W^T W x for every matrix of every class."""
+        if self._kernels is not None:
+            flat = torch.cat([vector.reshape(-1) for vector in vectors])
+            return self._kernels.by_class(self._gram_by_kernels(self._kernels, flat), 1)
         left = self._products(shards, vectors, weighted=self.cuts_rows)
         if self.cuts_rows:
             left = add_up(left, self.ranks)
@@ -161,6 +172,10 @@ class SphereSet:
 
     def left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
         """W x for every matrix of every class."""
+        if self._kernels is not None:
+            flat = torch.cat([vector.reshape(-1) for vector in vectors])
+            products = self._kernels.by_class(self._kernels.left(flat, weighted=self.shares), 0)
+            return add_up(products, self.ranks) if self.shares else products
         products = self._products(shards, vectors, weighted=self.shares)
         return add_up(products, self.ranks) if self.shares else products
 
@@ -172,8 +187,29 @@ class SphereSet:
             result[block.kind][block.matrices, block.rows].add_(part, alpha=block.weight if weighted else 1.0)
         return result
 
+    def _gram_by_kernels(self, kernels: GramKernels, vectors: Tensor) -> Tensor:
+        if self.cuts_rows:
+            (left,) = add_up([kernels.left(vectors, weighted=True)], self.ranks)
+            result = kernels.right(left)
+        else:
+            result = kernels.both(vectors)
+        return add_up([result], self.ranks)[0] if self.shares else result
+
+    def _iterate(self, gram: Gram, vectors: list[Tensor]) -> list[Tensor]:
+        kernels = self._kernels
+        if kernels is None:
+            return iterate(gram, vectors, self.steps)
+        flat = torch.cat([vector.reshape(-1) for vector in vectors])
+        for _ in range(self.steps):
+            kernels.normalize(self._gram_by_kernels(kernels, flat), flat)
+        return kernels.by_class(flat, 1)
+
     def survey(self, shards: Mapping[int, Tensor], *, cold: bool) -> None:
         """Find the top singular triples of all matrices, from the right vectors that the classes have."""
+        if self._kernels is None or not self._kernels.fits(shards):
+            self._kernels = GramKernels.of(self, shards)
+        if self._kernels is not None:
+            self._kernels.look_up(shards)
         starts = [start_vectors(kind.right) for kind in self.classes]
 
         def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -183,10 +219,175 @@ class SphereSet:
             ranks = [min(kind.rows, kind.cols) for kind in self.classes]
             starts = cold_start(gram, starts, ranks)
         vectors = [normalized_or(kind.right, start) for kind, start in zip(self.classes, starts, strict=True)]
-        vectors = iterate(gram, vectors, self.steps)
+        vectors = self._iterate(gram, vectors)
         for kind, vector, left in zip(self.classes, vectors, self.left(shards, vectors), strict=True):
             kind.right, kind.norm = vector, torch.linalg.vector_norm(left, dim=-1)
             kind.left = normalized_or(left, torch.zeros_like(left))
+
+
+def _segments(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None:
+    """(start, length, matrix) of every run of a contiguous shard that is part of one matrix; None if there are gaps."""
+    matrices = sum(count for count, _, _ in view.block_shapes)
+    if matrices == 1:
+        return [(0, tile.numel, 0)] if tile.numel > 0 else []
+    parts = local_parts(view, tile)
+    if view.transposed or len(parts) > 1:
+        return None
+    matrix_of, _ = view.row_numbers()
+    segments = []
+    start = 0
+    for part in parts:
+        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
+        for number, rows in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            segments.append((start, rows * part.width, number))
+            start += rows * part.width
+    return segments
+
+
+class GramKernels:
+    """The products of a set by kernels that read every weight once; for shards whose rows are contiguous."""
+
+    def __init__(self, own: SphereSet, shards: Mapping[int, Tensor]) -> None:
+        from muon_fsdp.kernels.triton_spectral import ROWS
+
+        self._sizes = [(kind.count * kind.rows, kind.count * kind.cols) for kind in own.classes]
+        self._shapes = [((kind.count, kind.rows), (kind.count, kind.cols)) for kind in own.classes]
+        starts = [[sum(size[side] for size in self._sizes[:i]) for i in range(len(self._sizes))] for side in (0, 1)]
+        self._positions = sorted({block.position for block in own.blocks})
+        self._known = [_memory_of(shards[position]) for position in self._positions]
+        programs: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = {}  # by precision and padded width
+        weights: dict[tuple[torch.dtype, int], list[float]] = {}
+        sums: list[tuple[int, ...]] = []
+        sum_weights: list[float] = []
+        partial = 0
+        for block in own.blocks:
+            kind, shard = own.classes[block.kind], shards[block.position]
+            rows = block.part.of(shard)
+            origin = (rows.data_ptr() - shard.data_ptr()) // shard.itemsize
+            width, height = block.part.width, block.rows.stop - block.rows.start
+            key = (shard.dtype, 1 << (width - 1).bit_length())
+            tensor = self._positions.index(block.position)
+            for number in range(block.matrices.start, block.matrices.stop):
+                first_row = block.part_rows.start + (number - block.matrices.start) * height
+                left = starts[0][block.kind] + number * kind.rows + block.rows.start
+                right = starts[1][block.kind] + number * kind.cols + block.cols.start
+                sums.append((partial, -(-height // ROWS), width, right))
+                sum_weights.append(block.weight if own.shares else 1.0)
+                for row in range(0, height, ROWS):
+                    element = origin + (first_row + row) * rows.stride(0)
+                    entry = (
+                        tensor,
+                        element,
+                        rows.stride(0),
+                        min(ROWS, height - row),
+                        width,
+                        left + row,
+                        right,
+                        partial,
+                    )
+                    programs.setdefault(key, []).append(entry)
+                    weights.setdefault(key, []).append(block.weight)
+                    partial += width
+        self._device = shards[self._positions[0]].device
+        self._programs = [
+            (
+                dtype,
+                max(entry[4] for entry in entries),
+                self._put(entries, torch.int64),
+                self._put(weights[(dtype, padded)], torch.float32),
+                all(value % 16 == 0 for entry in entries for value in (entry[1], entry[2], entry[4])),
+            )
+            for (dtype, padded), entries in programs.items()
+        ]
+        self._sums, self._sum_weights = self._put(sums, torch.int64), self._put(sum_weights, torch.float32)
+        segments = [
+            (starts[1][index] + number * kind.cols, kind.cols)
+            for index, kind in enumerate(own.classes)
+            for number in range(kind.count)
+        ]
+        self._segments = self._put(segments, torch.int64)
+        self._partials = torch.empty(partial, dtype=torch.float32, device=self._device)
+        self._addresses = torch.zeros(len(self._positions), dtype=torch.int64, device=self._device)
+        self._aligned = True
+        self._covers = not own.shares  # whether every element of a result is written
+
+    def _put(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return pinned(numbers, dtype, self._device).to(self._device, non_blocking=True)
+
+    @classmethod
+    def of(cls, own: SphereSet, shards: Mapping[int, Tensor]) -> GramKernels | None:
+        """None where the kernels can't be used."""
+        for block in own.blocks:
+            shard = shards[block.position]
+            if unusable(shard.device) is not None or shard.dtype not in FUSED_DTYPES:
+                return None
+            from muon_fsdp.kernels.triton_spectral import MAX_WIDTH
+
+            rows = block.part.of(shard)
+            shares_memory = rows.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+            if not shares_memory or rows.stride(-1) != 1 or block.rows.step != 1 or block.part.width > MAX_WIDTH:
+                return None
+        return cls(own, shards) if own.blocks else None
+
+    def fits(self, shards: Mapping[int, Tensor]) -> bool:
+        return self._known == [_memory_of(shards[position]) for position in self._positions]
+
+    def look_up(self, shards: Mapping[int, Tensor]) -> None:
+        """Write down where the weights lie in this step."""
+        addresses = [shards[position].data_ptr() for position in self._positions]
+        self._aligned = all(address % 16 == 0 for address in addresses)
+        self._addresses.copy_(pinned(addresses, torch.int64, self._device), non_blocking=True)
+
+    def both(self, vectors: Tensor) -> Tensor:
+        left = torch.empty(sum(size[0] for size in self._sizes), dtype=torch.float32, device=self._device)
+        return self._run("both", left, vectors)
+
+    def right(self, left: Tensor) -> Tensor:
+        return self._run("right", left, left.new_empty(sum(size[1] for size in self._sizes)))
+
+    def left(self, vectors: Tensor, *, weighted: bool) -> Tensor:
+        left = torch.zeros(sum(size[0] for size in self._sizes), dtype=torch.float32, device=self._device)
+        self._launch("left", left, vectors, weighted)
+        return left
+
+    def _run(self, mode: str, left: Tensor, right: Tensor) -> Tensor:
+        from muon_fsdp.kernels import triton_spectral
+
+        self._launch(mode, left, right, weighted=False)
+        make = torch.empty_like if self._covers else torch.zeros_like
+        result = make(right)
+        triton_spectral.add_partials(self._sums, self._sum_weights, self._partials, result)
+        return result
+
+    def _launch(self, mode: str, left: Tensor, right: Tensor, weighted: bool) -> None:
+        from muon_fsdp.kernels import triton_spectral
+
+        for dtype, width, table, weights, aligned in self._programs:
+            triton_spectral.gram(
+                table,
+                self._addresses,
+                weights if weighted else torch.ones_like(weights),
+                left,
+                right,
+                self._partials,
+                mode=mode,
+                dtype=dtype,
+                width=width,
+                aligned=aligned and self._aligned,
+            )
+
+    def normalize(self, vectors: Tensor, out: Tensor) -> None:
+        from muon_fsdp.kernels import triton_spectral
+
+        triton_spectral.normalize(self._segments, vectors, out)
+
+    def by_class(self, flat: Tensor, side: int) -> list[Tensor]:
+        parts = torch.split(flat, [size[side] for size in self._sizes])
+        return [part.view(shape[side]) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _memory_of(shard: Tensor) -> tuple[object, ...]:
+    return (shard.device, shard.dtype, tuple(shard.shape), shard.stride())
 
 
 def _make_sets(
@@ -320,11 +521,19 @@ class Sphere:
             steps = groups[group_of[position]]["power_iteration_steps"]
             entries.append((position, view, layout, group_of[position], steps, placement))
         self.sets = _make_sets(entries)
+        self._kinds = [kind for own in self.sets for kind in own.classes]
+        counts = [kind.count for kind in self._kinds]
+        self._first_of = {id(kind): sum(counts[:index]) for index, kind in enumerate(self._kinds)}
         self._class_of: dict[tuple[int, int], tuple[SphereClass, int]] = {}
         for own in self.sets:
             for kind in own.classes:
                 for position, block, first in kind.members:
                     self._class_of[(position, block)] = (kind, first)
+        # Parameters in whose shards the elements of a matrix are not one run of memory.
+        self.scattered = {
+            position for position in self._views if _segments(self._views[position], self._tiles[position]) is None
+        }
+        self._chunks: dict[int, tuple[TensorList, Tensor, bool]] = {}
         self._maps: dict[int, Tensor | None] = {}
         self._indices: dict[int, Tensor] = {}
         self._surveyed: tuple[tuple[int, ...], int] = ((), 0)  # identities of the vectors, and how often so far
@@ -393,7 +602,7 @@ class Sphere:
         view = self._views[position]
         kinds = [self._class_of[(position, block)] for block in range(len(view.block_shapes))]
         values = []
-        for name in ("factor", "radius"):
+        for name in _FACTORS:
             parts = [
                 getattr(kind, name)[first : first + count]
                 for (kind, first), (count, _, _) in zip(kinds, view.block_shapes, strict=True)
@@ -403,6 +612,31 @@ class Sphere:
         if index is None:
             return values[0][0], values[1][0]
         return values[0][index], values[1][index]
+
+    def apply_fused(self, tensors: TensorList, positions: Sequence[int], updates: Tensor) -> None:
+        """Retract and update a list of parameters in one launch."""
+        from muon_fsdp.kernels import triton_elementwise
+
+        known = self._chunks.get(id(tensors))
+        if known is None or known[0] is not tensors:
+            segments = []
+            for index, position in enumerate(positions):
+                view, tile = self._views[position], self._tiles[position]
+                numbers = [
+                    self._first_of[id(kind)] + first + i
+                    for block, (count, _, _) in enumerate(view.block_shapes)
+                    for kind, first in [self._class_of[(position, block)]]
+                    for i in range(count)
+                ]
+                for start, length, matrix in _segments(view, tile) or ():
+                    segments.append((index, start, length, numbers[matrix]))
+            chunks, aligned = triton_elementwise.cut_into_chunks(segments, updates.device)
+            known = self._chunks[id(tensors)] = (tensors, chunks, aligned)
+        _, chunks, aligned = known
+        factors = torch.stack([torch.cat([getattr(kind, name) for kind in self._kinds]) for name in _FACTORS])
+        # What is aligned as a whole may be cut otherwise.
+        own = replace(tensors, chunks=chunks, aligned=tensors.aligned and aligned)
+        triton_elementwise.apply_updates(own, updates, factors.float())
 
     def _map(self, position: int, shard: Tensor) -> Tensor | None:
         """The number of the matrix of every element of a shard, broadcastable to it; None if there is one matrix."""

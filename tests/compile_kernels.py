@@ -14,7 +14,7 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from muon_fsdp.kernels import Product, triton_elementwise, triton_norms, triton_pair, triton_products
+from muon_fsdp.kernels import Product, triton_elementwise, triton_norms, triton_pair, triton_products, triton_spectral
 from muon_fsdp.kernels.select import _candidates, _hopper_tiles
 from muon_fsdp.kernels.triton_products import TileConfig
 
@@ -41,18 +41,28 @@ def compiled(kernel: Any, types: list[str | None], constants: dict[str, Any], ta
 
 
 def symmetric(
-    tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, *, same: bool, transposed: bool, added: int
+    tiles: TileConfig,
+    dtype: torch.dtype,
+    target: GPUTarget,
+    *,
+    same: bool,
+    transposed: bool,
+    added: int,
+    masked: bool = False,
 ) -> None:
+    tiles = tiles._replace(persistent=False) if masked else tiles
     bulk, name = target is HOPPER, NAMES[dtype]
     block = (tiles.inner, tiles.rows) if transposed else (tiles.rows, tiles.inner)
     operand, square = _operand(name, block, bulk), _operand(name, (tiles.rows, tiles.rows), bulk)
     types = [operand, None if same else operand, *([square] * added + [None] * (2 - added)), square]
+    types.append("*i32" if masked else None)
     constants = {
         "SAME": same,
         "SYMMETRIZE": not same or dtype == torch.float32,
         "TRANSPOSED": transposed,
         "HAS_C": added > 0,
         "HAS_E": added > 1,
+        "HAS_ACTIVE": masked,
         "BLOCK": tiles.rows,
         "BLOCK_K": tiles.inner,
         "GROUP": tiles.group,
@@ -65,7 +75,10 @@ def symmetric(
     _run(triton_products._symmetric_kernel, [*types, *numbers], constants, tiles, target)
 
 
-def multiply_add(tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, c: torch.dtype, out: torch.dtype) -> None:
+def multiply_add(
+    tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, c: torch.dtype, out: torch.dtype, masked: bool = False
+) -> None:
+    tiles = tiles._replace(persistent=False) if masked else tiles
     bulk, name, half = target is HOPPER, NAMES[dtype], (tiles.rows, tiles.cols // 2)
     types = [
         _operand(name, (tiles.rows, tiles.inner), bulk),
@@ -73,11 +86,13 @@ def multiply_add(tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, c: to
         _operand(NAMES[c], half, bulk),
         _operand(NAMES[out], half, bulk),
         "*fp32",
+        "*i32" if masked else None,
         *(["i32"] * 4 + ["fp32"] * 2),
     ]
     constants = {
         "HAS_C": True,
         "HAS_SCALE": True,
+        "HAS_ACTIVE": masked,
         "BLOCK_M": tiles.rows,
         "BLOCK_N": tiles.cols,
         "BLOCK_K": tiles.inner,
@@ -108,11 +123,29 @@ def elementwise(kernel: Any, types: list[str | None], constants: dict[str, Any],
     print(90, kernel.fn.__name__, wide, "loads of 16 bytes", flush=True)
 
 
+def spectral() -> None:
+    tables: list[str | None] = ["*i64", "*i64", "*fp32", "*fp32", "*fp32", "*fp32"]
+    for mode in range(3):
+        for width, rows in [(2048, 8), (16384, 1)]:
+            sizes = {"MODE": mode, "TYPE": tl.float32, "WIDTH": width, "ROWS_AT_ONCE": rows, "ALIGNED": True}
+            elementwise(triton_spectral._gram_kernel, tables, sizes)
+    elementwise(triton_spectral._add_partials_kernel, ["*i64", "*fp32", "*fp32", "*fp32"], {"BLOCK": 1024}, False)
+    elementwise(triton_spectral._normalize_kernel, ["*i64", "*fp32", "*fp32"], {"BLOCK": 1024}, False)
+    tiles = {"HAS_ACTIVE": True, "ALIGNED": True, "ROWS": 8, "BLOCK": 512}
+    numbers: list[str | None] = ["i32", "i32", "i32"]
+    elementwise(
+        triton_spectral._bilinear_kernel, ["*fp32!", "*fp16!", "*fp32!", "*i32", "*fp32", *numbers], tiles, True
+    )
+    shifted: list[str | None] = ["*bf16!", "*fp32!", "*fp32!", "*fp32!", "*fp32!", "*i32", "*fp16!", *numbers]
+    elementwise(triton_spectral._shifted_cast_kernel, shifted, tiles)
+
+
 def main() -> None:
     half, bf16, single = torch.float16, torch.bfloat16, torch.float32
     for batch, rows, inner in [(12, 768, 768), (8, 2048, 2048), (8, 2048, 8192), (1, 50, 100)]:
         tiles = _hopper_tiles(Product("symmetric", batch, rows, rows, inner, half), 132)
         symmetric(tiles, half, HOPPER, same=False, transposed=False, added=2)
+        symmetric(tiles, half, HOPPER, same=False, transposed=False, added=2, masked=True)
         symmetric(tiles, half, HOPPER, same=True, transposed=inner > rows, added=0)
     symmetric(
         _hopper_tiles(Product("symmetric", 1, 50, 50, 50, single), 132),
@@ -127,6 +160,7 @@ def main() -> None:
         Product("multiply_add", 8, 2048, 2048, 2048, half, True, True),
     )
     multiply_add(_hopper_tiles(large, 132), half, HOPPER, bf16, half)
+    multiply_add(_hopper_tiles(large, 132), half, HOPPER, half, half, masked=True)
     multiply_add(_hopper_tiles(wide, 132), half, HOPPER, single, single)
     multiply_add(_hopper_tiles(Product("multiply_add", 1, 50, 99, 50, single), 132), single, HOPPER, single, single)
     symmetric(
@@ -147,7 +181,10 @@ def main() -> None:
     elementwise(
         triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **unaligned}, False
     )
-    elementwise(triton_elementwise._apply_kernel, [*tables, "*fp16!", "i32"], {"PARAMETER_TYPE": tl.float32, **aligned})
+    for has_factors in (False, True):
+        types = {"HAS_FACTORS": has_factors, "PARAMETER_TYPE": tl.float32}
+        arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, "i32", "i32"]
+        elementwise(triton_elementwise._apply_kernel, arguments, {**types, **aligned})
     types = {"PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
     elementwise(
         triton_elementwise._adamw_kernel, ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"], {**types, **aligned}
@@ -163,6 +200,7 @@ def main() -> None:
     update = {"COUPLED": True, "NESTEROV": True, "NORM": True}
     update |= {**pair, "BLOCK": triton_pair.BLOCK}
     elementwise(triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], update)
+    spectral()
     sums: list[str | None] = ["*i64", "*i64", "*fp32", "*i32!", "*fp64!", "*i32!", "*fp64!", "i32"]
     elementwise(triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
 

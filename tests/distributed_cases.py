@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -500,20 +501,26 @@ def imagined_ranks() -> int:
 
 def by_kernels(case: str, *args: Any) -> Any:
     """Another case with updates by fused kernels, in Triton's interpreter."""
-    from muon_fsdp import fused
-    from muon_fsdp.kernels import triton_elementwise
+    from unittest.mock import patch
+
+    from muon_fsdp import fused, spectral, sphere
+    from muon_fsdp.kernels import triton_elementwise, triton_spectral
 
     launched: list[str] = []
-    launch, unusable = triton_elementwise.launch, fused.unusable
+    launch = triton_elementwise.launch
 
     def noted_launch(kernel: Any, *rest: Any, **options: Any) -> None:
         launched.append(kernel.fn.__name__)
         launch(kernel, *rest, **options)
 
-    triton_elementwise.launch, fused.unusable = noted_launch, lambda device: None
-    try:
+    with ExitStack() as stack:
+        for module in (triton_elementwise, triton_spectral):
+            stack.enter_context(patch.object(module, "launch", noted_launch))
+        for module in (fused, spectral, sphere):
+            stack.enter_context(patch.object(module, "unusable", lambda device: None))
         result = globals()[case](*args)
-    finally:
-        triton_elementwise.launch, fused.unusable = launch, unusable
-    assert {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"} <= set(launched)
+    expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}
+    if any(isinstance(arg, dict) and arg.get("rule") == "spectral_sphere" for arg in args):
+        expected |= {"_gram_kernel", "_add_partials_kernel", "_normalize_kernel"}
+    assert expected <= set(launched)
     return result

@@ -24,6 +24,7 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
     transposed: bool = False,
+    active: Tensor | None = None,  # (B,) int32: where 0, the result may be anything
 ) -> Tensor:
     """alpha * a @ b^T + beta * c + gamma * e, where the caller knows that the result is symmetric; it comes out so.
 
@@ -40,7 +41,7 @@ def symmetric_product(
         options = {"alpha": alpha, "beta": beta, "gamma": gamma}
         out = a.new_empty(len(a), rows, rows)
         return triton_products.symmetric_product(
-            left, right, _contiguous(c), _contiguous(e), out, tiles, transposed=transposed, **options
+            left, right, _contiguous(c), _contiguous(e), out, tiles, transposed=transposed, active=active, **options
         )
 
     def by_library() -> Tensor:
@@ -63,6 +64,7 @@ def multiply_add(
     beta: float = 0.0,
     c_scale: Tensor | None = None,  # (B,)
     out: Tensor | None = None,  # (B, m, n), in any precision; not a or b
+    active: Tensor | None = None,  # (B,) int32: where 0, the result may be anything, and `out` stays
 ) -> Tensor:
     """alpha * a @ b + beta * c_scale * c, a new tensor of a's precision or `out`."""
 
@@ -71,11 +73,27 @@ def multiply_add(
 
         result = out if out is not None and out.is_contiguous() else a.new_empty(len(a), a.shape[1], b.shape[2])
         triton_products.multiply_add(
-            a.contiguous(), b.contiguous(), _contiguous(c), result, tiles, alpha=alpha, beta=beta, c_scale=c_scale
+            a.contiguous(),
+            b.contiguous(),
+            _contiguous(c),
+            result,
+            tiles,
+            alpha=alpha,
+            beta=beta,
+            c_scale=c_scale,
+            active=active,
         )
-        return result if out is None or result is out else out.copy_(result)
+        if out is None or result is out:
+            return result
+        return out.copy_(result if active is None else torch.where(active[:, None, None] != 0, result, out))
 
     def by_library() -> Tensor:
+        if out is not None and active is not None:
+            computed = multiply_all(torch.empty_like(out))
+            return out.copy_(torch.where(active[:, None, None] != 0, computed, out))
+        return multiply_all(out)
+
+    def multiply_all(out: Tensor | None) -> Tensor:
         scaled = c if c is None or c_scale is None else c * c_scale[:, None, None]
         summand = None if scaled is None else scaled.to(a.dtype)
         if out is None or alpha == 0:

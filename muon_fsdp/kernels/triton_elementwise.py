@@ -147,8 +147,8 @@ def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["num_tensors"],
-    do_not_specialize_on_alignment=["chunks", "addresses", "active", "scalars", "slots"],
+    do_not_specialize=["num_tensors", "num_factors"],
+    do_not_specialize_on_alignment=["chunks", "addresses", "active", "scalars", "slots", "factors"],
 )
 def _apply_kernel(  # type: ignore[no-untyped-def]
     chunks,
@@ -157,7 +157,10 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     scalars,
     slots,
     updates,
+    factors,
     num_tensors,
+    num_factors,
+    HAS_FACTORS: tl.constexpr,
     PARAMETER_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -170,7 +173,11 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     update = tl.load(updates + slot + start + offset, mask=mask, other=0.0).to(tl.float32)
     pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
     weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    weight = weight * (1.0 - lr * weight_decay) - lr * update
+    if HAS_FACTORS:
+        matrix = tl.load(chunks + 4 * tl.program_id(0) + 3)
+        weight = weight * tl.load(factors + matrix) - lr * tl.load(factors + num_factors + matrix) * update
+    else:
+        weight = weight * (1.0 - lr * weight_decay) - lr * update
     tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
 
 
@@ -250,18 +257,37 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
     )
 
 
-def apply_updates(tensors: TensorList, updates: Tensor) -> None:
-    """W <- W (1 - lr * weight_decay) - lr * U."""
+def apply_updates(tensors: TensorList, updates: Tensor, factors: Tensor | None = None) -> None:
+    """W <- W (1 - lr * weight_decay) - lr * U; with factors (2, matrices), W <- f W - lr * R * U.
+
+    The last column of the chunks is the number of the matrix then.
+    """
     if len(tensors.chunks) == 0:
         return
     launch(
         _apply_kernel,
         len(tensors.chunks),
-        (*tensors.tables, updates, tensors.num_tensors),
-        {"PARAMETER_TYPE": TYPES[tensors.parameter_dtype], "ALIGNED": tensors.aligned, "CHUNK": CHUNK},
+        (*tensors.tables, updates, factors, tensors.num_tensors, 0 if factors is None else factors.shape[1]),
+        {
+            "HAS_FACTORS": factors is not None,
+            "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
+            "ALIGNED": tensors.aligned,
+            "CHUNK": CHUNK,
+        },
         (updates.device, updates.dtype),
         num_warps=8,
     )
+
+
+def cut_into_chunks(segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> tuple[Tensor, bool]:
+    """Chunks of segments (tensor, first element, number of elements, number of the matrix); whether all are aligned."""
+    chunks = [
+        (tensor, first, min(CHUNK, start + length - first), matrix)
+        for tensor, start, length, matrix in segments
+        for first in range(start, start + length, CHUNK)
+    ]
+    aligned = all(first % ALIGNMENT == 0 and length % ALIGNMENT == 0 for _, first, length, _ in chunks)
+    return torch.tensor(chunks, dtype=torch.int64).reshape(-1, 4).to(device), aligned
 
 
 def adamw_update(tensors: TensorList) -> None:

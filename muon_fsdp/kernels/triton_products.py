@@ -79,13 +79,14 @@ def _triangle_tile(index, rows_of_tiles, GROUP: tl.constexpr):  # type: ignore[n
     return i, j
 
 
-@triton.jit(do_not_specialize=["num_matrices", "rows", "inner"])
+@triton.jit(do_not_specialize=["num_matrices", "rows", "inner"], do_not_specialize_on_alignment=["active"])
 def _symmetric_kernel(  # type: ignore[no-untyped-def]
     a,
     b,
     c,
     e,
     d,
+    active,
     num_matrices,
     rows,
     inner,
@@ -97,6 +98,7 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr,
     HAS_C: tl.constexpr,
     HAS_E: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -109,38 +111,47 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
     tiles_each = rows_of_tiles * (rows_of_tiles + 1) // 2
     for tile in tl.range(tl.program_id(0), tiles_each * num_matrices, tl.num_programs(0), flatten=PERSISTENT):
         batch = tile // tiles_each
-        i, j = _triangle_tile(tile % tiles_each, rows_of_tiles, GROUP)
-        row, col = i * BLOCK, j * BLOCK
-        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        for k in range(0, inner, BLOCK_K):
-            if TRANSPOSED:
-                left = _load(a, batch, k, row, inner, rows, BLOCK_K, BLOCK, BULK_IN).T
-                right = _load(a if SAME else b, batch, k, col, inner, rows, BLOCK_K, BLOCK, BULK_IN)
-            else:
-                left = _load(a, batch, row, k, rows, inner, BLOCK, BLOCK_K, BULK_IN)
-                right = _load(a if SAME else b, batch, col, k, rows, inner, BLOCK, BLOCK_K, BULK_IN).T
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
-        acc *= alpha
-        if HAS_C:
-            acc += beta * _load(c, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
-        if HAS_E:
-            acc += gamma * _load(e, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
-        result = acc.to(d.dtype if BULK_OUT else d.dtype.element_ty)
-        if SYMMETRIZE:  # noqa: SIM102 - only this is known when the kernel is compiled
-            if row == col:
-                below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
-                result = tl.where(below, result, result.T)
-        _store(d, result, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT)
-        _store(d, result.T, batch, col, row, rows, rows, BLOCK, BLOCK, BULK_OUT)  # on the diagonal once more the same
+        computes = True
+        if HAS_ACTIVE:
+            computes = tl.load(active + batch) != 0
+        if computes:
+            i, j = _triangle_tile(tile % tiles_each, rows_of_tiles, GROUP)
+            row, col = i * BLOCK, j * BLOCK
+            acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+            for k in range(0, inner, BLOCK_K):
+                if TRANSPOSED:
+                    left = _load(a, batch, k, row, inner, rows, BLOCK_K, BLOCK, BULK_IN).T
+                    right = _load(a if SAME else b, batch, k, col, inner, rows, BLOCK_K, BLOCK, BULK_IN)
+                else:
+                    left = _load(a, batch, row, k, rows, inner, BLOCK, BLOCK_K, BULK_IN)
+                    right = _load(a if SAME else b, batch, col, k, rows, inner, BLOCK, BLOCK_K, BULK_IN).T
+                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc *= alpha
+            if HAS_C:
+                acc += beta * _load(c, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
+            if HAS_E:
+                acc += gamma * _load(e, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
+            result = acc.to(d.dtype if BULK_OUT else d.dtype.element_ty)
+            if SYMMETRIZE:  # noqa: SIM102 - only this is known when the kernel is compiled
+                if row == col:
+                    below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
+                    result = tl.where(below, result, result.T)
+            _store(d, result, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT)
+            _store(
+                d, result.T, batch, col, row, rows, rows, BLOCK, BLOCK, BULK_OUT
+            )  # on the diagonal once more the same
 
 
-@triton.jit(do_not_specialize=["num_matrices", "rows", "cols", "inner"], do_not_specialize_on_alignment=["c_scale"])
+@triton.jit(
+    do_not_specialize=["num_matrices", "rows", "cols", "inner"], do_not_specialize_on_alignment=["c_scale", "active"]
+)
 def _multiply_add_kernel(  # type: ignore[no-untyped-def]
     a,
     b,
     c,
     d,
     c_scale,
+    active,
     num_matrices,
     rows,
     cols,
@@ -149,6 +160,7 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
     beta,
     HAS_C: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -163,32 +175,36 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
     tiles_each = tile_rows * tile_cols
     for tile in tl.range(tl.program_id(0), tiles_each * num_matrices, tl.num_programs(0), flatten=PERSISTENT):
         batch = tile // tiles_each
-        within = tile % tiles_each
-        first = within // (GROUP * tile_cols) * GROUP
-        height = tl.minimum(GROUP, tile_rows - first)
-        row = (first + within % (GROUP * tile_cols) % height) * BLOCK_M
-        col = within % (GROUP * tile_cols) // height * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, inner, BLOCK_K):
-            left = _load(a, batch, row, k, rows, inner, BLOCK_M, BLOCK_K, BULK_IN)
-            right = _load(b, batch, k, col, inner, cols, BLOCK_K, BLOCK_N, BULK_IN)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
-        acc *= alpha
-        scale = 1.0
-        if HAS_SCALE:  # of tiny matrices so large that beta must not be multiplied to it
-            scale = tl.load(c_scale + batch)
-        first_half, second_half = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        if HAS_C:
-            added = _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
-            first_half += beta * (scale * added)
-        element = d.dtype if BULK_OUT else d.dtype.element_ty
-        _store(d, first_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
-        col += HALF
-        if HAS_C:
-            second_half += beta * (
-                scale * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
-            )
-        _store(d, second_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
+        computes = True
+        if HAS_ACTIVE:
+            computes = tl.load(active + batch) != 0
+        if computes:
+            within = tile % tiles_each
+            first = within // (GROUP * tile_cols) * GROUP
+            height = tl.minimum(GROUP, tile_rows - first)
+            row = (first + within % (GROUP * tile_cols) % height) * BLOCK_M
+            col = within % (GROUP * tile_cols) // height * BLOCK_N
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for k in range(0, inner, BLOCK_K):
+                left = _load(a, batch, row, k, rows, inner, BLOCK_M, BLOCK_K, BULK_IN)
+                right = _load(b, batch, k, col, inner, cols, BLOCK_K, BLOCK_N, BULK_IN)
+                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc *= alpha
+            scale = 1.0
+            if HAS_SCALE:  # of tiny matrices so large that beta must not be multiplied to it
+                scale = tl.load(c_scale + batch)
+            first_half, second_half = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+            if HAS_C:
+                added = _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+                first_half += beta * (scale * added)
+            element = d.dtype if BULK_OUT else d.dtype.element_ty
+            _store(d, first_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
+            col += HALF
+            if HAS_C:
+                second_half += beta * (
+                    scale * _load(c, batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT).to(tl.float32)
+                )
+            _store(d, second_half.to(element), batch, row, col, rows, cols, BLOCK_M, HALF, BULK_OUT)
 
 
 def symmetric_product(
@@ -203,8 +219,10 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
     transposed: bool = False,
+    active: Tensor | None = None,  # (B,) int32: where 0, nothing is computed
 ) -> Tensor:
     """out = alpha * a @ b^T + beta * c + gamma * e, exactly symmetric; all operands contiguous."""
+    config = config if active is None else config._replace(persistent=False)
     rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
     side, block = config.rows, (config.inner, config.rows) if transposed else (config.rows, config.inner)
     bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, c, e)
@@ -218,6 +236,7 @@ def symmetric_product(
             _operand(c, (side, side), bulk_out),
             _operand(e, (side, side), bulk_out),
             _operand(out, (side, side), bulk_out),
+            active,
             len(a),
             rows,
             inner,
@@ -232,6 +251,7 @@ def symmetric_product(
             "TRANSPOSED": transposed,
             "HAS_C": c is not None,
             "HAS_E": e is not None,
+            "HAS_ACTIVE": active is not None,
             "BLOCK": side,
             "BLOCK_K": config.inner,
             "GROUP": config.group,
@@ -257,8 +277,10 @@ def multiply_add(
     alpha: float = 1.0,
     beta: float = 0.0,
     c_scale: Tensor | None = None,  # (B,) float32
+    active: Tensor | None = None,  # (B,) int32: where 0, nothing is computed and `out` stays
 ) -> Tensor:
     """out = alpha * a @ b + beta * c_scale * c; all operands contiguous."""
+    config = config if active is None else config._replace(persistent=False)
     (num_matrices, rows, inner), cols = a.shape, b.shape[2]
     bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, c)
     half = (config.rows, config.cols // 2)
@@ -272,6 +294,7 @@ def multiply_add(
             _operand(c, half, bulk_out),
             _operand(out, half, bulk_out),
             c_scale,
+            active,
             num_matrices,
             rows,
             cols,
@@ -282,6 +305,7 @@ def multiply_add(
         {
             "HAS_C": c is not None,
             "HAS_SCALE": c_scale is not None,
+            "HAS_ACTIVE": active is not None,
             "BLOCK_M": config.rows,
             "BLOCK_N": config.cols,
             "BLOCK_K": config.inner,

@@ -64,22 +64,17 @@ class SpectralSphere(Muon):
                 start=spectrum.multiplier,
                 slope=spectrum.slope,
                 searched=spectrum.regular,
-                msign=lambda x, result: _msign(key, x, result),
+                orthogonalization=key.method,
+                ns_steps=key.steps,
                 inverse_norms=inverse_norms,
                 out=out,
             )
             spectrum.multiplier, spectrum.slope = tangent.multiplier, tangent.slope
             spectrum.calls, spectrum.failed = tangent.calls, tangent.failed
             return
-        _msign(key, matrices, out, inverse_norms)
+        orthogonalize(matrices, method=key.method, steps=key.steps, inverse_norms=inverse_norms, out=out)
         if key.lambda_mode == "projection":
             radial = torch.where(spectrum.regular, bilinear(spectrum.left, out, spectrum.right), 0.0)
             left = (radial[:, None] * spectrum.left).to(out.dtype)
             out.baddbmm_(left[:, :, None], spectrum.right[:, None, :].to(out.dtype), alpha=-1)
         spectrum.multiplier = torch.zeros_like(spectrum.multiplier)
-
-    fused = False
-
-
-def _msign(key: SphereBatchKey, matrices: Tensor, out: Tensor, inverse_norms: Tensor | None = None) -> None:
-    orthogonalize(matrices, method=key.method, steps=key.steps, inverse_norms=inverse_norms, out=out)
