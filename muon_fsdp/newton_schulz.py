@@ -88,9 +88,8 @@ def orthogonalize_shifted(
     flags = active.to(torch.int32)
     with _without_autocast(matrices.device.type), on_device(matrices.device):
         factor = 1 / (margin * norms)
-        x = triton_spectral.shifted_cast(
-            matrices, scales * factor, left, right, shifts * factor, _iteration_dtype(matrices), flags
-        )
+        x = torch.empty_like(matrices, dtype=_iteration_dtype(matrices))
+        triton_spectral.shifted_cast(matrices, scales * factor, left, right, shifts * factor, x, flags)
         refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(triples), "auto", x.dtype)
         _iterate(x, x, None, triples, refresh_steps, 1.0, out, flags)
 

@@ -28,7 +28,7 @@ SMALLEST_NORM = 1e-12
 # Products W^T W x from a start that knows nothing. By the gap-free bound for random starts (Kuczynski, Wozniakowski
 # 1992) the expected error of the norm is then at most 0.5% for any matrix of up to 10,000 columns.
 COLD_STEPS = 96
-_SQUARINGS = 40
+_SQUARINGS = 24
 # Calls of msign after which a search gives up. One more, at zero, follows for what it has not found.
 MAX_CALLS = {"bracketed": 12, "bisection": 26}
 # How near zero <u v^T, msign(..)> must come: what rounding leaves reachable.
@@ -36,7 +36,8 @@ TOLERANCE, HALF_TOLERANCE = 2e-4, 1e-3
 # ||M + lambda u v^T||^2 is the sum of three terms that may cancel; below this their rounding is all that is left.
 SMALLEST_SQUARE = 1e-5
 
-Gram: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor]]  # W^T W x, for batches (G, n) of several widths
+# For batches of vectors (G, n) of several widths n: W^T W x and W x, or what this rank has of that.
+Products: TypeAlias = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 # --------------------------------------------------------------------------------------------------- singular triples
@@ -57,9 +58,13 @@ def power_iteration(matrices: Tensor, steps: int = 10, right: Tensor | None = No
     about a hundred to come within 1%, and `compute_spectral_norm` is better then.
     """
     batch = _as_batch(matrices)
-    start = _starts(batch) if right is None else right.detach().reshape(len(batch), -1).to(batch.dtype)
-    gram = _gram_of(batch)
-    (vectors,) = iterate(gram, [normalized_or(start, _starts(batch))], steps)
+    vectors = _starts(batch)
+    if right is not None:
+        vectors = normalized_or(right.detach().reshape(len(batch), -1).to(batch.dtype), vectors)
+    products = _products_of(batch)
+    for _ in range(steps):
+        (new,), _ = products([vectors])
+        vectors = normalized_or(new, vectors)
     return _triple(matrices, batch, vectors)
 
 
@@ -76,39 +81,40 @@ def compute_spectral_norm(matrices: Tensor, right: Tensor | None = None, steps: 
     if right is not None:
         return power_iteration(matrices, steps, right).norm
     batch = _as_batch(matrices)
-    (vectors,) = cold_start(_gram_of(batch), [_starts(batch)], [min(batch.shape[-2:])])
+    steps = min(COLD_STEPS, 1 + min(batch.shape[-2:]))
+    ((vectors, _),) = best_in_krylov_space(_products_of(batch), [_starts(batch)], steps)
     return _triple(matrices, batch, vectors).norm
 
 
-def iterate(gram: Gram, vectors: Sequence[Tensor], steps: int) -> list[Tensor]:
-    """`steps` of power iteration from unit vectors (G, n); what W takes to zero stays."""
-    current = list(vectors)
-    for _ in range(steps):
-        current = [normalized_or(new, old) for new, old in zip(gram(current), current, strict=True)]
-    return current
+def num_products(power_iteration_steps: int) -> int:
+    """How many products make up for so many steps of power iteration, if the best vector of all is taken.
 
-
-def cold_start(gram: Gram, starts: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Nearly top right singular vectors (G, n) from any unit vectors, by the Lanczos method.
-
-    It needs the same products as power iteration and finds the best vector in all that they span; `ranks` bounds how
-    many directions there are.
+    With k products the best polynomial of degree k - 1 is found, and not only x^q: where it matters, which is where
+    singular values lie close together, degree d does what q = 2 d^2 steps do.
     """
-    steps = min(COLD_STEPS, 1 + max(ranks, default=0))
+    return min(power_iteration_steps, 1 + math.ceil(math.sqrt(power_iteration_steps / 2)))
+
+
+def best_in_krylov_space(products: Products, starts: Sequence[Tensor], steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Unit vectors x (G, n) of the largest ||W x|| in the span of x, W^T W x, .. from `starts`, and W x (G, m).
+
+    The Lanczos method; orthogonalized in full, so that copies of a vector can't appear by rounding.
+    """
     current = list(starts)
-    scales: list[Tensor] = []
     bases = [start.new_zeros(steps, *start.shape) for start in starts]
+    lefts: list[list[Tensor]] = [[] for _ in starts]
     projected = [start.new_zeros(len(start), steps, steps, dtype=torch.float64) for start in starts]
+    scales: list[Tensor] = []
     for step in range(steps):
         for basis, vector in zip(bases, current, strict=True):
             basis[step] = vector
-        products = gram(current)
+        rights, left_products = products(current)
         if not scales:  # squares of very small or large products would not be numbers
-            scales = [product.abs().amax(-1, keepdim=True) for product in products]
+            scales = [right.abs().amax(-1, keepdim=True) for right in rights]
             scales = [torch.where(scale > 0, scale, 1.0) for scale in scales]
-        products = [product / scale for product, scale in zip(products, scales, strict=True)]
-        for index, product in enumerate(products):
-            known, small = bases[index][: step + 1], projected[index]
+        for index, scale in enumerate(scales):
+            lefts[index].append(left_products[index])
+            product, known, small = rights[index] / scale, bases[index][: step + 1], projected[index]
             first = torch.einsum("qgn,gn->gq", known, product)
             rest = product - torch.einsum("gq,qgn->gn", first, known)
             second = torch.einsum("qgn,gn->gq", known, rest)  # once more: rounding leaves a part of them in it
@@ -120,9 +126,11 @@ def cold_start(gram: Gram, starts: Sequence[Tensor], ranks: Sequence[int]) -> li
             exhausted = _norm(rest) <= 1e-5 * _norm(product)
             current[index] = torch.where(exhausted[:, None], 0.0, normalized_or(rest, torch.zeros_like(rest)))
     found = []
-    for basis, small, start in zip(bases, projected, starts, strict=True):
+    for basis, left, small, start in zip(bases, lefts, projected, starts, strict=True):
         weights = _top_eigenvectors(small).to(start.dtype)
-        found.append(normalized_or(torch.einsum("gq,qgn->gn", weights, basis), start))
+        weights = weights / _norm(weights).clamp_min(1e-30)[:, None]
+        right = torch.einsum("gq,qgn->gn", weights, basis)
+        found.append((right, torch.einsum("gq,qgm->gm", weights, torch.stack(left))))
     return found
 
 
@@ -133,7 +141,9 @@ def _top_eigenvectors(symmetric: Tensor) -> Tensor:
         largest = power.abs().amax(dim=(-2, -1), keepdim=True)
         power = power / torch.where(largest > 0, largest, 1.0)
         power = power @ power
-    # All columns are multiples of the eigenvector by now; the first direction has the start in it, but may miss it.
+    zero = power.abs().amax(dim=(-2, -1)) == 0
+    power[:, 0, 0] += zero.to(power.dtype)
+    # All columns are multiples of the eigenvector by now, but some may be zero.
     column = power.square().sum(-2).argmax(-1)
     return torch.gather(power, -1, column[:, None, None].expand(-1, power.shape[-2], 1))[..., 0]
 
@@ -171,12 +181,13 @@ def _starts(batch: Tensor) -> Tensor:
     return start_vectors(batch.new_empty(len(batch), batch.shape[-1]))
 
 
-def _gram_of(batch: Tensor) -> Gram:
-    def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
+def _products_of(batch: Tensor) -> Products:
+    def products(vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         (x,) = vectors
-        return [(batch.mT @ (batch @ x.unsqueeze(-1))).squeeze(-1)]
+        left = batch @ x.unsqueeze(-1)
+        return [(batch.mT @ left).squeeze(-1)], [left.squeeze(-1)]
 
-    return gram
+    return products
 
 
 def _triple(matrices: Tensor, batch: Tensor, right: Tensor) -> Triple:
@@ -388,6 +399,18 @@ def bilinear(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | Non
         return triton_spectral.bilinear(left.float(), matrices, right.float(), flags)
     products = torch.bmm(matrices.to(right.dtype), right.unsqueeze(-1)).squeeze(-1)
     return (left * products).sum(-1)
+
+
+def add_outer(matrices: Tensor, left: Tensor, right: Tensor, factors: Tensor) -> None:
+    """A <- A + factor u v^T for every matrix of a batch."""
+    if matrices.dtype != torch.float64 and unusable(matrices.device) is None and matrices.is_contiguous():
+        from muon_fsdp.kernels import triton_spectral
+
+        ones = torch.ones_like(factors)
+        triton_spectral.shifted_cast(matrices, ones, left.float(), right.float(), factors, matrices)
+        return
+    outer = (factors[:, None] * left).to(matrices.dtype)[:, :, None]
+    matrices.baddbmm_(outer, right[:, None, :].to(matrices.dtype))
 
 
 class _Search:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,11 @@ from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.rules.base import Spectrum, State, host_number, working_dtype
 from muon_fsdp.spectral import (
+    COLD_STEPS,
     SMALLEST_NORM,
-    Gram,
-    cold_start,
-    iterate,
+    best_in_krylov_space,
     normalized_or,
+    num_products,
     retraction,
     start_vectors,
     target_radius,
@@ -111,7 +112,6 @@ class Block:
     cols: slice
     part: LocalPart
     part_rows: slice
-    weight: float  # 1 / number of ranks that hold the same
 
     def of(self, shard: Tensor) -> Tensor:  # (count, rows, cols)
         rows = self.part.of(shard)[self.part_rows]
@@ -127,6 +127,7 @@ class SphereClass:
     cols: int
     members: list[tuple[int, int, int]] = field(default_factory=list)  # (position, block of its view, first matrix)
     count: int = 0
+    shares: list[float] = field(default_factory=list)  # per matrix, 1 / number of ranks that hold the same part of it
     right: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, cols)
     left: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, rows)
     norm: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,), as are all below
@@ -139,6 +140,10 @@ class SphereClass:
     failed: Tensor = field(default_factory=lambda: torch.empty(0))
     found: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, 4): what this rank has found of these
 
+    @cached_property
+    def weight(self) -> Tensor:  # (count, 1)
+        return torch.tensor(self.shares, dtype=self.right.dtype, device=self.right.device)[:, None]
+
     @property
     def regular(self) -> Tensor:
         return self.norm >= SMALLEST_NORM
@@ -148,81 +153,70 @@ class SphereSet:
     """All matrices that lie on the same ranks and are surveyed together."""
 
     def __init__(self, ranks: tuple[int, ...], steps: int) -> None:
-        self.ranks, self.steps = ranks, steps
+        self.ranks, self.steps = ranks, num_products(steps)
         self.classes: list[SphereClass] = []
         self.blocks: list[Block] = []
         self.shares = False  # whether ranks hold different parts
         self.cuts_rows = False  # whether a rank may hold a part of a row only
         self._kernels: GramKernels | None = None
 
-    def gram(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-        """W^T W x for every matrix of every class."""
-        if self._kernels is not None:
-            flat = torch.cat([vector.reshape(-1) for vector in vectors])
-            return self._kernels.by_class(self._gram_by_kernels(self._kernels, flat), 1)
-        left = self._products(shards, vectors, weighted=self.cuts_rows)
-        if self.cuts_rows:
-            left = add_up(left, self.ranks)
-        right = [torch.zeros_like(vector) for vector in vectors]
-        for block in self.blocks:
-            weights = block.of(shards[block.position]).to(left[block.kind].dtype)
-            part = torch.bmm(weights.mT, left[block.kind][block.matrices, block.rows, None]).squeeze(-1)
-            right[block.kind][block.matrices, block.cols].add_(part, alpha=block.weight if self.shares else 1.0)
-        return add_up(right, self.ranks) if self.shares else right
-
-    def left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-        """W x for every matrix of every class."""
-        if self._kernels is not None:
-            flat = torch.cat([vector.reshape(-1) for vector in vectors])
-            products = self._kernels.by_class(self._kernels.left(flat, weighted=self.shares), 0)
-            return add_up(products, self.ranks) if self.shares else products
-        products = self._products(shards, vectors, weighted=self.shares)
-        return add_up(products, self.ranks) if self.shares else products
-
-    def _products(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor], *, weighted: bool) -> list[Tensor]:
-        result = [vector.new_zeros(kind.count, kind.rows) for kind, vector in zip(self.classes, vectors, strict=True)]
-        for block in self.blocks:
-            vector = vectors[block.kind][block.matrices, block.cols, None]
-            part = torch.bmm(block.of(shards[block.position]).to(vector.dtype), vector).squeeze(-1)
-            result[block.kind][block.matrices, block.rows].add_(part, alpha=block.weight if weighted else 1.0)
-        return result
-
-    def _gram_by_kernels(self, kernels: GramKernels, vectors: Tensor) -> Tensor:
-        if self.cuts_rows:
-            (left,) = add_up([kernels.left(vectors, weighted=True)], self.ranks)
-            result = kernels.right(left)
-        else:
-            result = kernels.both(vectors)
-        return add_up([result], self.ranks)[0] if self.shares else result
-
-    def _iterate(self, gram: Gram, vectors: list[Tensor]) -> list[Tensor]:
-        kernels = self._kernels
-        if kernels is None:
-            return iterate(gram, vectors, self.steps)
-        flat = torch.cat([vector.reshape(-1) for vector in vectors])
-        for _ in range(self.steps):
-            kernels.normalize(self._gram_by_kernels(kernels, flat), flat)
-        return kernels.by_class(flat, 1)
-
     def survey(self, shards: Mapping[int, Tensor], *, cold: bool) -> None:
         """Find the top singular triples of all matrices, from the right vectors that the classes have."""
+        self._look_up(shards)
+
+        def products(vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            return self._products(shards, vectors)
+
+        starts = [start_vectors(kind.right) for kind in self.classes]
+        if cold:
+            steps = min(COLD_STEPS, 1 + max(min(kind.rows, kind.cols) for kind in self.classes))
+            starts = [right for right, _ in best_in_krylov_space(products, starts, steps)]
+        starts = [normalized_or(kind.right, start) for kind, start in zip(self.classes, starts, strict=True)]
+        found = best_in_krylov_space(products, starts, self.steps)
+        lefts = [left for _, left in found]
+        if self.shares and not self.cuts_rows:
+            lefts = self._add_up(lefts)
+        for kind, (right, _), left in zip(self.classes, found, lefts, strict=True):
+            kind.right, kind.norm = right, torch.linalg.vector_norm(left, dim=-1)
+            kind.left = normalized_or(left, torch.zeros_like(left))
+
+    def _look_up(self, shards: Mapping[int, Tensor]) -> None:
         if self._kernels is None or not self._kernels.fits(shards):
             self._kernels = GramKernels.of(self, shards)
         if self._kernels is not None:
             self._kernels.look_up(shards)
-        starts = [start_vectors(kind.right) for kind in self.classes]
 
-        def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
-            return self.gram(shards, vectors)
+    def _products(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """W^T W x of every matrix, and W x: whole, or of the rows that this rank holds."""
+        kernels = self._kernels
+        if kernels is not None and not self.cuts_rows:
+            right, left = kernels.both(vectors)
+        else:
+            left = self._left(shards, vectors) if kernels is None else kernels.left(vectors)
+            if self.cuts_rows:
+                left = self._add_up(left)
+            right = self._right(shards, left) if kernels is None else kernels.right(left)
+        return (self._add_up(right) if self.shares else right), left
 
-        if cold:
-            ranks = [min(kind.rows, kind.cols) for kind in self.classes]
-            starts = cold_start(gram, starts, ranks)
-        vectors = [normalized_or(kind.right, start) for kind, start in zip(self.classes, starts, strict=True)]
-        vectors = self._iterate(gram, vectors)
-        for kind, vector, left in zip(self.classes, vectors, self.left(shards, vectors), strict=True):
-            kind.right, kind.norm = vector, torch.linalg.vector_norm(left, dim=-1)
-            kind.left = normalized_or(left, torch.zeros_like(left))
+    def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over the ranks, of which several may hold the same part."""
+        return add_up([part * kind.weight for kind, part in zip(self.classes, parts, strict=True)], self.ranks)
+
+    def _left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+        result = [vector.new_zeros(kind.count, kind.rows) for kind, vector in zip(self.classes, vectors, strict=True)]
+        for block in self.blocks:
+            vector = vectors[block.kind][block.matrices, block.cols, None]
+            part = torch.bmm(block.of(shards[block.position]).to(vector.dtype), vector).squeeze(-1)
+            result[block.kind][block.matrices, block.rows] += part
+        return result
+
+    def _right(self, shards: Mapping[int, Tensor], left: Sequence[Tensor]) -> list[Tensor]:
+        result = [part.new_zeros(kind.count, kind.cols) for kind, part in zip(self.classes, left, strict=True)]
+        for block in self.blocks:
+            vector = left[block.kind][block.matrices, block.rows, None]
+            part = torch.bmm(block.of(shards[block.position]).to(vector.dtype).mT, vector).squeeze(-1)
+            result[block.kind][block.matrices, block.cols] += part
+        return result
 
 
 def _segments(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None:
@@ -250,69 +244,48 @@ class GramKernels:
     def __init__(self, own: SphereSet, shards: Mapping[int, Tensor]) -> None:
         from muon_fsdp.kernels.triton_spectral import ROWS
 
-        self._sizes = [(kind.count * kind.rows, kind.count * kind.cols) for kind in own.classes]
         self._shapes = [((kind.count, kind.rows), (kind.count, kind.cols)) for kind in own.classes]
-        starts = [[sum(size[side] for size in self._sizes[:i]) for i in range(len(self._sizes))] for side in (0, 1)]
+        self._sizes = [[prod(shape[side]) for shape in self._shapes] for side in (0, 1)]
+        starts = [[sum(sizes[:index]) for index in range(len(sizes))] for sizes in self._sizes]
         self._positions = sorted({block.position for block in own.blocks})
         self._known = [_memory_of(shards[position]) for position in self._positions]
+        self._device = shards[self._positions[0]].device
         programs: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = {}  # by precision and padded width
-        weights: dict[tuple[torch.dtype, int], list[float]] = {}
         sums: list[tuple[int, ...]] = []
-        sum_weights: list[float] = []
         partial = 0
         for block in own.blocks:
             kind, shard = own.classes[block.kind], shards[block.position]
             rows = block.part.of(shard)
             origin = (rows.data_ptr() - shard.data_ptr()) // shard.itemsize
             width, height = block.part.width, block.rows.stop - block.rows.start
-            key = (shard.dtype, 1 << (width - 1).bit_length())
+            entries = programs.setdefault((shard.dtype, 1 << (width - 1).bit_length()), [])
             tensor = self._positions.index(block.position)
             for number in range(block.matrices.start, block.matrices.stop):
                 first_row = block.part_rows.start + (number - block.matrices.start) * height
                 left = starts[0][block.kind] + number * kind.rows + block.rows.start
                 right = starts[1][block.kind] + number * kind.cols + block.cols.start
                 sums.append((partial, -(-height // ROWS), width, right))
-                sum_weights.append(block.weight if own.shares else 1.0)
                 for row in range(0, height, ROWS):
                     element = origin + (first_row + row) * rows.stride(0)
-                    entry = (
-                        tensor,
-                        element,
-                        rows.stride(0),
-                        min(ROWS, height - row),
-                        width,
-                        left + row,
-                        right,
-                        partial,
-                    )
-                    programs.setdefault(key, []).append(entry)
-                    weights.setdefault(key, []).append(block.weight)
+                    count = min(ROWS, height - row)
+                    entries.append((tensor, element, rows.stride(0), count, width, left + row, right, partial))
                     partial += width
-        self._device = shards[self._positions[0]].device
         self._programs = [
             (
                 dtype,
                 max(entry[4] for entry in entries),
-                self._put(entries, torch.int64),
-                self._put(weights[(dtype, padded)], torch.float32),
+                self._put(entries),
                 all(value % 16 == 0 for entry in entries for value in (entry[1], entry[2], entry[4])),
             )
-            for (dtype, padded), entries in programs.items()
+            for (dtype, _), entries in programs.items()
         ]
-        self._sums, self._sum_weights = self._put(sums, torch.int64), self._put(sum_weights, torch.float32)
-        segments = [
-            (starts[1][index] + number * kind.cols, kind.cols)
-            for index, kind in enumerate(own.classes)
-            for number in range(kind.count)
-        ]
-        self._segments = self._put(segments, torch.int64)
+        self._sums = self._put(sums)
         self._partials = torch.empty(partial, dtype=torch.float32, device=self._device)
         self._addresses = torch.zeros(len(self._positions), dtype=torch.int64, device=self._device)
         self._aligned = True
-        self._covers = not own.shares  # whether every element of a result is written
 
-    def _put(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return pinned(numbers, dtype, self._device).to(self._device, non_blocking=True)
+    def _put(self, numbers: Sequence[Any]) -> Tensor:
+        return pinned(numbers, torch.int64, self._device).to(self._device, non_blocking=True)
 
     @classmethod
     def of(cls, own: SphereSet, shards: Mapping[int, Tensor]) -> GramKernels | None:
@@ -338,52 +311,49 @@ class GramKernels:
         self._aligned = all(address % 16 == 0 for address in addresses)
         self._addresses.copy_(pinned(addresses, torch.int64, self._device), non_blocking=True)
 
-    def both(self, vectors: Tensor) -> Tensor:
-        left = torch.empty(sum(size[0] for size in self._sizes), dtype=torch.float32, device=self._device)
-        return self._run("both", left, vectors)
+    def both(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        left, right = self._zeros(0), self._zeros(1)
+        self._launch("both", left, _flat(vectors), right)
+        return self._by_class(right, 1), self._by_class(left, 0)
 
-    def right(self, left: Tensor) -> Tensor:
-        return self._run("right", left, left.new_empty(sum(size[1] for size in self._sizes)))
+    def left(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        left = self._zeros(0)
+        self._launch("left", left, _flat(vectors), None)
+        return self._by_class(left, 0)
 
-    def left(self, vectors: Tensor, *, weighted: bool) -> Tensor:
-        left = torch.zeros(sum(size[0] for size in self._sizes), dtype=torch.float32, device=self._device)
-        self._launch("left", left, vectors, weighted)
-        return left
+    def right(self, left: Sequence[Tensor]) -> list[Tensor]:
+        right = self._zeros(1)
+        self._launch("right", _flat(left), right, right)
+        return self._by_class(right, 1)
 
-    def _run(self, mode: str, left: Tensor, right: Tensor) -> Tensor:
+    def _launch(self, mode: str, left: Tensor, vectors: Tensor, right: Tensor | None) -> None:
         from muon_fsdp.kernels import triton_spectral
 
-        self._launch(mode, left, right, weighted=False)
-        make = torch.empty_like if self._covers else torch.zeros_like
-        result = make(right)
-        triton_spectral.add_partials(self._sums, self._sum_weights, self._partials, result)
-        return result
-
-    def _launch(self, mode: str, left: Tensor, right: Tensor, weighted: bool) -> None:
-        from muon_fsdp.kernels import triton_spectral
-
-        for dtype, width, table, weights, aligned in self._programs:
+        for dtype, width, table, aligned in self._programs:
             triton_spectral.gram(
                 table,
                 self._addresses,
-                weights if weighted else torch.ones_like(weights),
                 left,
-                right,
+                vectors,
                 self._partials,
                 mode=mode,
                 dtype=dtype,
                 width=width,
                 aligned=aligned and self._aligned,
             )
+        if right is not None:
+            triton_spectral.add_partials(self._sums, self._partials, right)
 
-    def normalize(self, vectors: Tensor, out: Tensor) -> None:
-        from muon_fsdp.kernels import triton_spectral
+    def _zeros(self, side: int) -> Tensor:
+        return torch.zeros(sum(self._sizes[side]), dtype=torch.float32, device=self._device)
 
-        triton_spectral.normalize(self._segments, vectors, out)
-
-    def by_class(self, flat: Tensor, side: int) -> list[Tensor]:
-        parts = torch.split(flat, [size[side] for size in self._sizes])
+    def _by_class(self, flat: Tensor, side: int) -> list[Tensor]:
+        parts = torch.split(flat, self._sizes[side])
         return [part.view(shape[side]) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _memory_of(shard: Tensor) -> tuple[object, ...]:
@@ -410,8 +380,10 @@ def _make_sets(
         tile = tiles[layout.index_of[my_rank()]]
         own.shares |= any(other.shape != view.shape for other in tiles)
         own.cuts_rows |= any(not _has_whole_rows(view, other) for other in tiles if other.numel > 0)
-        weight = 1 / sum(other == tile for other in tiles)
-        own.blocks += _blocks(position, view, tile, base, weight)
+        own.blocks += _blocks(position, view, tile, base)
+        share = 1 / sum(other == tile for other in tiles)
+        for (index, _), (count, _, _) in zip(base, view.block_shapes, strict=True):
+            own.classes[index].shares += [share] * count
     return [own for _, own in sorted(sets.items(), key=lambda item: (item[0][0], item[0][1], str(item[0][2])))]
 
 
@@ -422,7 +394,7 @@ def _has_whole_rows(view: MatrixView, tile: Tile) -> bool:
     return tile.shape[axis] == view.shape[axis]
 
 
-def _blocks(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[int, int]], weight: float) -> list[Block]:
+def _blocks(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[int, int]]) -> list[Block]:
     matrix_of, row_of = view.row_numbers()
     counts = [count for count, _, _ in view.block_shapes]
     place = [  # of every matrix of the parameter: its class and number there
@@ -444,7 +416,6 @@ def _blocks(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[in
                 slice(part.first_col, part.first_col + part.width),
                 part,
                 slice(at, at + length),
-                weight,
             )
             blocks.append(block)
             at += length
@@ -470,7 +441,6 @@ def _merged(blocks: Sequence[Block]) -> list[Block]:
                 last.cols,
                 last.part,
                 slice(last.part_rows.start, block.part_rows.stop),
-                last.weight,
             )
         else:
             merged.append(block)

@@ -16,14 +16,13 @@ MAX_WIDTH = 16384  # a row must fit into the registers of a program
 ELEMENTS_AT_ONCE = 16384
 TABLE_COLUMNS = 8
 BOTH, LEFT, RIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_TABLES = ["table", "addresses", "weights", "left", "right", "partials"]
+_TABLES = ["table", "addresses", "left", "right", "partials"]
 
 
 @triton.jit(do_not_specialize_on_alignment=_TABLES)
 def _gram_kernel(  # type: ignore[no-untyped-def]
     table,  # per program: tensor, first element, stride, rows, width, where its left, right and partial vectors begin
     addresses,
-    weights,
     left,
     right,
     partials,
@@ -53,47 +52,24 @@ def _gram_kernel(  # type: ignore[no-untyped-def]
             product = tl.load(left + left_start + row, mask=row < rows, other=0.0)
         else:
             product = tl.sum(values * vector[None, :], axis=1)
-            weight = tl.load(weights + tl.program_id(0)) if MODE == LEFT else 1.0
-            tl.store(left + left_start + row, weight * product, mask=row < rows)
+            tl.store(left + left_start + row, product, mask=row < rows)
         if MODE != LEFT:
             total += tl.sum(values * product[:, None], axis=0)
     if MODE != LEFT:
         tl.store(partials + tl.load(entry + 7) + cols, total, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["table", "weights", "partials", "out"])
-def _add_partials_kernel(table, weights, partials, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["table", "partials", "out"])
+def _add_partials_kernel(table, partials, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     entry = table + 4 * tl.program_id(0)
     first, count, width = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    weight = tl.load(weights + tl.program_id(0))
     target = out + tl.load(entry + 3)
     for start in range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for number in range(0, count):
             total += tl.load(partials + first + number * width + cols, mask=cols < width, other=0.0)
-        tl.store(target + cols, weight * total, mask=cols < width)
-
-
-@triton.jit(do_not_specialize_on_alignment=["table", "vectors", "out"])
-def _normalize_kernel(table, vectors, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    start, length = tl.load(table + 2 * tl.program_id(0)), tl.load(table + 2 * tl.program_id(0) + 1)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, length, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(vectors + start + at, mask=at < length, other=0.0)))
-    overall = tl.max(largest, axis=0)
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, length, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        relative = tl.load(vectors + start + at, mask=at < length, other=0.0) / tl.where(overall > 0, overall, 1.0)
-        squares += relative * relative
-    norm = tl.sqrt(tl.sum(squares, axis=0))
-    if norm > 0:
-        for first in range(0, length, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            relative = tl.load(vectors + start + at, mask=at < length, other=0.0) / overall
-            tl.store(out + start + at, relative / norm, mask=at < length)
+        tl.store(target + cols, total, mask=cols < width)
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "programs_each"], do_not_specialize_on_alignment=["partials", "active"])
@@ -148,7 +124,6 @@ def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
 def gram(
     table: Tensor,  # (programs, TABLE_COLUMNS) int64
     addresses: Tensor,
-    weights: Tensor,  # (programs,)
     left: Tensor,
     right: Tensor,
     partials: Tensor,
@@ -162,7 +137,7 @@ def gram(
     launch(
         _gram_kernel,
         len(table),
-        (table, addresses, weights, left, right, partials),
+        (table, addresses, left, right, partials),
         {
             "MODE": {"both": 0, "left": 1, "right": 2}[mode],
             "TYPE": TYPES[dtype],
@@ -175,14 +150,9 @@ def gram(
     )
 
 
-def add_partials(table: Tensor, weights: Tensor, partials: Tensor, out: Tensor) -> None:
-    """Sums of partial vectors, times a weight each; `table` has (first, count, width, where it goes) int64."""
-    launch(_add_partials_kernel, len(table), (table, weights, partials, out), {"BLOCK": 1024}, table.device)
-
-
-def normalize(table: Tensor, vectors: Tensor, out: Tensor) -> None:
-    """Unit vectors to `out`, which keeps what it has where one is zero; `table` has (start, length) int64."""
-    launch(_normalize_kernel, len(table), (table, vectors, out), {"BLOCK": 1024}, table.device)
+def add_partials(table: Tensor, partials: Tensor, out: Tensor) -> None:
+    """Sums of partial vectors; `table` has (first, count, width, where it goes) int64."""
+    launch(_add_partials_kernel, len(table), (table, partials, out), {"BLOCK": 1024}, table.device)
 
 
 def bilinear(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | None = None) -> Tensor:
@@ -206,13 +176,12 @@ def shifted_cast(
     left: Tensor,  # (B, m)
     right: Tensor,  # (B, n)
     shifts: Tensor,  # (B,)
-    dtype: torch.dtype,
+    out: Tensor,  # (B, m, n), in any precision; may be `matrices`
     active: Tensor | None = None,
 ) -> Tensor:
-    """scales * matrices + shifts * left right^T in another precision; where not active, anything."""
+    """scales * matrices + shifts * left right^T, into `out`; where not active, it stays."""
     count, rows, cols = matrices.shape
     each, options = _grid(rows, cols, matrices)
-    out = torch.empty_like(matrices, dtype=dtype)
     launch(
         _shifted_cast_kernel,
         count * each,
@@ -221,8 +190,8 @@ def shifted_cast(
         (
             matrices.device,
             matrices.dtype,
-            dtype,
-            is_aligned(matrices, scales, left, right, shifts),
+            out.dtype,
+            is_aligned(matrices, scales, left, right, shifts, out),
             matrices.numel() > INT32_MAX,
         ),
     )

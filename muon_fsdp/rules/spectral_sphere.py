@@ -10,7 +10,7 @@ from torch import Tensor
 from muon_fsdp.newton_schulz import orthogonalization_flops, orthogonalize
 from muon_fsdp.rules.base import GroupOptions, Spectrum, StateSpec
 from muon_fsdp.rules.muon import Muon
-from muon_fsdp.spectral import bilinear, solve_lambda
+from muon_fsdp.spectral import add_outer, bilinear, solve_lambda
 
 # Calls of msign that the balance of ranks reckons with: the median when warm.
 USUAL_CALLS = 4
@@ -75,6 +75,5 @@ class SpectralSphere(Muon):
         orthogonalize(matrices, method=key.method, steps=key.steps, inverse_norms=inverse_norms, out=out)
         if key.lambda_mode == "projection":
             radial = torch.where(spectrum.regular, bilinear(spectrum.left, out, spectrum.right), 0.0)
-            left = (radial[:, None] * spectrum.left).to(out.dtype)
-            out.baddbmm_(left[:, :, None], spectrum.right[:, None, :].to(out.dtype), alpha=-1)
+            add_outer(out, spectrum.left, spectrum.right, -radial)
         spectrum.multiplier = torch.zeros_like(spectrum.multiplier)
