@@ -312,11 +312,14 @@ def agree(
     return Decision(flags[0] == -flags[1], flags[2:first_flag] > 0, present)
 
 
-def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:
-    """The sums of tensors over ranks, by one collective; all of them float and on one device."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group_of(ranks))
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...], recorder: Recorder) -> list[Tensor]:
+    """The sums of tensors over ranks, by one collective; all of them of one precision and on one device."""
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = recorder.buffer("sums", sum(sizes), tensors[0].dtype, tensors[0].device)
+    torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
+    group = group_of(ranks)
+    recorder.host(lambda: dist.all_reduce(flat, group=group))
+    parts = torch.split(flat.clone(), sizes)  # the buffer is used again
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 

@@ -96,21 +96,26 @@ class PlannedStep:
             if fused.signature[position] is not None and not grad.is_contiguous():
                 gradients[position] = grad.contiguous()
         fused.fill_tables(shards, states, gradients, groups, wanted, divisor)
+        if self.sphere is not None:
+            self.sphere.look_up(groups, shards, states, gradients, wanted)
         work = self._work(fused, shards, states, gradients, wanted, divisor)
 
         def run(recorder: Recorder) -> None:
             stages = self.plan.stages
             if self.sphere is not None:
-                self.sphere.begin(groups, shards, states, gradients, wanted)
+                self.sphere.begin(groups, shards, states, recorder)
             run_stages(stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.sphere)
             if self.sphere is not None:
-                self.sphere.finish(groups, states)
+                self.sphere.finish(groups, states, recorder)
 
         if not self._engine.cuda_graph:
             run(Recorder())
             return
         # What was captured holds for these tables and launches; anything else is done once and then captured anew.
-        key = (fused.variant, tuple(group["nesterov"] for group in groups))
+        key: object = (fused.variant, tuple(group["nesterov"] for group in groups))
+        if self.sphere is not None:
+            # The search for a first vector is not what later steps do.
+            key = (key, self.sphere.variant(groups), object() if self.sphere.is_cold else None)
         if self.graph is not None and self._graph_key == key:
             self.graph.replay()
         elif self._graph_key == key:
@@ -135,6 +140,8 @@ class PlannedStep:
             signature = signature_of(shards, states, gradients, groups, self._fused, excluded)
             if self._fused is not None and self._fused.signature == signature:
                 self._fused.accept(states)  # other tensors of the same kind: the tables will say where
+                if self.sphere is not None:  # which reads some of them where they lie
+                    self.graph = self._graph_key = None
             else:
                 self._fused = make_fused_step(self.plan, shards, states, signature)
                 self.graph = self._graph_key = None
@@ -170,12 +177,12 @@ class PlannedStep:
             grad = self.parameters[position].grad
             if not rule.fused:
                 reason = f"its rule {rule.name!r} has no kernels"
-            elif rule.spherical:
-                reason = f"rule {rule.name!r} reads its vectors where they lie at the time"
             elif rule.orthogonalizes and group["orthogonalization"] == "exact":
                 reason = "orthogonalization='exact' waits for the host"
             elif grad is not None and grad.dtype not in FUSED_DTYPES:
                 reason = f"its gradient is {grad.dtype}"
+            elif self.sphere is not None and rule.spherical and self.sphere.not_capturable(position):
+                reason = self.sphere.not_capturable(position)
             elif len(devices) > 1:
                 reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
             if reason is not None:

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import add_up, layout_of, local, my_rank
-from muon_fsdp.fused import FUSED_DTYPES, pinned
+from muon_fsdp.fused import FUSED_DTYPES, lr_is_on_device, pinned
 from muon_fsdp.kernels import unusable
 from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.plan import Batch, Member, Stage
-from muon_fsdp.rules.base import Spectrum, State, host_number, working_dtype
+from muon_fsdp.recorder import Recorder
+from muon_fsdp.rules.base import Spectrum, State, working_dtype
 from muon_fsdp.spectral import (
     COLD_STEPS,
     SMALLEST_NORM,
@@ -139,6 +140,9 @@ class SphereClass:
     calls: Tensor = field(default_factory=lambda: torch.empty(0))
     failed: Tensor = field(default_factory=lambda: torch.empty(0))
     found: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, 4): what this rank has found of these
+    touched: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,) bool: whether there is a gradient
+    lr: Tensor = field(default_factory=lambda: torch.empty(0))  # ()
+    present: tuple[bool, ...] = ()  # what `touched` says, per member
 
     @cached_property
     def weight(self) -> Tensor:  # (count, 1)
@@ -159,10 +163,11 @@ class SphereSet:
         self.shares = False  # whether ranks hold different parts
         self.cuts_rows = False  # whether a rank may hold a part of a row only
         self._kernels: GramKernels | None = None
+        self._recorder = Recorder()
 
-    def survey(self, shards: Mapping[int, Tensor], *, cold: bool) -> None:
+    def survey(self, shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool) -> None:
         """Find the top singular triples of all matrices, from the right vectors that the classes have."""
-        self._look_up(shards)
+        self._recorder = recorder
 
         def products(vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             return self._products(shards, vectors)
@@ -180,11 +185,16 @@ class SphereSet:
             kind.right, kind.norm = right, torch.linalg.vector_norm(left, dim=-1)
             kind.left = normalized_or(left, torch.zeros_like(left))
 
-    def _look_up(self, shards: Mapping[int, Tensor]) -> None:
+    def look_up(self, shards: Mapping[int, Tensor]) -> None:
         if self._kernels is None or not self._kernels.fits(shards):
             self._kernels = GramKernels.of(self, shards)
         if self._kernels is not None:
             self._kernels.look_up(shards)
+
+    @property
+    def variant(self) -> object:
+        """What launches depend on besides tables; None where the products are not by kernels."""
+        return self._kernels.aligned if self._kernels is not None else None
 
     def _products(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """W^T W x of every matrix, and W x: whole, or of the rows that this rank holds."""
@@ -200,7 +210,8 @@ class SphereSet:
 
     def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Sums over the ranks, of which several may hold the same part."""
-        return add_up([part * kind.weight for kind, part in zip(self.classes, parts, strict=True)], self.ranks)
+        weighted = [part * kind.weight for kind, part in zip(self.classes, parts, strict=True)]
+        return add_up(weighted, self.ranks, self._recorder)
 
     def _left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
         result = [vector.new_zeros(kind.count, kind.rows) for kind, vector in zip(self.classes, vectors, strict=True)]
@@ -282,7 +293,7 @@ class GramKernels:
         self._sums = self._put(sums)
         self._partials = torch.empty(partial, dtype=torch.float32, device=self._device)
         self._addresses = torch.zeros(len(self._positions), dtype=torch.int64, device=self._device)
-        self._aligned = True
+        self.aligned = True
 
     def _put(self, numbers: Sequence[Any]) -> Tensor:
         return pinned(numbers, torch.int64, self._device).to(self._device, non_blocking=True)
@@ -308,7 +319,7 @@ class GramKernels:
     def look_up(self, shards: Mapping[int, Tensor]) -> None:
         """Write down where the weights lie in this step."""
         addresses = [shards[position].data_ptr() for position in self._positions]
-        self._aligned = all(address % 16 == 0 for address in addresses)
+        self.aligned = all(address % 16 == 0 for address in addresses)
         self._addresses.copy_(pinned(addresses, torch.int64, self._device), non_blocking=True)
 
     def both(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -339,7 +350,7 @@ class GramKernels:
                 mode=mode,
                 dtype=dtype,
                 width=width,
-                aligned=aligned and self._aligned,
+                aligned=aligned and self.aligned,
             )
         if right is not None:
             triton_spectral.add_partials(self._sums, self._partials, right)
@@ -457,7 +468,8 @@ def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
     for kind in only.classes:
         kind.right = torch.zeros(kind.count, kind.cols, dtype=working_dtype(shard.dtype), device=shard.device)
     with torch.no_grad():
-        only.survey({0: shard}, cold=True)
+        only.look_up({0: shard})
+        only.survey({0: shard}, Recorder(), cold=True)
     return only.classes[0].norm.view(shape[:-2])
 
 
@@ -507,9 +519,8 @@ class Sphere:
         self._maps: dict[int, Tensor | None] = {}
         self._indices: dict[int, Tensor] = {}
         self._surveyed: tuple[tuple[int, ...], int] = ((), 0)  # identities of the vectors, and how often so far
-        self._touched: dict[int, Tensor | bool] = {}
 
-    def begin(
+    def look_up(
         self,
         groups: Sequence[Mapping[str, Any]],
         shards: Sequence[Tensor],
@@ -517,12 +528,74 @@ class Sphere:
         gradients: Mapping[int, Tensor],
         wanted: Mapping[int, Tensor],
     ) -> None:
-        """Find the singular triples of all weights, how far to retract them, and the radii of their spheres."""
-        identities = tuple(id(states[position]["right_singular_vector"]) for position in self._views)
+        """Write down what differs from step to step: where weights lie, what has a gradient, and lr."""
+        identities = tuple([id(states[position]["right_singular_vector"]) for position in self._views])
         known, times = self._surveyed
-        times = times if known == identities else 0
-        self._surveyed = (identities, times + 1)
-        self._touched = {position: wanted.get(position, position in gradients) for position in self._views}
+        self._surveyed = (identities, times + 1 if known == identities else 1)
+        by_position = {position: shards[position] for position in self._views}
+        for own in self.sets:
+            own.look_up(by_position)
+            for kind in own.classes:
+                self._look_up_class(kind, groups[kind.group]["lr"], shards, gradients, wanted)
+
+    def _look_up_class(
+        self,
+        kind: SphereClass,
+        lr: float | Tensor,
+        shards: Sequence[Tensor],
+        gradients: Mapping[int, Tensor],
+        wanted: Mapping[int, Tensor],
+    ) -> None:
+        device = shards[kind.members[0][0]].device
+        if kind.lr.numel() == 0:
+            kind.lr = torch.zeros((), dtype=torch.float64, device=device)
+            kind.touched = torch.ones(kind.count, dtype=torch.bool, device=device)
+        if lr_is_on_device(lr):
+            kind.lr.copy_(lr.reshape(()))
+        else:
+            kind.lr.fill_(float(lr))
+        counts = [self._views[position].block_shapes[block][0] for position, block, _ in kind.members]
+        if any(position in wanted for position, _, _ in kind.members):
+            flags = [
+                wanted.get(position, torch.tensor(position in gradients)).to(device).expand(count)
+                for (position, _, _), count in zip(kind.members, counts, strict=True)
+            ]
+            torch.cat(flags, out=kind.touched)
+        else:
+            present = tuple([position in gradients for position, _, _ in kind.members])
+            if present != kind.present:
+                each = [flag for flag, count in zip(present, counts, strict=True) for _ in range(count)]
+                kind.touched.copy_(pinned(each, torch.bool, device), non_blocking=True)
+                kind.present = present
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether some matrix may have no vector to start from in this step."""
+        return self._surveyed[1] <= COLD_SURVEYS
+
+    def variant(self, groups: Sequence[Mapping[str, Any]]) -> object:
+        """What a captured step has written down of the options and tables."""
+        options = ("weight_decay", "radius_mode", "radius_scaler", "retract_mode", "retract_alpha", "lambda_mode")
+        return tuple(own.variant for own in self.sets), tuple(
+            tuple(groups[kind.group][name] for name in options) for kind in self._kinds
+        )
+
+    def not_capturable(self, position: int) -> str | None:
+        if position in self.scattered:
+            return "its matrices are not runs of memory"
+        for own in self.sets:
+            if own.variant is None and any(block.position == position for block in own.blocks):
+                return "its spectral norm, or that of another matrix, is not found by kernels"
+        return None
+
+    def begin(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        shards: Sequence[Tensor],
+        states: Sequence[State],
+        recorder: Recorder,
+    ) -> None:
+        """Find the singular triples of all weights, how far to retract them, and the radii of their spheres."""
         by_position = {position: shards[position] for position in self._views}
         for own in self.sets:
             for kind in own.classes:
@@ -530,11 +603,11 @@ class Sphere:
                 kind.multiplier = self._read(kind, states, "lagrange_multiplier")
                 kind.slope = self._read(kind, states, "lagrange_slope")
                 kind.saved_radius = self._read(kind, states, "radius")
-                kind.calls, kind.failed = torch.zeros_like(kind.slope), torch.zeros_like(kind.slope)
+                kind.calls, kind.failed = torch.zeros_like(kind.slope), torch.zeros_like(kind.touched)
                 kind.found = kind.slope.new_zeros(kind.count, 4)
-            own.survey(by_position, cold=times < COLD_SURVEYS)
+            own.survey(by_position, recorder, cold=self.is_cold)
             for kind in own.classes:
-                _aim(kind, groups[kind.group], self._touched_matrices(kind))
+                _aim(kind, groups[kind.group])
 
     def spectrum(self, stage: Stage, batch: Batch, members: Sequence[Member]) -> tuple[Spectrum, Tensor]:
         """What a rule needs of the matrices of a batch, and their numbers in their class."""
@@ -625,35 +698,24 @@ class Sphere:
             self._maps[position] = index
         return self._maps[position]
 
-    def finish(self, groups: Sequence[Mapping[str, Any]], states: Sequence[State]) -> None:
+    def finish(self, groups: Sequence[Mapping[str, Any]], states: Sequence[State], recorder: Recorder) -> None:
         """Tell all ranks what each has found, and write it down."""
         for own in self.sets:
             searching = [k for k in own.classes if groups[k.group]["lambda_mode"] in ("bracketed", "bisection")]
             found = [kind.found for kind in searching]
             if len(own.ranks) > 1 and found:
-                found = add_up(found, own.ranks)
+                found = add_up(found, own.ranks, recorder)
             for kind, numbers in zip(searching, found, strict=True):
-                touched = self._touched_matrices(kind)
-                kind.multiplier = torch.where(touched, numbers[:, 0], kind.multiplier)
-                kind.slope = torch.where(touched, numbers[:, 1], kind.slope)
-                kind.calls, kind.failed = torch.where(touched, numbers[:, 2], 0.0), touched & (numbers[:, 3] > 0)
+                kind.multiplier = torch.where(kind.touched, numbers[:, 0], kind.multiplier)
+                kind.slope = torch.where(kind.touched, numbers[:, 1], kind.slope)
+                kind.calls = torch.where(kind.touched, numbers[:, 2], 0.0)
+                kind.failed = kind.touched & (numbers[:, 3] > 0)
             for kind in own.classes:
                 self._write(kind, states, "right_singular_vector", kind.right)
                 self._write(kind, states, "left_singular_vector", kind.left)
                 self._write(kind, states, "lagrange_multiplier", kind.multiplier)
                 self._write(kind, states, "lagrange_slope", kind.slope)
                 self._write(kind, states, "radius", kind.saved_radius)
-
-    def _touched_matrices(self, kind: SphereClass) -> Tensor:
-        """Whether there is a gradient for every matrix of a class."""
-        flags = []
-        for position, block, _ in kind.members:
-            count, touched = self._views[position].block_shapes[block][0], self._touched[position]
-            if isinstance(touched, Tensor):
-                flags.append(touched.to(kind.norm.device).expand(count))
-            else:
-                flags.append(torch.full((count,), touched, dtype=torch.bool, device=kind.norm.device))
-        return torch.cat(flags)
 
     def _slices(self, kind: SphereClass, states: Sequence[State], name: str) -> list[Tensor]:
         """The parts of every member's state that belong to a class."""
@@ -677,7 +739,7 @@ class Sphere:
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, of all matrices on the ranks that this one shares some with."""
-        kinds = [kind for own in self.sets for kind in own.classes if kind.norm.numel() > 0]
+        kinds = [kind for kind in self._kinds if kind.norm.numel() > 0]
         if not kinds:
             return {}
         ratios = torch.cat([(kind.norm / kind.radius)[kind.regular].double().cpu() for kind in kinds])
@@ -694,32 +756,27 @@ class Sphere:
 
     def count(self, counters: dict[str, Tensor]) -> None:
         """Add what went otherwise in this step to counters that stay on their device."""
-        for own in self.sets:
-            for kind in own.classes:
-                touched = self._touched_matrices(kind)
-                for name, flags in (
-                    ("lambda_fallbacks", kind.failed.bool() & touched),
-                    ("matrices_without_norm", touched & ~kind.regular),
-                ):
-                    number = flags.sum()
-                    counters[name] = counters[name].to(number.device) + number if name in counters else number
+        for kind in self._kinds:
+            for name, flags in (
+                ("lambda_fallbacks", kind.failed),
+                ("matrices_without_norm", kind.touched & ~kind.regular),
+            ):
+                number = flags.sum()
+                counters[name] = counters[name].to(number.device) + number if name in counters else number
 
 
-def _aim(kind: SphereClass, group: Mapping[str, Any], touched: Tensor) -> None:
+def _aim(kind: SphereClass, group: Mapping[str, Any]) -> None:
     """The radius of every matrix, and the factor that brings it there. The first step always goes all the way."""
-    lr, mode = host_number(group["lr"]), group["radius_mode"]
+    mode = group["radius_mode"]
     kind.radius = torch.full_like(kind.norm, target_radius(kind.rows, kind.cols, mode, group["radius_scaler"]))
     first = kind.saved_radius == 0
     if mode == "initialize":
         initial = torch.where(kind.regular, kind.norm, kind.radius)
         kind.radius = torch.where(first, initial, kind.saved_radius)
-    kind.factor = retraction(kind.norm, kind.radius, "hard", lr)
+    kind.factor = retraction(kind.norm, kind.radius, "hard", kind.lr)
     if group["retract_mode"] == "dynamic":
-        gentle = retraction(kind.norm, kind.radius, "dynamic", lr, group["weight_decay"], group["retract_alpha"])
+        decay, alpha = group["weight_decay"], group["retract_alpha"]
+        gentle = retraction(kind.norm, kind.radius, "dynamic", kind.lr, decay, alpha)
         kind.factor = torch.where(first, kind.factor, gentle)
-    moves = touched & kind.regular
-    if isinstance(lr, Tensor):
-        moves = moves & (lr.to(moves.device) != 0)
-    elif lr == 0:
-        return
+    moves = kind.touched & kind.regular & (kind.lr != 0)
     kind.saved_radius = torch.where(moves, kind.radius, kind.saved_radius)
