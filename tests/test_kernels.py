@@ -22,7 +22,7 @@ from muon_fsdp.newton_schulz import orthogonalize
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels import launch, triton_elementwise, triton_norms, triton_products
+from muon_fsdp.kernels import launch, schedule, triton_elementwise, triton_norms, triton_products
 from muon_fsdp.kernels.triton_products import TileConfig
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
@@ -105,6 +105,42 @@ def test_a_triangle_is_covered_once(rows_of_tiles):
         out = poisoned(1, x.shape[1], x.shape[1], dtype=torch.float32)
         triton_products.symmetric_product(x, x, None, None, out, TileConfig(16, 16, 16, 4, 2, group=group))
         assert error(out, x.double() @ x.double().mT) < 1e-5
+
+
+def unpacked(line):
+    """The tiles (matrix, row, column) of a program, read as the Hopper kernel reads them."""
+    (num_tasks, _), *tasks = line
+    assert len(tasks) > num_tasks  # one more is read than there are
+    tiles = []
+    for matrix, word in tasks[:num_tasks]:
+        assert 0 <= word < 2**31
+        first, second, shared = (word >> shift & 1023 for shift in (0, 10, 20))
+        indices = [index for index in (first, second) if index != 1023]
+        tiles += [(matrix, shared, index) if word >> 30 else (matrix, index, shared) for index in indices]
+    return tiles
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 2, 7, 132]), st.booleans())
+def test_a_schedule_has_every_tile_once(num_matrices, rows_of_tiles, programs, same):
+    table = schedule.packed(schedule.schedule(num_matrices, rows_of_tiles, programs, same))
+    assert len(table) == programs
+    assert len({len(line) for line in table}) == 1
+    tiles = [unpacked(line) for line in table]
+    triangle = [(i, j) for i in range(rows_of_tiles) for j in range(i + 1)]
+    expected = sorted((matrix, i, j) for matrix in range(num_matrices) for i, j in triangle)
+    assert sorted(tile for each in tiles for tile in each) == expected
+    # Nobody waits for a program with many more.
+    assert max(map(len, tiles)) <= (1 if len(expected) <= programs else len(expected) / programs + 2)
+
+
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, 3, 16, 17, 1022])
+def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
+    tasks = [task for each in schedule.schedule(1, rows_of_tiles, 1, True) for task in each]
+    assert len(tasks) == -(-rows_of_tiles * (rows_of_tiles + 1) // 4)
+    assert sorted(tile for task in tasks for tile in task.tiles()) == [
+        (0, i, j) for i in range(rows_of_tiles) for j in range(i + 1)
+    ]
 
 
 @pytest.fixture
