@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, fused, newton_schulz
+from muon_fsdp import MuonOptimizer, fused, kernels, newton_schulz
 from muon_fsdp.distributed import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
@@ -406,10 +407,109 @@ def test_the_table_has_tiles_for_every_shape(operation, batch, rows, cols, dtype
 
 def test_the_table_is_used_on_hopper(monkeypatch):
     hopper(monkeypatch)
-    choice = select_module.select(Product("symmetric", 12, 768, 768, 768, torch.float16), torch.device("cuda"))
+    choice = select_module.select(Product("multiply_add", 12, 768, 768, 768, torch.float16), torch.device("cuda"))
     assert choice.path == "triton"
-    assert "H200" in choice.reason
+    assert choice.reason == "measured on an H200"
     assert select_module.select(Product("symmetric", 1, 8, 8, 8, torch.float64), torch.device("cuda")).path == "torch"
+
+
+LARGE = Product("symmetric", 24, 768, 768, 768, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"rows": 1000, "cols": 1000, "dtype": torch.bfloat16}, None),
+        ({"dtype": torch.float32}, "torch.float32"),
+        ({"transposed": True}, "transposed"),
+        ({"uniform": False}, "differ in precision or begin at odd addresses"),
+        ({"bulk": False}, "16 bytes"),
+        ({"rows": 1001, "cols": 1001}, "16 bytes"),
+        ({"num_matrices": 13}, None),
+        ({"num_matrices": 12}, "too few tiles"),
+        ({"num_matrices": 4, "rows": 1024, "cols": 1024}, None),
+        ({"num_matrices": 3, "rows": 1024, "cols": 1024}, "too few tiles"),
+        ({"num_matrices": 999, "rows": 128, "cols": 128}, "too few tiles"),
+        ({"rows": 1023 * 128, "cols": 1023 * 128}, "not made for"),
+        ({"inner": 0}, "not made for"),
+    ],
+)
+def test_what_the_gluon_kernel_computes_on_hopper(monkeypatch, changes, reason):
+    hopper(monkeypatch)
+    monkeypatch.setattr(select_module, "gluon_unusable", lambda: None)
+    choice = select_module.select(LARGE._replace(**changes), torch.device("cuda"))
+    if reason is None:
+        assert choice == select_module.Choice("gluon", None, "measured on an H200")
+    else:
+        assert choice.path == "triton"
+        assert choice.config is not None
+        _, obstacle = choice.reason.split("not by the Gluon kernel: ")
+        assert reason in obstacle
+
+
+@pytest.fixture
+def imported_anew():
+    select_module._gluon_import_failure.cache_clear()
+    yield
+    select_module._gluon_import_failure.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.7.0+git1234", "3.8.0", "4.0"])
+def test_gluon_is_used_in_versions_that_are_known(monkeypatch, imported_anew, version):
+    hopper(monkeypatch)
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(select_module, "import_module", lambda name: None)
+    choice = select_module.select(LARGE, torch.device("cuda"))
+    if version.startswith(("3.6", "3.7")):
+        assert choice.path == "gluon"
+    else:
+        assert choice.path == "triton"
+        assert f"Triton is {version[:3]}, it is known to compile with 3.6 and 3.7" in choice.reason
+
+
+def test_gluon_that_can_not_be_imported_is_not_used(monkeypatch, imported_anew):
+    hopper(monkeypatch)
+    monkeypatch.setattr(select_module, "triton_version", lambda: "3.7")
+    monkeypatch.setitem(sys.modules, "muon_fsdp.kernels.triton_hopper", None)  # an import of it fails
+    choice = select_module.select(LARGE, torch.device("cuda"))
+    assert choice.path == "triton"
+    assert "import failed with ModuleNotFoundError" in choice.reason
+
+
+def test_what_the_gluon_kernel_is_given(monkeypatch):
+    monkeypatch.setattr(products, "select", lambda *_: select_module.Choice("gluon", None, "test"))
+
+    def compute(a, b, c, e, out, *, alpha, beta, gamma):
+        assert all(tensor.is_contiguous() for tensor in (a, b, c, e, out))
+        return torch.add(alpha * a @ b.mT + beta * c, e, alpha=gamma, out=out)
+
+    monkeypatch.setattr(kernels, "triton_hopper", SimpleNamespace(symmetric_product=compute), raising=False)
+    x, y = symmetric(2, 12, torch.float32).mT, symmetric(2, 16, torch.float32)[:, 2:14, 2:14]
+    result = products.symmetric_product(x, y, y, x, alpha=0.5, beta=2.0, gamma=-1.0)
+    torch.testing.assert_close(result, 0.5 * x @ y.mT + 2 * y - x)
+
+
+def test_gluon_that_fails_is_not_tried_again(monkeypatch):
+    hopper(monkeypatch)
+    monkeypatch.setattr(select_module, "_gluon_import_failure", lambda: None)
+    monkeypatch.setattr(select_module, "_gluon_failure", None)
+    tried = []
+
+    def by_gluon():
+        tried.append("gluon")
+        raise select_module.KernelError("CompilationError: no such function")
+
+    def by_triton(tiles):
+        tried.append(tiles)
+        return torch.ones(1)
+
+    device = torch.device("cuda")
+    for _ in range(2):
+        assert products._compute(LARGE, device, by_triton, lambda: None, False, by_gluon) == torch.ones(1)
+    choice = select_module.select(LARGE, device)
+    assert tried == ["gluon", choice.config, choice.config]
+    assert "it failed with CompilationError: no such function" in choice.reason
 
 
 def test_other_devices_are_timed_once_and_remembered_on_disk(monkeypatch, tmp_path):
