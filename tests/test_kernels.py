@@ -490,6 +490,43 @@ def test_what_the_gluon_kernel_is_given(monkeypatch):
     torch.testing.assert_close(result, 0.5 * x @ y.mT + 2 * y - x)
 
 
+@pytest.mark.skipif(
+    select_module.triton_version() not in select_module.GLUON_VERSIONS, reason="about versions of Triton with our Gluon"
+)
+def test_what_the_gluon_kernel_is_launched_with(monkeypatch):
+    from muon_fsdp.kernels import triton_hopper
+
+    launches = []
+    monkeypatch.setattr(triton_hopper, "launch", lambda *args, **options: launches.append((args, options)))
+    monkeypatch.setattr(triton_hopper, "num_processors", lambda device: 5)
+    monkeypatch.setattr(triton_hopper, "_tables", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    a, c = torch.zeros(2, 304, 72, dtype=torch.float16), torch.zeros(2, 304, 304, dtype=torch.float16)
+    for b in (a, a.clone()):
+        for _ in range(2):
+            triton_hopper.symmetric_product(a, b, c, c, torch.empty_like(c))
+    assert list(triton_hopper._tables) == [(2, 3, True, a.device), (2, 3, False, a.device)]  # made once each
+    (_, programs, args, constants, _), options = launches[0]
+    assert programs == 5
+    assert (constants, options) == ({"SAME": True, "HAS_C": True, "HAS_E": True}, {"maxnreg": 168})
+    left, right, *tiles = (arg.checked() if isinstance(arg, launch.TiledTensor) else arg for arg in args[:5])
+    assert (right, left.block_shape) == (None, [1, 128, 32])
+    assert [tile.block_shape for tile in tiles] == [[1, 128, 128], [1, 128, 64], [1, 128, 128]]
+    table, line, *steps = args[5:9]
+    assert steps == [3, 3]  # of 32 columns; the mirror is written after the last at the latest
+    triangle = [(i, j) for i in range(3) for j in range(i + 1)]
+    assert line == table.shape[1]
+    assert sorted(tile for row in table.tolist() for tile in unpacked(row)) == [
+        (matrix, i, j) for matrix in range(2) for i, j in triangle
+    ]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="can't be captured by its first call"):
+        triton_hopper.symmetric_product(a[:1], a[:1], None, None, c[:1])
+    monkeypatch.setattr(triton_hopper, "launch", lambda *_, **__: {}["moved"])
+    with pytest.raises(select_module.KernelError, match="KeyError: 'moved'"):
+        triton_hopper.symmetric_product(a, a, None, None, c)
+
+
 def test_gluon_that_fails_is_not_tried_again(monkeypatch):
     hopper(monkeypatch)
     monkeypatch.setattr(select_module, "_gluon_import_failure", lambda: None)
