@@ -23,7 +23,14 @@ SHARED_MEMORY = {90: 232448, 80: 166912}
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def compiled(kernel: Any, types: list[str | None], constants: dict[str, Any], target: GPUTarget, **options: int) -> Any:
+def compiled(
+    kernel: Any,
+    types: list[str | None],
+    constants: dict[str, Any],
+    target: GPUTarget,
+    source_type: type[ASTSource] = ASTSource,
+    **options: int,
+) -> Any:
     """`types` of the arguments before the constants: None for None, a trailing ! for 16-byte alignment."""
     signature, values, attributes = {}, dict(constants), {}
     for number, (parameter, kind) in enumerate(zip(kernel.params, types, strict=False)):
@@ -34,7 +41,7 @@ def compiled(kernel: Any, types: list[str | None], constants: dict[str, Any], ta
             if kind.endswith("!"):
                 attributes[(number,)] = [["tt.divisibility", 16]]
     signature.update(dict.fromkeys(constants, "constexpr"))
-    source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
+    source = source_type(kernel, signature, constexprs=values, attrs=attributes)
     result = triton_compile(source, target=target, options=options)
     assert result.metadata.shared <= SHARED_MEMORY[target.arch], (kernel.fn.__name__, constants, result.metadata.shared)
     return result
@@ -109,6 +116,29 @@ def _operand(name: str, block: tuple[int, int], bulk: bool) -> str:
     return f"tensordesc<{name}[1,{block[0]},{block[1]}]>" if bulk else f"*{name}!"
 
 
+def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int) -> None:
+    from muon_fsdp.kernels.select import GLUON_VERSIONS, triton_version
+
+    if triton_version() not in GLUON_VERSIONS:
+        return
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from muon_fsdp.kernels import triton_hopper as hopper
+
+    def operand(cols: int, layout: object) -> str:
+        return f"tensordesc<{NAMES[dtype]}[1, {hopper.SIDE}, {cols}],{layout!r}>"
+
+    block, tile = operand(hopper.INNER, hopper._BLOCK_LAYOUT), operand(hopper.SIDE, hopper._TILE_LAYOUT)
+    half_tile = operand(2 * hopper.INNER, hopper._BLOCK_LAYOUT)
+    types = [block, None if same else block, tile if added > 0 else None, half_tile if added > 1 else None, tile]
+    numbers = ["*i32!", "i32", "i32", "i32", "fp32", "fp32", "fp32"]
+    constants = {"SAME": same, "HAS_C": added > 0, "HAS_E": added > 1}
+    kernel, limits = hopper._symmetric_hopper_kernel, {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS}
+    result = compiled(kernel, [*types, *numbers], constants, HOPPER, GluonASTSource, **limits)
+    assert "wgmma" in result.asm["ptx"]
+    print(90, kernel.fn.__name__, constants, "shared memory", result.metadata.shared, flush=True)
+
+
 def _run(kernel: Any, types: list[str | None], constants: dict[str, Any], tiles: TileConfig, target: GPUTarget) -> None:
     result = compiled(kernel, types, constants, target, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     matrix_instruction = "wgmma" if target is HOPPER else "mma.sync"
@@ -154,6 +184,9 @@ def main() -> None:
         transposed=False,
         added=2,
     )
+    symmetric_by_gluon(half, same=True, added=0)
+    symmetric_by_gluon(half, same=True, added=1)
+    symmetric_by_gluon(bf16, same=False, added=2)
     large, wide = (
         Product("multiply_add", 8, 2048, 2048, 2048, half),
         Product("multiply_add", 8, 2048, 2048, 2048, half, True, True),

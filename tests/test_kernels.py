@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, fused, newton_schulz
+from muon_fsdp import MuonOptimizer, fused, kernels, newton_schulz
 from muon_fsdp.distributed import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
@@ -22,7 +23,7 @@ from muon_fsdp.newton_schulz import orthogonalize
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels import launch, triton_elementwise, triton_norms, triton_products
+from muon_fsdp.kernels import launch, schedule, triton_elementwise, triton_norms, triton_products
 from muon_fsdp.kernels.triton_products import TileConfig
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
@@ -105,6 +106,42 @@ def test_a_triangle_is_covered_once(rows_of_tiles):
         out = poisoned(1, x.shape[1], x.shape[1], dtype=torch.float32)
         triton_products.symmetric_product(x, x, None, None, out, TileConfig(16, 16, 16, 4, 2, group=group))
         assert error(out, x.double() @ x.double().mT) < 1e-5
+
+
+def unpacked(line):
+    """The tiles (matrix, row, column) of a program, read as the Hopper kernel reads them."""
+    (num_tasks, _), *tasks = line
+    assert len(tasks) > num_tasks  # one more is read than there are
+    tiles = []
+    for matrix, word in tasks[:num_tasks]:
+        assert 0 <= word < 2**31
+        first, second, shared = (word >> shift & 1023 for shift in (0, 10, 20))
+        indices = [index for index in (first, second) if index != 1023]
+        tiles += [(matrix, shared, index) if word >> 30 else (matrix, index, shared) for index in indices]
+    return tiles
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 2, 7, 132]), st.booleans())
+def test_a_schedule_has_every_tile_once(num_matrices, rows_of_tiles, programs, same):
+    table = schedule.packed(schedule.schedule(num_matrices, rows_of_tiles, programs, same))
+    assert len(table) == programs
+    assert len({len(line) for line in table}) == 1
+    tiles = [unpacked(line) for line in table]
+    triangle = [(i, j) for i in range(rows_of_tiles) for j in range(i + 1)]
+    expected = sorted((matrix, i, j) for matrix in range(num_matrices) for i, j in triangle)
+    assert sorted(tile for each in tiles for tile in each) == expected
+    # Nobody waits for a program with many more.
+    assert max(map(len, tiles)) <= (1 if len(expected) <= programs else len(expected) / programs + 2)
+
+
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, 3, 16, 17, 1022])
+def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
+    tasks = [task for each in schedule.schedule(1, rows_of_tiles, 1, True) for task in each]
+    assert len(tasks) == -(-rows_of_tiles * (rows_of_tiles + 1) // 4)
+    assert sorted(tile for task in tasks for tile in task.tiles()) == [
+        (0, i, j) for i in range(rows_of_tiles) for j in range(i + 1)
+    ]
 
 
 @pytest.fixture
@@ -370,10 +407,146 @@ def test_the_table_has_tiles_for_every_shape(operation, batch, rows, cols, dtype
 
 def test_the_table_is_used_on_hopper(monkeypatch):
     hopper(monkeypatch)
-    choice = select_module.select(Product("symmetric", 12, 768, 768, 768, torch.float16), torch.device("cuda"))
+    choice = select_module.select(Product("multiply_add", 12, 768, 768, 768, torch.float16), torch.device("cuda"))
     assert choice.path == "triton"
-    assert "H200" in choice.reason
+    assert choice.reason == "measured on an H200"
     assert select_module.select(Product("symmetric", 1, 8, 8, 8, torch.float64), torch.device("cuda")).path == "torch"
+
+
+LARGE = Product("symmetric", 24, 768, 768, 768, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"rows": 1000, "cols": 1000, "dtype": torch.bfloat16}, None),
+        ({"dtype": torch.float32}, "torch.float32"),
+        ({"transposed": True}, "transposed"),
+        ({"uniform": False}, "differ in precision or begin at odd addresses"),
+        ({"bulk": False}, "16 bytes"),
+        ({"rows": 1001, "cols": 1001}, "16 bytes"),
+        ({"num_matrices": 13}, None),
+        ({"num_matrices": 12}, "too few tiles"),
+        ({"num_matrices": 4, "rows": 1024, "cols": 1024}, None),
+        ({"num_matrices": 3, "rows": 1024, "cols": 1024}, "too few tiles"),
+        ({"num_matrices": 999, "rows": 128, "cols": 128}, "too few tiles"),
+        ({"rows": 1023 * 128, "cols": 1023 * 128}, "not made for"),
+        ({"inner": 0}, "not made for"),
+    ],
+)
+def test_what_the_gluon_kernel_computes_on_hopper(monkeypatch, changes, reason):
+    hopper(monkeypatch)
+    monkeypatch.setattr(select_module, "gluon_unusable", lambda: None)
+    choice = select_module.select(LARGE._replace(**changes), torch.device("cuda"))
+    if reason is None:
+        assert choice == select_module.Choice("gluon", None, "measured on an H200")
+    else:
+        assert choice.path == "triton"
+        assert choice.config is not None
+        _, obstacle = choice.reason.split("not by the Gluon kernel: ")
+        assert reason in obstacle
+
+
+@pytest.fixture
+def imported_anew():
+    select_module._gluon_import_failure.cache_clear()
+    yield
+    select_module._gluon_import_failure.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.7.0+git1234", "3.8.0", "4.0"])
+def test_gluon_is_used_in_versions_that_are_known(monkeypatch, imported_anew, version):
+    hopper(monkeypatch)
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(select_module, "import_module", lambda name: None)
+    choice = select_module.select(LARGE, torch.device("cuda"))
+    if version.startswith(("3.6", "3.7")):
+        assert choice.path == "gluon"
+    else:
+        assert choice.path == "triton"
+        assert f"Triton is {version[:3]}, it is known to compile with 3.6 and 3.7" in choice.reason
+
+
+def test_gluon_that_can_not_be_imported_is_not_used(monkeypatch, imported_anew):
+    hopper(monkeypatch)
+    monkeypatch.setattr(select_module, "triton_version", lambda: "3.7")
+    monkeypatch.setitem(sys.modules, "muon_fsdp.kernels.triton_hopper", None)  # an import of it fails
+    choice = select_module.select(LARGE, torch.device("cuda"))
+    assert choice.path == "triton"
+    assert "import failed with ModuleNotFoundError" in choice.reason
+
+
+def test_what_the_gluon_kernel_is_given(monkeypatch):
+    monkeypatch.setattr(products, "select", lambda *_: select_module.Choice("gluon", None, "test"))
+
+    def compute(a, b, c, e, out, *, alpha, beta, gamma):
+        assert all(tensor.is_contiguous() for tensor in (a, b, c, e, out))
+        return torch.add(alpha * a @ b.mT + beta * c, e, alpha=gamma, out=out)
+
+    monkeypatch.setattr(kernels, "triton_hopper", SimpleNamespace(symmetric_product=compute), raising=False)
+    x, y = symmetric(2, 12, torch.float32).mT, symmetric(2, 16, torch.float32)[:, 2:14, 2:14]
+    result = products.symmetric_product(x, y, y, x, alpha=0.5, beta=2.0, gamma=-1.0)
+    torch.testing.assert_close(result, 0.5 * x @ y.mT + 2 * y - x)
+
+
+@pytest.mark.skipif(
+    select_module.triton_version() not in select_module.GLUON_VERSIONS, reason="about versions of Triton with our Gluon"
+)
+def test_what_the_gluon_kernel_is_launched_with(monkeypatch):
+    from muon_fsdp.kernels import triton_hopper
+
+    launches = []
+    monkeypatch.setattr(triton_hopper, "launch", lambda *args, **options: launches.append((args, options)))
+    monkeypatch.setattr(triton_hopper, "num_processors", lambda device: 5)
+    monkeypatch.setattr(triton_hopper, "_tables", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    a, c = torch.zeros(2, 304, 72, dtype=torch.float16), torch.zeros(2, 304, 304, dtype=torch.float16)
+    for b in (a, a.clone()):
+        for _ in range(2):
+            triton_hopper.symmetric_product(a, b, c, c, torch.empty_like(c))
+    assert list(triton_hopper._tables) == [(2, 3, True, a.device), (2, 3, False, a.device)]  # made once each
+    (_, programs, args, constants, _), options = launches[0]
+    assert programs == 5
+    assert (constants, options) == ({"SAME": True, "HAS_C": True, "HAS_E": True}, {"maxnreg": 168})
+    left, right, *tiles = (arg.checked() if isinstance(arg, launch.TiledTensor) else arg for arg in args[:5])
+    assert (right, left.block_shape) == (None, [1, 128, 32])
+    assert [tile.block_shape for tile in tiles] == [[1, 128, 128], [1, 128, 64], [1, 128, 128]]
+    table, line, *steps = args[5:9]
+    assert steps == [3, 3]  # of 32 columns; the mirror is written after the last at the latest
+    triangle = [(i, j) for i in range(3) for j in range(i + 1)]
+    assert line == table.shape[1]
+    assert sorted(tile for row in table.tolist() for tile in unpacked(row)) == [
+        (matrix, i, j) for matrix in range(2) for i, j in triangle
+    ]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="can't be captured by its first call"):
+        triton_hopper.symmetric_product(a[:1], a[:1], None, None, c[:1])
+    monkeypatch.setattr(triton_hopper, "launch", lambda *_, **__: {}["moved"])
+    with pytest.raises(select_module.KernelError, match="KeyError: 'moved'"):
+        triton_hopper.symmetric_product(a, a, None, None, c)
+
+
+def test_gluon_that_fails_is_not_tried_again(monkeypatch):
+    hopper(monkeypatch)
+    monkeypatch.setattr(select_module, "_gluon_import_failure", lambda: None)
+    monkeypatch.setattr(select_module, "_gluon_failure", None)
+    tried = []
+
+    def by_gluon():
+        tried.append("gluon")
+        raise select_module.KernelError("CompilationError: no such function")
+
+    def by_triton(tiles):
+        tried.append(tiles)
+        return torch.ones(1)
+
+    device = torch.device("cuda")
+    for _ in range(2):
+        assert products._compute(LARGE, device, by_triton, lambda: None, False, by_gluon) == torch.ones(1)
+    choice = select_module.select(LARGE, device)
+    assert tried == ["gluon", choice.config, choice.config]
+    assert "it failed with CompilationError: no such function" in choice.reason
 
 
 def test_other_devices_are_timed_once_and_remembered_on_disk(monkeypatch, tmp_path):

@@ -46,18 +46,20 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
 ) -> None:
     """Run a kernel whose first parameters take `args` and whose last ones are `constants`, in their order.
 
     `kind` is all that a compiled kernel depends on besides constants: the device, precisions, alignment, which
     arguments are None. Numbers must be declared `do_not_specialize`: a compiled kernel is used again for others.
     """
-    key = (kernel, kind, tuple(constants.values()), num_warps, num_stages)
+    key = (kernel, kind, tuple(constants.values()), num_warps, num_stages, maxnreg)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(programs, 1, 1)](*args, *key[2])
         return
     args = tuple(arg.checked() if isinstance(arg, TiledTensor) else arg for arg in args)
-    compiled = kernel[(programs,)](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    limits = {} if maxnreg is None else {"maxnreg": maxnreg}  # not every backend knows it
+    compiled = kernel[(programs,)](*args, **constants, num_warps=num_warps, num_stages=num_stages, **limits)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled

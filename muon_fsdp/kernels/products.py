@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muon_fsdp.kernels.select import Product, select, tune
+from muon_fsdp.kernels.select import KernelError, Product, give_up_gluon, select, tune, unusable
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_products import TileConfig
@@ -51,8 +51,29 @@ def symmetric_product(
             product.add_(e, alpha=gamma)
         return product if a is b else (product + product.mT).mul_(0.5)
 
-    product = Product("symmetric", len(a), rows, rows, inner, a.dtype, _rows_are_aligned(a, b))
-    return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad)
+    def by_gluon() -> Tensor:
+        from muon_fsdp.kernels import triton_hopper
+
+        left = a.contiguous()
+        right = left if a is b else b.contiguous()
+        out = a.new_empty(len(a), rows, rows)
+        return triton_hopper.symmetric_product(
+            left, right, _contiguous(c), _contiguous(e), out, alpha=alpha, beta=beta, gamma=gamma
+        )
+
+    product = Product(
+        "symmetric",
+        len(a),
+        rows,
+        rows,
+        inner,
+        a.dtype,
+        _rows_are_aligned(a, b),
+        transposed=transposed,
+        # Where no kernel runs, tensors may have no address.
+        uniform=unusable(a.device) is None and _are_uniform(a, b, c, e),
+    )
+    return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad, by_gluon)
 
 
 def multiply_add(
@@ -115,10 +136,18 @@ def _compute(
     by_triton: Callable[[TileConfig], Tensor],
     by_library: Callable[[], Tensor],
     requires_grad: bool,
+    by_gluon: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled() and requires_grad:
         return by_library()  # kernels know nothing of autograd
     choice = select(product, device)
+    if choice.path == "gluon":
+        assert by_gluon is not None
+        try:
+            return by_gluon()
+        except KernelError as error:
+            give_up_gluon(error)
+            choice = select(product, device)
     if choice.path is None:
         choice = tune(product, device, lambda tiles: by_library() if tiles is None else by_triton(tiles))
     return by_library() if choice.config is None else by_triton(choice.config)
@@ -133,6 +162,11 @@ def _library_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta:
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _are_uniform(first: Tensor, *others: Tensor | None) -> bool:
+    tensors = [first, *(tensor for tensor in others if tensor is not None)]
+    return all(tensor.dtype == first.dtype and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _rows_are_aligned(*tensors: Tensor) -> bool:

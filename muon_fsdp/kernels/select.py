@@ -1,4 +1,4 @@
-"""Which kernel computes a product, and why: PyTorch's library or our Triton kernel, and with which tiles.
+"""Which kernel computes a product, and why: PyTorch's library or one of ours, and with which tiles.
 
 For Hopper the tiles come from a table that was measured once and is part of the package. On other GPUs a few
 candidates, the library among them, are timed at the first product of a class of shapes, and the result is kept on disk.
@@ -15,11 +15,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+
+from muon_fsdp.kernels.schedule import NO_TILE
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_products import TileConfig
@@ -30,6 +33,15 @@ Operation = Literal["symmetric", "multiply_add"]
 KERNELS_VARIABLE = "MUON_FSDP_KERNELS"
 CACHE_VARIABLE = "MUON_FSDP_CACHE"
 _HALF = (torch.float16, torch.bfloat16)
+
+
+# Versions of Triton whose Gluon, which is not a stable interface, compiles our kernel.
+GLUON_VERSIONS = ("3.6", "3.7")
+_gluon_failure: str | None = None
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled or launched, and another one will do."""
 
 
 class Product(NamedTuple):
@@ -43,6 +55,8 @@ class Product(NamedTuple):
     dtype: torch.dtype
     bulk: bool = True
     wide_result: bool = False  # what is added, or the result, takes four bytes an element
+    transposed: bool = False
+    uniform: bool = True  # all operands have this precision and begin at multiples of 16 bytes
 
     @property
     def shape_class(self) -> str:
@@ -58,8 +72,8 @@ class Product(NamedTuple):
 class Choice:
     """`path` is None where it has to be timed first (`tune`)."""
 
-    path: Literal["triton", "torch"] | None
-    config: TileConfig | None
+    path: Literal["gluon", "triton", "torch"] | None
+    config: TileConfig | None  # of "triton"
     reason: str
 
 
@@ -70,6 +84,13 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def triton_available() -> bool:
     return find_spec("triton") is not None
+
+
+def triton_version() -> str:
+    """Without patches: 3.7."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 def unusable(device: torch.device) -> str | None:
@@ -91,8 +112,14 @@ def _unusable(device: torch.device, kernels: str) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _from_table(product: Product, processors: int) -> Choice:
-    return Choice("triton", _hopper_tiles(product, processors), "measured on an H200")
+def _from_table(product: Product, processors: int, no_gluon: str | None) -> Choice:
+    reason = "measured on an H200"
+    if product.operation == "symmetric":
+        obstacle = _not_for_gluon(product, processors) or no_gluon
+        if obstacle is None:
+            return Choice("gluon", None, reason)
+        reason += f"; not by the Gluon kernel: {obstacle}"
+    return Choice("triton", _hopper_tiles(product, processors), reason)
 
 
 def select(product: Product, device: torch.device) -> Choice:
@@ -103,7 +130,7 @@ def select(product: Product, device: torch.device) -> Choice:
     if reason is not None:
         return Choice("torch", None, reason)
     if _capability(device)[0] == 9 and torch.version.hip is None:
-        return _from_table(product, num_processors(device))
+        return _from_table(product, num_processors(device), gluon_unusable())
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Ranks that hold replicas must round alike, and would not if each chose for itself.
         return Choice("triton", _candidates(product)[0], "the same on all ranks")
@@ -111,6 +138,48 @@ def select(product: Product, device: torch.device) -> Choice:
     if known is None:
         return Choice(None, None, "not timed yet on this device")
     return _as_choice(known)
+
+
+def gluon_unusable() -> str | None:
+    """Why the Gluon kernel can't be compiled here; None if it can, as far as is known."""
+    return _gluon_failure or _gluon_import_failure()
+
+
+def give_up_gluon(error: KernelError) -> None:
+    """From now on another kernel computes what the Gluon kernel would have."""
+    global _gluon_failure
+    _gluon_failure = f"it failed with {error}"
+
+
+@lru_cache(maxsize=1)
+def _gluon_import_failure() -> str | None:
+    version = triton_version()
+    if version not in GLUON_VERSIONS:
+        return f"Triton is {version}, it is known to compile with {' and '.join(GLUON_VERSIONS)}"
+    try:
+        import_module("muon_fsdp.kernels.triton_hopper")
+    except Exception as error:
+        return f"import failed with {type(error).__name__}: {error}"
+    return None
+
+
+def _not_for_gluon(product: Product, processors: int) -> str | None:
+    """Why the Gluon kernel does not compute a symmetric product; None if it does."""
+    if product.dtype not in _HALF:
+        return f"operands are {product.dtype}"
+    if product.transposed:
+        return "operands are transposed"
+    if not product.uniform:
+        return "operands differ in precision or begin at odd addresses"
+    if not product.bulk or product.rows % 8:
+        return "rows are not multiples of 16 bytes"
+    # What the other kernel computes at once it computes as fast; and nothing is shared among tiles of several matrices.
+    at_once = processors * (2 if product.rows < 1024 else 1)
+    if product.rows <= 128 or _num_tiles(product, 128, 128) <= at_once:
+        return "too few tiles"
+    if product.rows >= NO_TILE * 128 or product.inner == 0:
+        return "sizes that it is not made for"
+    return None
 
 
 def _hopper_tiles(product: Product, processors: int) -> TileConfig:

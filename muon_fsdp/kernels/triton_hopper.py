@@ -1,0 +1,417 @@
+"""The symmetric product for Hopper, in Gluon: Triton's dialect in which layouts, barriers and warps are explicit.
+
+One program per multiprocessor computes the tasks that the host's schedule gives it (`schedule.py`), with warps that
+each do one thing:
+
+- Two consumers, four warps each, multiply a 128 x 128 tile each. Their tiles share an operand, so that a step of the
+  inner dimension loads three blocks and not four; nothing but the ring of blocks keeps them together.
+- The producer, one warp, loads blocks into that ring, and behind the blocks of a task its tiles of E.
+- A courier per consumer, one warp, moves the consumer's buffer: brings the tile of C, takes away the result and its
+  mirror. The mirror is written into the buffer when the consumer already multiplies for its next tile.
+
+Barriers come in pairs: `full` and `empty` for a place in the ring, `granted` and `filled` for a buffer.
+"""
+
+# mypy: disallow-untyped-decorators=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from muon_fsdp.kernels.launch import TiledTensor, launch
+from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
+from muon_fsdp.kernels.select import KernelError, num_processors
+
+SIDE = 128  # of a tile
+INNER = 32  # of a block of an operand: 128 x 32, and a step of the inner dimension
+STAGES = 6  # places in the ring, three blocks each
+_SIDE, _INNER, _STAGES, _NO_TILE = map(gl.constexpr, (SIDE, INNER, STAGES, NO_TILE))
+_BLOCK_BYTES, _TILE_BYTES = gl.constexpr(SIDE * INNER * 2), gl.constexpr(SIDE * SIDE * 2)
+_BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=3)
+_TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+# 12 warps (the last is idle) of 168 registers; those of consumers take over what the others don't need.
+MAX_REGISTERS = 168
+_CONSUMER_REGISTERS, _OTHER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+
+
+@gluon.jit  # pragma: no cover
+def _tiles(word):  # type: ignore[no-untyped-def]
+    """Two indices of tiles, the index they share, and whether that is their row."""
+    return word & 1023, (word >> 10) & 1023, (word >> 20) & 1023, (word >> 30) != 0
+
+
+@gluon.jit  # pragma: no cover
+def _task(table, number):  # type: ignore[no-untyped-def]
+    matrix = gl.load(table + 2 * number)
+    first, second, shared, shares_row = _tiles(gl.load(table + 2 * number + 1))
+    return matrix, first, second, shared, shares_row
+
+
+@gluon.jit  # pragma: no cover
+def _next(stage, phase):  # type: ignore[no-untyped-def]
+    last = stage == _STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit  # pragma: no cover
+def _previous(stage):  # type: ignore[no-untyped-def]
+    """Not a variable of its own: Triton 3.6 takes one that begins as a copy of another for invariant in a loop."""
+    return gl.where(stage == 0, _STAGES - 1, stage - 1)
+
+
+@gluon.jit  # pragma: no cover
+def _half_tile(ring, stage):  # type: ignore[no-untyped-def]
+    """The first two blocks of a place as one: half of a tile of E."""
+    return ring.index(3 * stage)._reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], ring.layout)
+
+
+@gluon.jit  # pragma: no cover
+def _produce(a, b, e, ring, full, empty, table, num_tasks, num_steps, SAME: gl.constexpr, HAS_E: gl.constexpr):  # type: ignore[no-untyped-def]
+    stage = 0
+    phase = 1
+    for number in range(num_tasks):
+        matrix, first, second, shared, shares_row = _task(table, number)
+        has_first = first != _NO_TILE
+        has_second = second != _NO_TILE
+        if SAME:  # on the diagonal both operands are one
+            has_first = has_first & (first != shared)
+            has_second = has_second & (second != shared)
+        blocks = 1 + has_first.to(gl.int32) + has_second.to(gl.int32)
+        for step in range(num_steps):
+            loaded = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(loaded, _BLOCK_BYTES, pred=blocks == 1)
+            mbarrier.expect(loaded, 2 * _BLOCK_BYTES, pred=blocks == 2)
+            mbarrier.expect(loaded, 3 * _BLOCK_BYTES, pred=blocks == 3)
+            x = step * _INNER
+            if SAME:
+                _load_blocks(a, a, matrix, first, second, shared, x, loaded, ring, stage, has_first, has_second)
+            elif shares_row:
+                _load_blocks(b, a, matrix, first, second, shared, x, loaded, ring, stage, has_first, has_second)
+            else:
+                _load_blocks(a, b, matrix, first, second, shared, x, loaded, ring, stage, has_first, has_second)
+            stage, phase = _next(stage, phase)
+        if HAS_E:  # two halves for each consumer; of a tile that is none: zeros, from outside of the matrix
+            for half in gl.static_range(4):
+                index = first if half < 2 else second
+                row = gl.where(shares_row, shared, index) * _SIDE
+                col = gl.where(shares_row, index, shared) * _SIDE + (half % 2) * 2 * _INNER
+                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.expect(full.index(stage), 2 * _BLOCK_BYTES)
+                tma.async_copy_global_to_shared(e, [matrix, row, col], full.index(stage), _half_tile(ring, stage))
+                stage, phase = _next(stage, phase)
+
+
+@gluon.jit  # pragma: no cover
+def _load_blocks(own, common, matrix, first, second, shared, x, loaded, ring, stage, has_first, has_second):  # type: ignore[no-untyped-def]
+    block = 3 * stage
+    tma.async_copy_global_to_shared(common, [matrix, shared * _SIDE, x], loaded, ring.index(block + 2))
+    tma.async_copy_global_to_shared(own, [matrix, first * _SIDE, x], loaded, ring.index(block), pred=has_first)
+    tma.async_copy_global_to_shared(own, [matrix, second * _SIDE, x], loaded, ring.index(block + 1), pred=has_second)
+
+
+@gluon.jit  # pragma: no cover
+def _carry(c, d, buffers, granted, filled, table, num_tasks, HAS_C: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Grants the buffer twice per tile: for the mirror of the tile before, and for the tile, with C in it.
+
+    The first mirror of a program belongs to no tile and is not stored; the last one follows after all tiles.
+    """
+    buffer = buffers.index(WHICH)
+    grant = granted.index(WHICH)
+    fill = filled.index(WHICH)
+    matrix = -1
+    row = 0
+    col = 0
+    mbarrier.arrive(grant, count=1)
+    for number in range(num_tasks):
+        next_matrix, first, second, shared, shares_row = _task(table, number)
+        index = second if WHICH else first
+        if index != _NO_TILE:
+            mbarrier.wait(fill, 0)
+            if matrix >= 0:
+                tma.async_copy_shared_to_global(d, [matrix, col, row], buffer)
+                tma.store_wait(0)
+            matrix = next_matrix
+            row = gl.where(shares_row, shared, index) * _SIDE
+            col = gl.where(shares_row, index, shared) * _SIDE
+            if HAS_C:
+                mbarrier.expect(grant, _TILE_BYTES)
+                tma.async_copy_global_to_shared(c, [matrix, row, col], grant, buffer)
+            else:
+                mbarrier.arrive(grant, count=1)
+            mbarrier.wait(fill, 1)
+            tma.async_copy_shared_to_global(d, [matrix, row, col], buffer)
+            tma.store_wait(0)
+            mbarrier.arrive(grant, count=1)
+    mbarrier.wait(fill, 0)
+    if matrix >= 0:
+        tma.async_copy_shared_to_global(d, [matrix, col, row], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit  # pragma: no cover
+def _pass_by(full, empty, stage, phase, count):  # type: ignore[no-untyped-def]
+    """Blocks that are for the other consumer only."""
+    for _ in range(count):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = _next(stage, phase)
+    return stage, phase
+
+
+@gluon.jit  # pragma: no cover
+def _multiply_block(ring, full, acc, left, right, stage, phase):  # type: ignore[no-untyped-def]
+    mbarrier.wait(full.index(stage), phase)
+    x = ring.index(3 * stage + left).reshape([_SIDE, _INNER])
+    y = ring.index(3 * stage + right).reshape([_SIDE, _INNER]).permute([1, 0])
+    return warpgroup_mma(x, y, acc, is_async=True)
+
+
+@gluon.jit  # pragma: no cover
+def _multiply(ring, full, empty, acc, left, right, stage, phase, steps):  # type: ignore[no-untyped-def]
+    for _ in range(steps):
+        acc = _multiply_block(ring, full, acc, left, right, stage, phase)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # for the step before
+        mbarrier.arrive(empty.index(_previous(stage)), count=1)
+        stage, phase = _next(stage, phase)
+    return acc, stage, phase
+
+
+@gluon.jit  # pragma: no cover
+def _load_half(ring, full, empty, stage, phase):  # type: ignore[no-untyped-def]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    mbarrier.wait(full.index(stage), phase)
+    half = _half_tile(ring, stage).reshape([_SIDE, 2 * _INNER]).load(layout)
+    fence_async_shared()
+    mbarrier.arrive(empty.index(stage), count=1)
+    stage, phase = _next(stage, phase)
+    return half, stage, phase
+
+
+@gluon.jit  # pragma: no cover
+def _fill(buffer, result, filled):  # type: ignore[no-untyped-def]
+    buffer.store(result)
+    fence_async_shared()
+    mbarrier.arrive(filled, count=1)
+
+
+@gluon.jit  # pragma: no cover
+def _consume(  # type: ignore[no-untyped-def]
+    ring,
+    full,
+    empty,
+    buffers,
+    granted,
+    filled,
+    table,
+    num_tasks,
+    num_steps,
+    steps_before_mirror,
+    alpha,
+    beta,
+    gamma,
+    SAME: gl.constexpr,
+    HAS_C: gl.constexpr,
+    HAS_E: gl.constexpr,
+    WHICH: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    buffer = buffers.index(WHICH).reshape([_SIDE, _SIDE])
+    mirror = buffer.permute([1, 0])
+    grant = granted.index(WHICH)
+    fill = filled.index(WHICH)
+    stage = 0
+    phase = 0
+    result = gl.zeros((_SIDE, _SIDE), ring.dtype, layout)
+    word = gl.load(table + 1)
+    for number in range(num_tasks):
+        first, second, shared, shares_row = _tiles(word)
+        word = gl.load(table + 2 * number + 3)  # of the next task, long before it is needed
+        index = second if WHICH else first
+        if index == _NO_TILE:
+            stage, phase = _pass_by(full, empty, stage, phase, num_steps + (4 if HAS_E else 0))
+        else:
+            own = WHICH
+            if SAME:
+                own = gl.where(index == shared, 2, WHICH)
+            left = gl.where(shares_row, 2, own)
+            right = gl.where(shares_row, own, 2)
+            acc = gl.zeros((_SIDE, _SIDE), gl.float32, layout)
+            acc = _multiply_block(ring, full, acc, left, right, stage, phase)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # nothing to wait for: a matter of types
+            stage, phase = _next(stage, phase)
+            steps = steps_before_mirror - 1
+            acc, stage, phase = _multiply(ring, full, empty, acc, left, right, stage, phase, steps)
+            mbarrier.wait(grant, 0)
+            _fill(mirror, result, fill)  # of the tile before
+            steps = num_steps - steps_before_mirror
+            acc, stage, phase = _multiply(ring, full, empty, acc, left, right, stage, phase, steps)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(_previous(stage)), count=1)
+
+            acc *= alpha
+            mbarrier.wait(grant, 1)
+            if HAS_C:
+                acc += beta * buffer.load(layout).to(gl.float32)
+            if HAS_E:
+                if WHICH == 1:
+                    stage, phase = _pass_by(full, empty, stage, phase, 2)
+                first_half, stage, phase = _load_half(ring, full, empty, stage, phase)
+                second_half, stage, phase = _load_half(ring, full, empty, stage, phase)
+                added = gl.join(first_half, second_half).permute(0, 2, 1).reshape([_SIDE, _SIDE])
+                acc += gamma * gl.convert_layout(added, layout, assert_trivial=True).to(gl.float32)
+            result = acc.to(ring.dtype)
+            if not SAME:  # noqa: SIM102 - only this is known when the kernel is compiled
+                if index == shared:  # rounding makes products of different matrices asymmetric
+                    buffer.store(result)
+                    mirrored = mirror.load(layout)
+                    i = gl.arange(0, _SIDE, gl.SliceLayout(1, layout))[:, None]
+                    j = gl.arange(0, _SIDE, gl.SliceLayout(0, layout))[None, :]
+                    result = gl.where(i >= j, result, mirrored)
+            _fill(buffer, result, fill)
+            if HAS_E and WHICH == 0:
+                stage, phase = _pass_by(full, empty, stage, phase, 2)
+    mbarrier.wait(grant, 0)
+    _fill(mirror, result, fill)
+
+
+@gluon.jit(do_not_specialize=["line", "num_steps", "steps_before_mirror"])  # pragma: no cover
+def _symmetric_hopper_kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    c,
+    e,
+    d,
+    table,
+    line,
+    num_steps,
+    steps_before_mirror,
+    alpha,
+    beta,
+    gamma,
+    SAME: gl.constexpr,
+    HAS_C: gl.constexpr,
+    HAS_E: gl.constexpr,
+):
+    ring = gl.allocate_shared_memory(a.dtype, [3 * _STAGES, 1, _SIDE, _INNER], a.layout)
+    buffers = gl.allocate_shared_memory(d.dtype, [2, 1, _SIDE, _SIDE], d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    granted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(granted.index(i), count=1)
+        mbarrier.init(filled.index(i), count=1)
+    fence_async_shared()
+
+    table += gl.program_id(0) * line * 2
+    num_tasks = gl.load(table)
+    table += 2
+    gl.warp_specialize(
+        [
+            (_consume, (ring, full, empty, buffers, granted, filled, table, num_tasks, num_steps, steps_before_mirror,
+                        alpha, beta, gamma, SAME, HAS_C, HAS_E, 0)),
+            (_consume, (ring, full, empty, buffers, granted, filled, table, num_tasks, num_steps, steps_before_mirror,
+                        alpha, beta, gamma, SAME, HAS_C, HAS_E, 1)),
+            (_produce, (a, b, e, ring, full, empty, table, num_tasks, num_steps, SAME, HAS_E)),
+            (_carry, (c, d, buffers, granted, filled, table, num_tasks, HAS_C, 0)),
+            (_carry, (c, d, buffers, granted, filled, table, num_tasks, HAS_C, 1)),
+        ],
+        [4, 1, 1, 1],
+        [_CONSUMER_REGISTERS, _OTHER_REGISTERS, _OTHER_REGISTERS, _OTHER_REGISTERS],
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ host
+
+
+class _SharedTile(TiledTensor):
+    """A tensor whose tiles lie in shared memory in a layout of ours."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, base: Tensor, block_shape: tuple[int, int], layout: gl.NVMMASharedLayout) -> None:
+        super().__init__(base, block_shape)
+        self.layout = layout
+
+    def checked(self) -> TensorDescriptor:
+        shape, strides, block = list(self.shape), list(self.strides), list(self.block_shape)
+        return TensorDescriptor(self.base, shape, strides, block, self.layout)
+
+
+# By number of matrices, rows of tiles, whether operands are one, and device. A captured graph keeps the address of a
+# table, so none is ever thrown away; they are small.
+_tables: dict[tuple[int, int, bool, torch.device], Tensor] = {}
+
+
+def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.device) -> Tensor:
+    """The schedule, (programs, tasks, 2)."""
+    key = (num_matrices, rows_of_tiles, same, device)
+    table = _tables.get(key)
+    if table is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a product can't be captured by its first call, which copies a schedule to the device")
+        lists = schedule(num_matrices, rows_of_tiles, num_processors(device), same)
+        # From memory that is not pinned: the copy is done when this returns, whichever stream reads the table.
+        table = _tables[key] = torch.tensor(packed(lists), dtype=torch.int32).to(device)
+    return table
+
+
+def symmetric_product(
+    a: Tensor,  # (B, m, k)
+    b: Tensor,
+    c: Tensor | None,  # (B, m, m), symmetric
+    e: Tensor | None,  # (B, m, m), symmetric
+    out: Tensor,  # (B, m, m)
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+) -> Tensor:
+    """out = alpha * a @ b^T + beta * c + gamma * e, exactly symmetric; for what `select` sends here."""
+    num_matrices, rows, inner = a.shape
+    table = _table(num_matrices, -(-rows // SIDE), a is b, a.device)
+    num_steps = -(-inner // INNER)
+    args = (
+        _block(a),
+        None if a is b else _block(b),
+        _tile(c),
+        None if e is None else _SharedTile(e, (SIDE, 2 * INNER), _BLOCK_LAYOUT),
+        _tile(out),
+        table,
+        table.shape[1],
+        num_steps,
+        # The result's store must have been read from the buffer by then, or the consumer waits for it.
+        min(8 if inner >= 1024 else 4, num_steps),
+        float(alpha),
+        float(beta),
+        float(gamma),
+    )
+    constants = {"SAME": a is b, "HAS_C": c is not None, "HAS_E": e is not None}
+    try:
+        launch(_symmetric_hopper_kernel, len(table), args, constants, (a.device, a.dtype), maxnreg=MAX_REGISTERS)
+    except Exception as error:  # Gluon's interface is not a stable one
+        raise KernelError(f"{type(error).__name__}: {error}") from error
+    return out
+
+
+def _block(tensor: Tensor) -> _SharedTile:
+    return _SharedTile(tensor, (SIDE, INNER), _BLOCK_LAYOUT)
+
+
+def _tile(tensor: Tensor | None) -> _SharedTile | None:
+    return None if tensor is None else _SharedTile(tensor, (SIDE, SIDE), _TILE_LAYOUT)

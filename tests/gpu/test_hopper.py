@@ -1,0 +1,171 @@
+"""The Gluon kernel of the symmetric product against float64, and when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from muon_fsdp.kernels import Product, multiply_add, products, select
+from muon_fsdp.newton_schulz import orthogonalize
+
+CUDA = torch.device("cuda")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+if HOPPER:
+    from muon_fsdp.kernels import triton_hopper, triton_products
+
+select_module = sys.modules["muon_fsdp.kernels.select"]
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+KINDS = {"gram": (1.0, 0.0, 0.0), "c": (1.5, -0.5, 0.0), "c and e": (0.5, -2.0, 0.25)}  # alpha, beta, gamma
+GUARD = 64  # elements before and behind a result that nothing may be written to
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def operands(kind, batch, rows, inner, dtype):
+    """a, b, c, e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
+    generator = torch.Generator(CUDA).manual_seed(batch * rows + inner)
+    a = torch.randn(batch, rows, inner, device=CUDA, generator=generator)
+    if kind == "gram":
+        a = a.to(dtype)
+        return a, a, None, None
+    x = (a + a.mT) / rows**0.5
+    y = (x @ x).to(dtype)
+    x = x.to(dtype)
+    return (x, x, x, None) if kind == "c" else (x, y, x, y)
+
+
+def guarded(batch, rows, dtype):
+    memory = torch.full((batch * rows * rows + 2 * GUARD,), torch.nan, device=CUDA, dtype=dtype)
+    return memory, memory[GUARD:-GUARD].view(batch, rows, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("batch", "rows", "inner"),
+    [
+        (150, 128, 200),
+        (1, 128, 8),
+        (70, 136, 72),
+        (3, 304, 1000),
+        (45, 304, 40),
+        (20, 768, 328),
+        (5, 1000, 2056),
+        (1, 2048, 1096),
+        (3, 2048, 96),
+    ],
+)
+def test_products(kind, batch, rows, inner, dtype):
+    a, b, c, e = operands(kind, batch, rows, inner if kind == "gram" else rows, dtype)
+    alpha, beta, gamma = KINDS[kind]
+    memory, out = guarded(batch, rows, dtype)
+    triton_hopper.symmetric_product(a, b, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
+    expected = alpha * a.double() @ b.double().mT
+    for added, factor in ((c, beta), (e, gamma)):
+        if added is not None:
+            expected += factor * added.double()
+    errors = torch.linalg.matrix_norm(out.double() - expected) / torch.linalg.matrix_norm(expected)
+    assert errors.max() < TOLERANCE[dtype]
+    assert torch.equal(out, out.mT)
+    assert memory[:GUARD].isnan().all()
+    assert memory[-GUARD:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_the_other_kernel_every_time(kind):
+    """Ranks that run different kernels would still agree, and no race shows in a hundred runs."""
+    a, b, c, e = operands(kind, 20, 1000, 1000, torch.float16)
+    alpha, beta, gamma = KINDS[kind]
+    tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
+    factors = {"alpha": alpha, "beta": beta, "gamma": gamma}
+    expected = triton_products.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], tiles, **factors)
+    for _ in range(100):
+        out = triton_hopper.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], **factors)
+        assert torch.equal(out, expected)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    names = []
+    for module in (triton_hopper, triton_products):
+        launch = module.launch
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *a, _=launch, **o: names.append(kernel.fn.__name__) or _(kernel, *a, **o)
+        )
+    return names
+
+
+def test_large_products_take_it_and_others_do_not(launched):
+    large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
+    assert select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).path == "gluon"
+    square = products.symmetric_product(large, large)
+    products.symmetric_product(square, square, square.mT, alpha=0.5, beta=2.0)  # any strides
+    assert launched == 2 * ["_symmetric_hopper_kernel"]
+    launched.clear()
+    unaligned = torch.randn(8 * 1024 * 1024 + 1, device=CUDA, dtype=torch.float16)[1:].view(8, 1024, 1024)
+    for a, transposed in (
+        (large[:1, :512], False),  # few tiles
+        (large, True),
+        (large.float(), False),
+        (large[:, :, :1023].contiguous(), False),  # rows that no descriptor can address
+        (unaligned, False),
+    ):
+        result = products.symmetric_product(a, a, transposed=transposed)
+        expected = a.double().mT @ a.double() if transposed else a.double() @ a.double().mT
+        assert (result - expected).norm() < 1e-3 * expected.norm()
+    x = torch.randn(24, 768, 768, device=CUDA, dtype=torch.float16)
+    products.symmetric_product(x, x, torch.ones(24, 768, 768, device=CUDA), beta=1.0)  # of another precision
+    multiply_add(large, large)
+    assert launched == 6 * ["_symmetric_kernel"] + ["_multiply_add_kernel"]
+
+
+def test_it_is_switched_off_with_the_others(monkeypatch, launched):
+    monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
+    large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
+    assert select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).path == "torch"
+    products.symmetric_product(large, large)
+    assert not launched
+
+
+def test_another_triton_takes_the_other_kernel(monkeypatch, launched):
+    large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
+    expected = products.symmetric_product(large, large)
+    monkeypatch.setattr(select_module, "GLUON_VERSIONS", ("2.0",))
+    select_module._gluon_import_failure.cache_clear()
+    try:
+        assert torch.equal(products.symmetric_product(large, large), expected)
+    finally:
+        select_module._gluon_import_failure.cache_clear()
+    assert launched == ["_symmetric_hopper_kernel", "_symmetric_kernel"]
+
+
+def test_a_kernel_that_fails_is_replaced(monkeypatch):
+    large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
+    expected = products.symmetric_product(large, large)
+    monkeypatch.setattr(select_module, "_gluon_failure", None)
+    monkeypatch.setattr(triton_hopper, "_symmetric_hopper_kernel", None)  # not launchable
+    assert torch.equal(products.symmetric_product(large, large), expected)
+    assert "failed with TypeError" in select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).reason
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_graphs():
+    matrices = torch.randn(9, 1024, 1032, device=CUDA)
+    with pytest.raises(RuntimeError, match="first call"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        triton_hopper._table(12345, 1, True, CUDA)
+    expected = orthogonalize(matrices)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = orthogonalize(matrices)
+    for _ in range(3):
+        result.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(result, expected)
+    assert any(key[0] == 9 for key in triton_hopper._tables)  # so it took part
