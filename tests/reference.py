@@ -70,3 +70,37 @@ def matrix_with_condition(rng: np.random.Generator, rows: int, cols: int, condit
     v = np.linalg.qr(rng.standard_normal((cols, small)))[0]
     s = np.logspace(0, -math.log10(condition), small) if small > 1 else np.ones(1)
     return (u * s) @ v.T
+
+
+class ReferenceSphere:
+    """The Spectral Sphere Optimizer for one 2D weight: SVDs, and lambda by bisection to the last bit."""
+
+    def __init__(self, w, *, lr=0.02, momentum=0.95, nesterov=False, radius=None, mode="exact"):
+        self.w = np.array(w, dtype=np.float64)
+        self.buf = np.zeros_like(self.w)
+        self.lr, self.momentum, self.nesterov, self.mode = lr, momentum, nesterov, mode
+        self.radius = math.sqrt(self.w.shape[0] / self.w.shape[1]) if radius is None else radius
+
+    def step(self, grad) -> np.ndarray:
+        grad = np.asarray(grad, dtype=np.float64)
+        self.buf = self.momentum * self.buf + grad
+        m = grad + self.momentum * self.buf if self.nesterov else self.buf
+        m = m / np.linalg.norm(m)
+        us, s, vt = np.linalg.svd(self.w, full_matrices=False)
+        outer = np.outer(us[:, 0], vt[0])
+        self.w = self.w * (self.radius / s[0])
+        update = polar(m + self.solve(m, outer) * outer)
+        if self.mode == "projection":
+            update = update - np.sum(outer * update) * outer
+        self.w = self.w - self.lr * self.radius * update
+        return self.w
+
+    def solve(self, m, outer) -> float:
+        if self.mode != "exact":
+            return 0.0
+        center = -np.sum(outer * m)
+        low, high = center - 1, center + 1
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if np.sum(outer * polar(m + middle * outer)) < 0 else (low, middle)
+        return (low + high) / 2

@@ -72,6 +72,7 @@ def symmetric_product(
         transposed=transposed,
         # Where no kernel runs, tensors may have no address.
         uniform=unusable(a.device) is None and _are_uniform(a, b, c, e),
+        masked=active is not None,
     )
     return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad, by_gluon)
 

@@ -57,6 +57,7 @@ class Product(NamedTuple):
     wide_result: bool = False  # what is added, or the result, takes four bytes an element
     transposed: bool = False
     uniform: bool = True  # all operands have this precision and begin at multiples of 16 bytes
+    masked: bool = False  # some matrices may be left out
 
     @property
     def shape_class(self) -> str:
@@ -169,6 +170,8 @@ def _not_for_gluon(product: Product, processors: int) -> str | None:
         return f"operands are {product.dtype}"
     if product.transposed:
         return "operands are transposed"
+    if product.masked:
+        return "matrices may be left out"
     if not product.uniform:
         return "operands differ in precision or begin at odd addresses"
     if not product.bulk or product.rows % 8:

@@ -1,0 +1,249 @@
+"""Loss and stability of AdamW, Muon, MuonSphere and SSO over learning rates: a GPT on text, several seeds.
+
+python -m benchmarks.stability --output docs/experiments        # on a GPU about three minutes with 8 processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muon_fsdp import SpectralSphereOptimizer, create_hybrid_optimizer
+from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
+from muon_fsdp.training.loop import LoopConfig, evaluate, warmup_cosine
+from muon_fsdp.training.model import GPT, CausalSelfAttention, GPTConfig
+
+# No normalization of queries and keys: attention logits may grow as they like, which is one thing to be seen.
+CONFIG = GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256, qk_norm=False)
+SMALL = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=64, qk_norm=False)
+REST_LR = 4e-3  # of embedding, head and vectors, in all runs
+RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+ADAMW_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+
+Make = Callable[[GPT, float, bool], torch.optim.Optimizer]
+
+
+def _muon(weight_decay: float) -> Make:
+    return lambda model, lr, graph: create_hybrid_optimizer(
+        model, muon_lr=lr, nesterov=True, weight_decay=weight_decay, adamw_lr=REST_LR, adamw_weight_decay=0.0,
+        cuda_graph=graph,
+    )  # fmt: skip
+
+
+def _sphere(lambda_mode: str) -> Make:
+    return lambda model, lr, graph: SpectralSphereOptimizer(
+        model, lr=lr, nesterov=True, lambda_mode=lambda_mode, adamw_lr=REST_LR, cuda_graph=graph
+    )
+
+
+def _adamw(model: GPT, lr: float, graph: bool) -> torch.optim.Optimizer:
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    groups = [{"params": matrices, "lr": lr, "weight_decay": 0.1}, {"params": rest, "lr": REST_LR, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": _adamw,
+    "Muon": _muon(0.0),
+    "Muon, decay 0.1": _muon(0.1),
+    "MuonSphere (zero)": _sphere("zero"),
+    "SSO (projection)": _sphere("projection"),
+    "SSO (bracketed)": _sphere("bracketed"),
+}
+
+
+@torch.no_grad()
+def look_inside(model: GPT, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """The largest spectral norm over sqrt(d_out/d_in), the largest activation and the largest attention logit."""
+    activations: list[Tensor] = []
+    rotated: dict[nn.Module, list[Tensor]] = {}
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_hook(lambda _m, _i, out: activations.append(out.abs().max())))
+        if isinstance(module, CausalSelfAttention):
+            hooks.append(
+                module.rope.register_forward_hook(lambda m, _i, out: rotated.setdefault(m, []).append(out.float()))
+            )
+    try:
+        model(*batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = [(q @ k.mT).abs().max() / math.sqrt(q.shape[-1]) for q, k in rotated.values()]
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    finite = all(bool(torch.isfinite(p).all()) for p in matrices)
+    norms = [torch.linalg.matrix_norm(p.float(), 2) / math.sqrt(p.shape[0] / p.shape[1]) for p in matrices if finite]
+    return {
+        "spectral_norm": float(torch.stack(norms).max()) if finite else math.inf,
+        "activation": float(torch.stack(activations).max()),
+        "attention_logit": float(torch.stack(logits).max()),
+    }
+
+
+def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GPTConfig) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    train_tokens, validation_tokens = split_tokens(load_tokens(), config.sequence_length)
+    validation = [
+        (x.to(device), y.to(device))
+        for x, y in validation_batches(validation_tokens, batch_size, config.sequence_length, 2 * batch_size)
+    ]
+    torch.manual_seed(seed)
+    model = GPT(config).to(device)
+    optimizer = OPTIMIZERS[name](model, lr, device == "cuda")
+    factor = warmup_cosine(LoopConfig(steps=steps))
+    initial = [group["lr"] for group in optimizer.param_groups]
+    batches = training_batches(train_tokens, batch_size, config.sequence_length, torch.Generator().manual_seed(seed))
+    losses, calls, largest = [], [], {"spectral_norm": 0.0, "activation": 0.0, "attention_logit": 0.0}
+    start = time.perf_counter()
+    diverged = False
+    for step in range(steps):
+        for group, base in zip(optimizer.param_groups, initial, strict=True):
+            group["lr"] = base * factor(step)
+        inputs, targets = next(batches)
+        _, loss = model(inputs.to(device), targets.to(device))
+        assert loss is not None
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9 or step == steps - 1:
+            losses.append(loss.item())
+            if isinstance(optimizer, SpectralSphereOptimizer):
+                calls.append(optimizer.metrics()["msign_calls_median"])
+            diverged = not math.isfinite(losses[-1])
+            inside = look_inside(model, validation[0]) if not diverged else {}
+            largest = {key: max(value, inside.get(key, math.inf)) for key, value in largest.items()}
+            if diverged:
+                break
+    seconds = time.perf_counter() - start
+    return {
+        "optimizer": name,
+        "lr": lr,
+        "seed": seed,
+        "steps": steps,
+        "validation_loss": math.inf if diverged else round(evaluate(model, validation), 5),
+        "train_loss": round(statistics.mean(losses[-5:]), 5),
+        **{f"largest_{key}": round(value, 4) for key, value in largest.items()},
+        "msign_calls": statistics.median(calls) if calls and max(calls) > 0 else 1.0 if name != "AdamW" else 0.0,
+        "lambda_fallbacks": optimizer.metrics()["lambda_fallbacks"] if "SSO" in name else 0.0,
+        "seconds": round(seconds, 2),
+    }
+
+
+def write_plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {
+        "validation_loss": "validation loss",
+        "largest_spectral_norm": "largest ||W|| / sqrt(d_out/d_in)",
+        "largest_activation": "largest activation",
+        "largest_attention_logit": "largest attention logit",
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
+    for axis, (key, label) in zip(axes.flat, panels.items(), strict=True):
+        for name in OPTIMIZERS:
+            rates = ADAMW_RATES if name == "AdamW" else RATES
+            points = []
+            for place, lr in enumerate(rates):
+                values = [row[key] for row in rows if row["optimizer"] == name and row["lr"] == lr]
+                if values and all(map(math.isfinite, values)):
+                    points.append((place, statistics.mean(values)))
+            axis.plot(*zip(*points, strict=True), marker="o", label=name) if points else None
+        axis.set_xticks(range(len(RATES)), [f"{a:g}\n{b:g}" for a, b in zip(RATES, ADAMW_RATES, strict=True)])
+        axis.set_title(label)
+        if key == "validation_loss":
+            finite = [row[key] for row in rows if math.isfinite(row[key])]
+            axis.set_ylim(min(finite) - 0.03, min(finite) + 0.8)
+        else:
+            axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
+    axes[1, 0].set_xlabel("learning rate of matrices (below: of AdamW)")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| optimizer | best lr | validation loss, mean (spread) | at 4x that lr | msign calls |",
+        "|---|---|---|---|---|",
+    ]
+    for name in OPTIMIZERS:
+        rates = ADAMW_RATES if name == "AdamW" else RATES
+        by_rate = {lr: [r["validation_loss"] for r in rows if (r["optimizer"], r["lr"]) == (name, lr)] for lr in rates}
+        means = {lr: statistics.mean(values) for lr, values in by_rate.items() if values}
+        if not means:
+            continue
+        best = min(means, key=lambda lr: means[lr])
+        values = by_rate[best]
+        later = list(rates).index(best) + 2
+        far = f"{means[rates[later]]:.3f}" if later < len(rates) and rates[later] in means else "-"
+        calls = statistics.median([r["msign_calls"] for r in rows if r["optimizer"] == name])
+        lines.append(f"| {name} | {best:g} | {means[best]:.4f} ({max(values) - min(values):.4f}) | {far} | {calls:g} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stability", description=__doc__)
+    parser.add_argument("--steps", type=int, default=300 if on_gpu else 40)
+    parser.add_argument("--seeds", type=int, default=3 if on_gpu else 1)
+    parser.add_argument("--batch-size", type=int, default=32 if on_gpu else 8)
+    parser.add_argument("--processes", type=int, default=8 if on_gpu else 2)
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--rates", type=int, nargs="+", default=list(range(len(RATES))), help="which of the rates")
+    parser.add_argument("--output", type=Path, default=Path("stability_output"))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    config = CONFIG if on_gpu else SMALL
+    jobs = [
+        (name, (ADAMW_RATES if name == "AdamW" else RATES)[rate], seed)
+        for seed in range(args.seeds)
+        for name in args.optimizers
+        for rate in args.rates
+    ]
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    start = time.perf_counter()
+    with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
+        futures = [pool.submit(run, *job, args.steps, args.batch_size, config) for job in jobs]
+        for number, future in enumerate(as_completed(futures), start=1):
+            row = future.result()
+            rows.append(row)
+            left = (time.perf_counter() - start) / number * (len(jobs) - number)
+            print(
+                f"{number}/{len(jobs)} {row['optimizer']} lr {row['lr']:g} seed {row['seed']}: "
+                f"validation loss {row['validation_loss']:.4f}, {row['seconds']:.1f} s; {left:.0f} s left",
+                flush=True,
+            )
+            rows.sort(key=lambda r: (list(OPTIMIZERS).index(r["optimizer"]), r["lr"], r["seed"]))
+            with (args.output / "sso_stability.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(row))
+                writer.writeheader()
+                writer.writerows(rows)
+    size = GPT(config).num_parameters()
+    write_plot(rows, args.output / "sso_stability.png", f"GPT of {size / 1e6:.1f}M parameters, {args.steps} steps")
+    print("\n" + table(rows))
+
+
+if __name__ == "__main__":
+    main()

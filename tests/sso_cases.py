@@ -1,0 +1,114 @@
+"""The Spectral Sphere Optimizer on gloo ranks; run by tests/test_sso.py."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from muon_fsdp import SpectralSphereOptimizer
+from muon_fsdp import distributed as muon_distributed
+from muon_fsdp.spectral import compute_spectral_norm
+from tests.distributed_cases import lay_out, make_model, train
+
+
+def _optimizer(module: nn.Module, **options: Any) -> SpectralSphereOptimizer:
+    return SpectralSphereOptimizer(module.named_parameters(), lr=0.02, momentum=0.9, adamw_lr=0.01, **options)
+
+
+def largest_distance(layout: str, model_options: Any) -> float:
+    """The largest |s/R - 1| of any matrix after any step."""
+    module, rank, size = lay_out(make_model(**model_options), layout)
+    optimizer = _optimizer(module)
+    worst = 0.0
+    for step in range(12):
+        train(module, optimizer, range(step, step + 1), rank, size)
+        for name, p in module.named_parameters():
+            if p.ndim < 2 or "wte" in name or "lm_head" in name:
+                continue
+            whole = (p.full_tensor() if isinstance(p, DTensor) else p).detach().double().numpy()
+            for matrix in whole if whole.ndim == 3 else [whole]:
+                s = np.linalg.svd(matrix, compute_uv=False)[0]
+                worst = max(worst, abs(s / (matrix.shape[0] / matrix.shape[1]) ** 0.5 - 1))
+    return worst
+
+
+def count_collectives(layout: str) -> dict[str, int]:
+    """Collectives of a warm step; none of them may see a whole weight."""
+    module, rank, size = lay_out(make_model(), layout)
+    optimizer = _optimizer(module)
+    train(module, optimizer, range(3), rank, size)
+    counted = {"all_reduces": 0, "largest": 0, "assembled": 0}
+    all_reduce = dist.all_reduce
+
+    def counted_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counted["all_reduces"] += 1
+        counted["largest"] = max(counted["largest"], tensor.numel() if tensor.is_floating_point() else 0)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def assembled(*args: Any, **kwargs: Any) -> Any:
+        counted["assembled"] += 1
+        raise AssertionError("a weight was assembled")
+
+    with (
+        patch.object(muon_distributed.dist, "all_reduce", counted_all_reduce),
+        patch.object(DTensor, "full_tensor", assembled),
+        patch.object(muon_distributed, "gather_full", assembled),
+    ):
+        optimizer.step()
+    return counted
+
+
+def save_in_the_middle(layout: str, path: str, radius_mode: str) -> list[float]:
+    module, rank, size = lay_out(make_model(), layout)
+    optimizer = _optimizer(module, radius_mode=radius_mode)
+    train(module, optimizer, range(4), rank, size)
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    return train(module, optimizer, range(4, 8), rank, size)
+
+
+def resume(layout: str, path: str, radius_mode: str) -> list[float]:
+    module, rank, size = lay_out(make_model(), layout)
+    optimizer = _optimizer(module, radius_mode=radius_mode)
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return train(module, optimizer, range(4, 8), rank, size)
+
+
+def norms_of_shards() -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (3,))
+    found, expected = [], []
+    generator = torch.Generator().manual_seed(0)
+    for shape, placement in [((17, 23), Shard(0)), ((17, 23), Shard(1)), ((2, 29), Shard(0)), ((17, 23), Replicate())]:
+        whole = torch.randn(shape, generator=generator)
+        found.append(float(compute_spectral_norm(distribute_tensor(whole, mesh, [placement]))))
+        expected.append(float(torch.linalg.matrix_norm(whole.double(), 2)))
+    return found, expected
+
+
+def missing_gradient() -> dict[str, Any]:
+    """One matrix whose gradient is missing on a rank, and one whose gradient is missing on both."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(18, 18, generator=generator) for _ in range(2)]
+    params = [nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])) for whole in wholes]
+    optimizer = SpectralSphereOptimizer(params, lr=0.02)
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            params[0].grad = distribute_tensor(torch.ones(18, 18), mesh, [Shard(0)], src_data_rank=None)
+        optimizer.step()
+    return {
+        "moved": float(torch.linalg.matrix_norm(params[0].full_tensor().detach().double(), 2)),
+        "untouched": torch.equal(params[1].full_tensor(), wholes[1]),
+    }
