@@ -115,7 +115,7 @@ class PlannedStep:
         key: object = (fused.variant, tuple(group["nesterov"] for group in groups))
         if self.sphere is not None:
             # The search for a first vector is not what later steps do.
-            key = (key, self.sphere.variant(groups), object() if self.sphere.is_cold else None)
+            key = (key, self.sphere.variant(groups, shards), object() if self.sphere.is_cold else None)
         if self.graph is not None and self._graph_key == key:
             self.graph.replay()
         elif self._graph_key == key:
@@ -181,8 +181,8 @@ class PlannedStep:
                 reason = "orthogonalization='exact' waits for the host"
             elif grad is not None and grad.dtype not in FUSED_DTYPES:
                 reason = f"its gradient is {grad.dtype}"
-            elif self.sphere is not None and rule.spherical and self.sphere.not_capturable(position):
-                reason = self.sphere.not_capturable(position)
+            elif self.sphere is not None and position in self.sphere.scattered:
+                reason = "its matrices are not runs of memory"
             elif len(devices) > 1:
                 reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
             if reason is not None:

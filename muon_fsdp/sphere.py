@@ -1,8 +1,7 @@
 """Weights on spheres of spectral norm: their top singular triples, found on shards, and what a step does with them.
 
 W is never assembled. Every rank multiplies the vectors of all matrices with the parts of W that it holds, and the
-products are added up: one all-reduce per power iteration for all matrices that lie on the same ranks. (A second one
-where shards cut rows, as tensor parallelism does.) Vectors are whole on every rank and small.
+products are added up, for all matrices that lie on the same ranks at once. Vectors are whole on every rank and small.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import add_up, layout_of, local, my_rank
-from muon_fsdp.fused import FUSED_DTYPES, lr_is_on_device, pinned
-from muon_fsdp.kernels import unusable
+from muon_fsdp.fused import lr_is_on_device, pinned
 from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.recorder import Recorder
-from muon_fsdp.rules.base import Spectrum, State, working_dtype
+from muon_fsdp.rules.base import Spectrum, State, num_vectors, working_dtype
+from muon_fsdp.rules.spectral_sphere import SpectralSphere
 from muon_fsdp.spectral import (
     COLD_STEPS,
     SMALLEST_NORM,
     best_in_krylov_space,
     normalized_or,
     num_products,
+    refine,
     retraction,
     start_vectors,
     target_radius,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # Steps in which a matrix without a cached vector is looked for. The second, because a matrix that began at zero has a
 # direction only then.
 COLD_SURVEYS = 2
+COLD_ROUNDS = 4  # in which a subspace is found around a first vector
+_STATE = {spec.name: spec for spec in SpectralSphere.state}
 _FACTORS = ("factor", "radius")
 
 
@@ -129,6 +131,7 @@ class SphereClass:
     members: list[tuple[int, int, int]] = field(default_factory=list)  # (position, block of its view, first matrix)
     count: int = 0
     shares: list[float] = field(default_factory=list)  # per matrix, 1 / number of ranks that hold the same part of it
+    subspace: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, NUM_VECTORS, cols)
     right: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, cols)
     left: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, rows)
     norm: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,), as are all below
@@ -145,8 +148,8 @@ class SphereClass:
     present: tuple[bool, ...] = ()  # what `touched` says, per member
 
     @cached_property
-    def weight(self) -> Tensor:  # (count, 1)
-        return torch.tensor(self.shares, dtype=self.right.dtype, device=self.right.device)[:, None]
+    def weight(self) -> Tensor:  # (count,)
+        return torch.tensor(self.shares, dtype=self.subspace.dtype, device=self.subspace.device)
 
     @property
     def regular(self) -> Tensor:
@@ -162,72 +165,66 @@ class SphereSet:
         self.blocks: list[Block] = []
         self.shares = False  # whether ranks hold different parts
         self.cuts_rows = False  # whether a rank may hold a part of a row only
-        self._kernels: GramKernels | None = None
         self._recorder = Recorder()
 
     def survey(self, shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool) -> None:
-        """Find the top singular triples of all matrices, from the right vectors that the classes have."""
+        """Find the top singular triples of all matrices, from the subspaces that the classes have."""
         self._recorder = recorder
+        starts = [start_vectors(kind.subspace) for kind in self.classes]
 
-        def products(vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            return self._products(shards, vectors)
+        def left(vectors: Sequence[Tensor]) -> list[Tensor]:
+            return self._left(shards, vectors)
 
-        starts = [start_vectors(kind.right) for kind in self.classes]
+        def right(lefts: Sequence[Tensor]) -> list[Tensor]:
+            return self._right(shards, lefts)
+
         if cold:
+
+            def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
+                return [product[:, 0] for product in right(left([vector[:, None] for vector in vectors]))]
+
             steps = min(COLD_STEPS, 1 + max(min(kind.rows, kind.cols) for kind in self.classes))
-            starts = [right for right, _ in best_in_krylov_space(products, starts, steps)]
-        starts = [normalized_or(kind.right, start) for kind, start in zip(self.classes, starts, strict=True)]
-        found = best_in_krylov_space(products, starts, self.steps)
-        lefts = [left for _, left in found]
+            tops = best_in_krylov_space(gram, [start[:, 0] for start in starts], steps)
+            starts = [torch.cat([top[:, None], start[:, 1:]], dim=1) for top, start in zip(tops, starts, strict=True)]
+            for _ in range(COLD_ROUNDS):
+                starts = [found.subspace for found in refine(left, right, self._inner, starts, self.steps)]
+        subspaces = [normalized_or(kind.subspace, start) for kind, start in zip(self.classes, starts, strict=True)]
+        refined = refine(left, right, self._inner, subspaces, self.steps)
+        lefts = [found.left for found in refined]
         if self.shares and not self.cuts_rows:
             lefts = self._add_up(lefts)
-        for kind, (right, _), left in zip(self.classes, found, lefts, strict=True):
-            kind.right, kind.norm = right, torch.linalg.vector_norm(left, dim=-1)
-            kind.left = normalized_or(left, torch.zeros_like(left))
+        for kind, found, whole in zip(self.classes, refined, lefts, strict=True):
+            kind.subspace, kind.right, kind.norm = found.subspace, found.right, torch.linalg.vector_norm(whole, dim=-1)
+            kind.left = normalized_or(whole, torch.zeros_like(whole))
 
-    def look_up(self, shards: Mapping[int, Tensor]) -> None:
-        if self._kernels is None or not self._kernels.fits(shards):
-            self._kernels = GramKernels.of(self, shards)
-        if self._kernels is not None:
-            self._kernels.look_up(shards)
+    def _left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+        """W x (G, b, m) for vectors (G, b, n): whole, or of the rows that this rank holds."""
+        result = [x.new_zeros(kind.count, x.shape[1], kind.rows) for kind, x in zip(self.classes, vectors, strict=True)]
+        for block in self.blocks:
+            vector = vectors[block.kind][block.matrices, :, block.cols]
+            weights = block.of(shards[block.position]).to(vector.dtype)
+            result[block.kind][block.matrices, :, block.rows] += torch.bmm(vector, weights.mT)
+        return self._add_up(result) if self.cuts_rows else result
 
-    @property
-    def variant(self) -> object:
-        """What launches depend on besides tables; None where the products are not by kernels."""
-        return self._kernels.aligned if self._kernels is not None else None
+    def _right(self, shards: Mapping[int, Tensor], lefts: Sequence[Tensor]) -> list[Tensor]:
+        """W^T y (G, b, n), whole."""
+        result = [y.new_zeros(kind.count, y.shape[1], kind.cols) for kind, y in zip(self.classes, lefts, strict=True)]
+        for block in self.blocks:
+            vector = lefts[block.kind][block.matrices, :, block.rows]
+            weights = block.of(shards[block.position]).to(vector.dtype)
+            result[block.kind][block.matrices, :, block.cols] += torch.bmm(vector, weights)
+        return self._add_up(result) if self.shares else result
 
-    def _products(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """W^T W x of every matrix, and W x: whole, or of the rows that this rank holds."""
-        kernels = self._kernels
-        if kernels is not None and not self.cuts_rows:
-            right, left = kernels.both(vectors)
-        else:
-            left = self._left(shards, vectors) if kernels is None else kernels.left(vectors)
-            if self.cuts_rows:
-                left = self._add_up(left)
-            right = self._right(shards, left) if kernels is None else kernels.right(left)
-        return (self._add_up(right) if self.shares else right), left
+    def _inner(self, lefts: Sequence[Tensor]) -> list[Tensor]:
+        products = [y @ y.mT for y in lefts]
+        return self._add_up(products) if self.shares and not self.cuts_rows else products
 
     def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Sums over the ranks, of which several may hold the same part."""
-        weighted = [part * kind.weight for kind, part in zip(self.classes, parts, strict=True)]
+        weighted = [
+            part * kind.weight.view(-1, *[1] * (part.ndim - 1)) for kind, part in zip(self.classes, parts, strict=True)
+        ]
         return add_up(weighted, self.ranks, self._recorder)
-
-    def _left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-        result = [vector.new_zeros(kind.count, kind.rows) for kind, vector in zip(self.classes, vectors, strict=True)]
-        for block in self.blocks:
-            vector = vectors[block.kind][block.matrices, block.cols, None]
-            part = torch.bmm(block.of(shards[block.position]).to(vector.dtype), vector).squeeze(-1)
-            result[block.kind][block.matrices, block.rows] += part
-        return result
-
-    def _right(self, shards: Mapping[int, Tensor], left: Sequence[Tensor]) -> list[Tensor]:
-        result = [part.new_zeros(kind.count, kind.cols) for kind, part in zip(self.classes, left, strict=True)]
-        for block in self.blocks:
-            vector = left[block.kind][block.matrices, block.rows, None]
-            part = torch.bmm(block.of(shards[block.position]).to(vector.dtype).mT, vector).squeeze(-1)
-            result[block.kind][block.matrices, block.cols] += part
-        return result
 
 
 def _segments(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None:
@@ -247,128 +244,6 @@ def _segments(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None
             segments.append((start, rows * part.width, number))
             start += rows * part.width
     return segments
-
-
-class GramKernels:
-    """The products of a set by kernels that read every weight once; for shards whose rows are contiguous."""
-
-    def __init__(self, own: SphereSet, shards: Mapping[int, Tensor]) -> None:
-        from muon_fsdp.kernels.triton_spectral import ROWS
-
-        self._shapes = [((kind.count, kind.rows), (kind.count, kind.cols)) for kind in own.classes]
-        self._sizes = [[prod(shape[side]) for shape in self._shapes] for side in (0, 1)]
-        starts = [[sum(sizes[:index]) for index in range(len(sizes))] for sizes in self._sizes]
-        self._positions = sorted({block.position for block in own.blocks})
-        self._known = [_memory_of(shards[position]) for position in self._positions]
-        self._device = shards[self._positions[0]].device
-        programs: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = {}  # by precision and padded width
-        sums: list[tuple[int, ...]] = []
-        partial = 0
-        for block in own.blocks:
-            kind, shard = own.classes[block.kind], shards[block.position]
-            rows = block.part.of(shard)
-            origin = (rows.data_ptr() - shard.data_ptr()) // shard.itemsize
-            width, height = block.part.width, block.rows.stop - block.rows.start
-            entries = programs.setdefault((shard.dtype, 1 << (width - 1).bit_length()), [])
-            tensor = self._positions.index(block.position)
-            for number in range(block.matrices.start, block.matrices.stop):
-                first_row = block.part_rows.start + (number - block.matrices.start) * height
-                left = starts[0][block.kind] + number * kind.rows + block.rows.start
-                right = starts[1][block.kind] + number * kind.cols + block.cols.start
-                sums.append((partial, -(-height // ROWS), width, right))
-                for row in range(0, height, ROWS):
-                    element = origin + (first_row + row) * rows.stride(0)
-                    count = min(ROWS, height - row)
-                    entries.append((tensor, element, rows.stride(0), count, width, left + row, right, partial))
-                    partial += width
-        self._programs = [
-            (
-                dtype,
-                max(entry[4] for entry in entries),
-                self._put(entries),
-                all(value % 16 == 0 for entry in entries for value in (entry[1], entry[2], entry[4])),
-            )
-            for (dtype, _), entries in programs.items()
-        ]
-        self._sums = self._put(sums)
-        self._partials = torch.empty(partial, dtype=torch.float32, device=self._device)
-        self._addresses = torch.zeros(len(self._positions), dtype=torch.int64, device=self._device)
-        self.aligned = True
-
-    def _put(self, numbers: Sequence[Any]) -> Tensor:
-        return pinned(numbers, torch.int64, self._device).to(self._device, non_blocking=True)
-
-    @classmethod
-    def of(cls, own: SphereSet, shards: Mapping[int, Tensor]) -> GramKernels | None:
-        """None where the kernels can't be used."""
-        for block in own.blocks:
-            shard = shards[block.position]
-            if unusable(shard.device) is not None or shard.dtype not in FUSED_DTYPES:
-                return None
-            from muon_fsdp.kernels.triton_spectral import MAX_WIDTH
-
-            rows = block.part.of(shard)
-            shares_memory = rows.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-            if not shares_memory or rows.stride(-1) != 1 or block.rows.step != 1 or block.part.width > MAX_WIDTH:
-                return None
-        return cls(own, shards) if own.blocks else None
-
-    def fits(self, shards: Mapping[int, Tensor]) -> bool:
-        return self._known == [_memory_of(shards[position]) for position in self._positions]
-
-    def look_up(self, shards: Mapping[int, Tensor]) -> None:
-        """Write down where the weights lie in this step."""
-        addresses = [shards[position].data_ptr() for position in self._positions]
-        self.aligned = all(address % 16 == 0 for address in addresses)
-        self._addresses.copy_(pinned(addresses, torch.int64, self._device), non_blocking=True)
-
-    def both(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        left, right = self._zeros(0), self._zeros(1)
-        self._launch("both", left, _flat(vectors), right)
-        return self._by_class(right, 1), self._by_class(left, 0)
-
-    def left(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        left = self._zeros(0)
-        self._launch("left", left, _flat(vectors), None)
-        return self._by_class(left, 0)
-
-    def right(self, left: Sequence[Tensor]) -> list[Tensor]:
-        right = self._zeros(1)
-        self._launch("right", _flat(left), right, right)
-        return self._by_class(right, 1)
-
-    def _launch(self, mode: str, left: Tensor, vectors: Tensor, right: Tensor | None) -> None:
-        from muon_fsdp.kernels import triton_spectral
-
-        for dtype, width, table, aligned in self._programs:
-            triton_spectral.gram(
-                table,
-                self._addresses,
-                left,
-                vectors,
-                self._partials,
-                mode=mode,
-                dtype=dtype,
-                width=width,
-                aligned=aligned and self.aligned,
-            )
-        if right is not None:
-            triton_spectral.add_partials(self._sums, self._partials, right)
-
-    def _zeros(self, side: int) -> Tensor:
-        return torch.zeros(sum(self._sizes[side]), dtype=torch.float32, device=self._device)
-
-    def _by_class(self, flat: Tensor, side: int) -> list[Tensor]:
-        parts = torch.split(flat, self._sizes[side])
-        return [part.view(shape[side]) for part, shape in zip(parts, self._shapes, strict=True)]
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def _memory_of(shard: Tensor) -> tuple[object, ...]:
-    return (shard.device, shard.dtype, tuple(shard.shape), shard.stride())
 
 
 def _make_sets(
@@ -466,9 +341,9 @@ def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
     layout = layout_of(parameter, None)
     (only,) = _make_sets([(0, view, layout, 0, 1, None)])
     for kind in only.classes:
-        kind.right = torch.zeros(kind.count, kind.cols, dtype=working_dtype(shard.dtype), device=shard.device)
+        size = (kind.count, num_vectors(kind.rows, kind.cols), kind.cols)
+        kind.subspace = torch.zeros(size, dtype=working_dtype(shard.dtype), device=shard.device)
     with torch.no_grad():
-        only.look_up({0: shard})
         only.survey({0: shard}, Recorder(), cold=True)
     return only.classes[0].norm.view(shape[:-2])
 
@@ -529,12 +404,10 @@ class Sphere:
         wanted: Mapping[int, Tensor],
     ) -> None:
         """Write down what differs from step to step: where weights lie, what has a gradient, and lr."""
-        identities = tuple([id(states[position]["right_singular_vector"]) for position in self._views])
+        identities = tuple([id(states[position]["singular_subspace"]) for position in self._views])
         known, times = self._surveyed
         self._surveyed = (identities, times + 1 if known == identities else 1)
-        by_position = {position: shards[position] for position in self._views}
         for own in self.sets:
-            own.look_up(by_position)
             for kind in own.classes:
                 self._look_up_class(kind, groups[kind.group]["lr"], shards, gradients, wanted)
 
@@ -573,20 +446,13 @@ class Sphere:
         """Whether some matrix may have no vector to start from in this step."""
         return self._surveyed[1] <= COLD_SURVEYS
 
-    def variant(self, groups: Sequence[Mapping[str, Any]]) -> object:
-        """What a captured step has written down of the options and tables."""
+    def variant(self, groups: Sequence[Mapping[str, Any]], shards: Sequence[Tensor]) -> object:
+        """What a captured step has written down: options, and where weights lie."""
         options = ("weight_decay", "radius_mode", "radius_scaler", "retract_mode", "retract_alpha", "lambda_mode")
-        return tuple(own.variant for own in self.sets), tuple(
-            tuple(groups[kind.group][name] for name in options) for kind in self._kinds
+        return (
+            tuple([tuple([groups[kind.group][name] for name in options]) for kind in self._kinds]),
+            tuple([shards[position].data_ptr() for position in self._views]),
         )
-
-    def not_capturable(self, position: int) -> str | None:
-        if position in self.scattered:
-            return "its matrices are not runs of memory"
-        for own in self.sets:
-            if own.variant is None and any(block.position == position for block in own.blocks):
-                return "its spectral norm, or that of another matrix, is not found by kernels"
-        return None
 
     def begin(
         self,
@@ -599,7 +465,7 @@ class Sphere:
         by_position = {position: shards[position] for position in self._views}
         for own in self.sets:
             for kind in own.classes:
-                kind.right = self._read(kind, states, "right_singular_vector").view(kind.count, kind.cols)
+                kind.subspace = self._read(kind, states, "singular_subspace").view(kind.count, -1, kind.cols)
                 kind.multiplier = self._read(kind, states, "lagrange_multiplier")
                 kind.slope = self._read(kind, states, "lagrange_slope")
                 kind.saved_radius = self._read(kind, states, "radius")
@@ -711,6 +577,7 @@ class Sphere:
                 kind.calls = torch.where(kind.touched, numbers[:, 2], 0.0)
                 kind.failed = kind.touched & (numbers[:, 3] > 0)
             for kind in own.classes:
+                self._write(kind, states, "singular_subspace", kind.subspace)
                 self._write(kind, states, "right_singular_vector", kind.right)
                 self._write(kind, states, "left_singular_vector", kind.left)
                 self._write(kind, states, "lagrange_multiplier", kind.multiplier)
@@ -721,10 +588,7 @@ class Sphere:
         """The parts of every member's state that belong to a class."""
         slices = []
         for position, block, _ in kind.members:
-            sizes = [
-                count * {"right_singular_vector": cols, "left_singular_vector": rows}.get(name, 1)
-                for count, rows, cols in self._views[position].block_shapes
-            ]
+            sizes = [_STATE[name].numel(*shape) for shape in self._views[position].block_shapes]
             start = sum(sizes[:block])
             slices.append(states[position][name][start : start + sizes[block]])
         return slices

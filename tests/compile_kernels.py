@@ -154,12 +154,6 @@ def elementwise(kernel: Any, types: list[str | None], constants: dict[str, Any],
 
 
 def spectral() -> None:
-    tables: list[str | None] = ["*i64", "*i64", "*fp32", "*fp32", "*fp32"]
-    for mode in range(3):
-        for width, rows in [(2048, 8), (16384, 1)]:
-            sizes = {"MODE": mode, "TYPE": tl.float32, "WIDTH": width, "ROWS_AT_ONCE": rows, "ALIGNED": True}
-            elementwise(triton_spectral._gram_kernel, tables, sizes)
-    elementwise(triton_spectral._add_partials_kernel, ["*i64", "*fp32", "*fp32"], {"BLOCK": 1024}, False)
     tiles = {"HAS_ACTIVE": True, "ALIGNED": True, "ROWS": 8, "BLOCK": 512}
     numbers: list[str | None] = ["i32", "i32", "i32"]
     elementwise(

@@ -503,7 +503,7 @@ def by_kernels(case: str, *args: Any) -> Any:
     """Another case with updates by fused kernels, in Triton's interpreter."""
     from unittest.mock import patch
 
-    from muon_fsdp import fused, spectral, sphere
+    from muon_fsdp import fused, spectral
     from muon_fsdp.kernels import triton_elementwise, triton_spectral
 
     launched: list[str] = []
@@ -516,11 +516,11 @@ def by_kernels(case: str, *args: Any) -> Any:
     with ExitStack() as stack:
         for module in (triton_elementwise, triton_spectral):
             stack.enter_context(patch.object(module, "launch", noted_launch))
-        for module in (fused, spectral, sphere):
+        for module in (fused, spectral):
             stack.enter_context(patch.object(module, "unusable", lambda device: None))
         result = globals()[case](*args)
     expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}
     if any(isinstance(arg, dict) and arg.get("rule") == "spectral_sphere" for arg in args):
-        expected |= {"_gram_kernel", "_add_partials_kernel"}
+        expected |= {"_bilinear_kernel", "_shifted_cast_kernel"}
     assert expected <= set(launched)
     return result

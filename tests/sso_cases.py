@@ -46,7 +46,9 @@ def count_collectives(layout: str) -> dict[str, int]:
     module, rank, size = lay_out(make_model(), layout)
     optimizer = _optimizer(module)
     train(module, optimizer, range(3), rank, size)
-    counted = {"all_reduces": 0, "largest": 0, "assembled": 0}
+    kinds = optimizer._current_plan().sphere._kinds
+    vectors = sum(max(kind.subspace.numel(), kind.count * 4 * kind.subspace.shape[1] ** 2) for kind in kinds)
+    counted = {"all_reduces": 0, "largest": 0, "assembled": 0, "numbers_of_vectors": vectors}
     all_reduce = dist.all_reduce
 
     def counted_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

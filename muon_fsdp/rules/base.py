@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 GroupOptions: TypeAlias = Mapping[str, Any]
 State: TypeAlias = dict[str, Tensor]
 
+NUM_VECTORS = 16
+
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of moments and updates: float32 for half and single precision, float64 for double."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def num_vectors(rows: int, cols: int) -> int:
+    """How many vectors span the subspace that is kept of a matrix."""
+    return min(NUM_VECTORS, rows, cols)
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,11 @@ class StateSpec:
 
     "parameter": of its shape, distributed as it is. All others are whole on every rank, whatever the layout, so that
     a checkpoint fits any: "rows", "columns": a vector along that side of every logical matrix, one after another;
-    "matrices": a number for each.
+    "subspaces": `num_vectors` along the columns of each; "matrices": a number for each.
     """
 
     name: str
-    like: Literal["parameter", "scalar", "rows", "columns", "matrices"] = "parameter"
+    like: Literal["parameter", "scalar", "rows", "columns", "subspaces", "matrices"] = "parameter"
 
     def dtype(self, parameter: Tensor) -> torch.dtype:
         return torch.float32 if self.like == "scalar" else working_dtype(parameter.dtype)
@@ -45,8 +52,12 @@ class StateSpec:
         if self.like == "scalar":
             return torch.Size(())
         assert view is not None
-        axis = {"matrices": None, "rows": 1, "columns": 2}[self.like]
-        return torch.Size((sum(shape[0] * (1 if axis is None else shape[axis]) for shape in view.block_shapes),))
+        return torch.Size((sum(self.numel(*shape) for shape in view.block_shapes),))
+
+    def numel(self, count: int, rows: int, cols: int) -> int:
+        """Numbers for so many matrices of this shape."""
+        each = {"rows": rows, "columns": cols, "subspaces": num_vectors(rows, cols) * cols, "matrices": 1}
+        return count * each[self.like]
 
     def create(self, parameter: Tensor, view: MatrixView | None) -> Tensor:
         if self.like == "parameter":

@@ -33,6 +33,7 @@ class SpectralSphere(Muon):
     spherical = True
     state = (
         StateSpec("momentum_buffer"),
+        StateSpec("singular_subspace", like="subspaces"),
         StateSpec("right_singular_vector", like="columns"),
         StateSpec("left_singular_vector", like="rows"),
         StateSpec("lagrange_multiplier", like="matrices"),
