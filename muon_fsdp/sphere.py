@@ -203,7 +203,7 @@ class SphereSet:
         for block in self.blocks:
             vector = vectors[block.kind][block.matrices, :, block.cols]
             weights = block.of(shards[block.position]).to(vector.dtype)
-            result[block.kind][block.matrices, :, block.rows] += torch.bmm(vector, weights.mT)
+            result[block.kind][block.matrices, :, block.rows] += vector @ weights.mT
         return self._add_up(result) if self.cuts_rows else result
 
     def _right(self, shards: Mapping[int, Tensor], lefts: Sequence[Tensor]) -> list[Tensor]:
@@ -212,7 +212,7 @@ class SphereSet:
         for block in self.blocks:
             vector = lefts[block.kind][block.matrices, :, block.rows]
             weights = block.of(shards[block.position]).to(vector.dtype)
-            result[block.kind][block.matrices, :, block.cols] += torch.bmm(vector, weights)
+            result[block.kind][block.matrices, :, block.cols] += vector @ weights
         return self._add_up(result) if self.shares else result
 
     def _inner(self, lefts: Sequence[Tensor]) -> list[Tensor]:
@@ -393,7 +393,8 @@ class Sphere:
         self._chunks: dict[int, tuple[TensorList, Tensor, bool]] = {}
         self._maps: dict[int, Tensor | None] = {}
         self._indices: dict[int, Tensor] = {}
-        self._surveyed: tuple[tuple[int, ...], int] = ((), 0)  # identities of the vectors, and how often so far
+        self._surveyed: tuple[tuple[int, ...], int] = ((), 0)  # identities of the states, and how often so far
+        self._known_slices: dict[tuple[int, str], list[Tensor]] = {}
 
     def look_up(
         self,
@@ -404,9 +405,11 @@ class Sphere:
         wanted: Mapping[int, Tensor],
     ) -> None:
         """Write down what differs from step to step: where weights lie, what has a gradient, and lr."""
-        identities = tuple([id(states[position]["singular_subspace"]) for position in self._views])
+        identities = tuple([id(states[position][name]) for position in self._views for name in _STATE])
         known, times = self._surveyed
-        self._surveyed = (identities, times + 1 if known == identities else 1)
+        if known != identities:
+            self._known_slices, times = {}, 0
+        self._surveyed = (identities, times + 1)
         for own in self.sets:
             for kind in own.classes:
                 self._look_up_class(kind, groups[kind.group]["lr"], shards, gradients, wanted)
@@ -586,7 +589,10 @@ class Sphere:
 
     def _slices(self, kind: SphereClass, states: Sequence[State], name: str) -> list[Tensor]:
         """The parts of every member's state that belong to a class."""
-        slices = []
+        known = self._known_slices.get((id(kind), name))
+        if known is not None:
+            return known
+        slices = self._known_slices[(id(kind), name)] = []
         for position, block, _ in kind.members:
             sizes = [_STATE[name].numel(*shape) for shape in self._views[position].block_shapes]
             start = sum(sizes[:block])

@@ -13,7 +13,7 @@ from muon_fsdp.spectral import compute_spectral_norm, solve_lambda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SHAPES = [(256, 512), (300, 200), (768, 768), (1, 64), (130, 77), (512, 2048), (64, 64)]
+SHAPES = [(256, 512), (300, 200), (384, 384), (1, 64), (130, 77), (192, 768), (64, 64)]
 MODES = ["bracketed", "bisection", "projection", "zero"]
 
 
@@ -45,8 +45,8 @@ def train(device, dtype=torch.float32, lrs=None, between=None, **options):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_follows_float64(mode, dtype):
-    expected, _ = train("cpu", torch.float64, lambda_mode=mode, power_iteration_steps=40)
-    found, optimizer = train("cuda", dtype, lambda_mode=mode, power_iteration_steps=40)
+    expected, _ = train("cpu", torch.float64, lambda_mode=mode)
+    found, optimizer = train("cuda", dtype, lambda_mode=mode)
     moved = 0.02 * len(numbers()[1])
     for shape, a, b in zip(SHAPES, found, expected, strict=True):
         limit = (0.03 if dtype == torch.float32 else 0.06) * moved
