@@ -200,7 +200,7 @@ def _new_directions(rest: Tensor, product: Tensor) -> Tensor:
 def _largest(vectors: Tensor) -> Tensor:
     """The largest absolute value along the last axis, 1 where that is 0; the axis is kept."""
     largest = vectors.abs().amax(-1, keepdim=True)
-    return torch.where(largest > 0, largest, 1.0)
+    return torch.where(largest == 0, 1.0, largest)
 
 
 def _top_eigenvectors(symmetric: Tensor) -> Tensor:
@@ -228,10 +228,10 @@ def start_vectors(like: Tensor) -> Tensor:
 
 
 def normalized_or(vectors: Tensor, otherwise: Tensor) -> Tensor:
-    """Unit vectors; where one is zero, `otherwise`. In two steps, because the square of 1e-30 is not a float32."""
+    """Unit vectors; where one is zero, `otherwise`; NaN stays. In two steps: the square of 1e-30 is not a float32."""
     scaled = vectors / _largest(vectors)
     norms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return torch.where(norms > 0, scaled / torch.where(norms > 0, norms, 1.0), otherwise)
+    return torch.where(norms == 0, otherwise, scaled / torch.where(norms == 0, 1.0, norms))
 
 
 def _norm(vectors: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import muon_fsdp
-from examples import mixed_adamw
+from examples import mixed_adamw, train_sso
 
 
 def test_mixed_adamw(capsys):
@@ -12,3 +12,12 @@ def test_mixed_adamw(capsys):
     text = capsys.readouterr().out
     assert "embedding.weight" in text
     assert "step  100" in text
+
+
+def test_train_sso(capsys):
+    assert train_sso.main(["--steps", "12", "--batch-size", "4"]) < 4.5
+    text = capsys.readouterr().out
+    assert "spectral_sphere" in text
+    distances = [float(part.split()[0]) for part in text.split("|s/R - 1| at most ")[1:]]
+    assert len(distances) == 2
+    assert max(distances) < 0.05
