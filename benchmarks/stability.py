@@ -139,7 +139,7 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
         "validation_loss": math.inf if diverged else round(evaluate(model, validation), 5),
         "train_loss": round(statistics.mean(losses[-5:]), 5),
         **{f"largest_{key}": round(value, 4) for key, value in largest.items()},
-        "msign_calls": statistics.median(calls) if calls and max(calls) > 0 else 1.0 if name != "AdamW" else 0.0,
+        "msign_calls": statistics.median(calls) if calls else 0.0 if name == "AdamW" else 1.0,
         "lambda_fallbacks": optimizer.metrics()["lambda_fallbacks"] if "SSO" in name else 0.0,
         "seconds": round(seconds, 2),
     }

@@ -121,7 +121,7 @@ class Block:
         return rows.reshape(self.matrices.stop - self.matrices.start, -1, self.part.width)
 
 
-@dataclass
+@dataclass(eq=False)
 class SphereClass:
     """Matrices of one shape in one group, and their vectors and numbers in this step."""
 
@@ -493,8 +493,7 @@ class Sphere:
         """Keep what a rule has found."""
         unit = stage.units[members[0].unit]
         kind = self._class_of[(unit.position, members[0].block)][0]
-        if spectrum.calls is None or spectrum.failed is None:
-            kind.found[where] = torch.zeros_like(kind.found[where])
+        if spectrum.calls is None or spectrum.failed is None:  # nothing was searched for
             return
         columns = (spectrum.multiplier, spectrum.slope, spectrum.calls, spectrum.failed)
         found = torch.stack([column.to(kind.found.dtype) for column in columns], dim=1)
@@ -580,6 +579,8 @@ class Sphere:
                 kind.calls = torch.where(kind.touched, numbers[:, 2], 0.0)
                 kind.failed = kind.touched & (numbers[:, 3] > 0)
             for kind in own.classes:
+                if kind not in searching:
+                    kind.calls = kind.touched.to(kind.slope.dtype)
                 self._write(kind, states, "singular_subspace", kind.subspace)
                 self._write(kind, states, "right_singular_vector", kind.right)
                 self._write(kind, states, "left_singular_vector", kind.left)

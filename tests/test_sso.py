@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.spectral import (
     COLD_STEPS,
     MAX_CALLS,
@@ -26,6 +28,8 @@ from muon_fsdp.spectral import (
     solve_lambda,
     target_radius,
 )
+from muon_fsdp.sphere import _blocks, _segments
+from muon_fsdp.views import matrix_view
 from tests import distributed_cases as cases
 from tests import sso_cases
 from tests.pool import RankPool
@@ -490,6 +494,55 @@ def test_counted_calls_and_metrics():
 
 
 # ----------------------------------------------------------------------------------------------------------- on shards
+
+VIEWS = [
+    ((12, 10), {"kind": "matrix"}),
+    ((12, 10), {"kind": "matrix", "transposed": True}),
+    ((12, 10), {"kind": "matrix", "num_heads": 3}),
+    ((12, 10), {"kind": "matrix", "split_sizes": (2, 7, 3)}),
+    ((10, 12), {"kind": "matrix", "transposed": True, "split_sizes": (5, 7)}),
+    ((5, 6, 7), {"kind": "stacked"}),
+    ((5, 6, 7), {"kind": "stacked", "num_heads": 2}),
+    ((2, 3, 4, 5), {"kind": "stacked", "split_sizes": (1, 3)}),
+    ((6, 3, 2, 5), {"kind": "flatten"}),
+    ((6, 12), {"kind": "attn"}),
+    ((7, 20), {"kind": "attn"}),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(VIEWS), st.lists(st.integers(1, 3), min_size=1, max_size=2), st.data())
+def test_a_shard_is_the_parts_of_matrices_that_it_says(shape_and_view, mesh_shape, data):
+    shape, options = shape_and_view
+    view = matrix_view(shape, name="it", **options)
+    dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in mesh_shape]
+    ranks = tuple(range(math.prod(mesh_shape)))
+    layout = Layout(ranks, tuple(mesh_shape), tuple(Shard(dim) for dim in dims))
+    whole = torch.randn(shape)
+    expected = view.split(whole)
+    base = [(index, 0) for index in range(len(expected))]
+    found = [torch.full_like(block, torch.nan) for block in expected]
+    for tile in layout.tiles(shape):
+        shard = whole[tile.within(Tile((0,) * len(shape), shape))]
+        for block in _blocks(0, view, tile, base):
+            target = found[block.kind][block.matrices, block.rows, block.cols]
+            assert torch.isnan(target).all()  # every element is in one part
+            target.copy_(block.of(shard))
+        segments = _segments(view, tile)
+        if segments is not None:
+            assert sum(length for _, length, _ in segments) == tile.numel
+            marked = [torch.arange(block.shape[0])[:, None, None].expand(block.shape).float() for block in expected]
+            first = 0
+            owner = torch.empty(shape)
+            for target, mark in zip(view.split(owner), marked, strict=True):
+                target.copy_(mark + first)
+                first += len(mark)
+            flat = owner[tile.within(Tile((0,) * len(shape), shape))].reshape(-1)
+            for start, length, matrix in segments:
+                assert (flat[start : start + length] == matrix).all()
+    for block, target in zip(expected, found, strict=True):
+        assert torch.equal(block, target)
+
 
 SPHERE = {"rule": "spectral_sphere", "weight_decay": 0.0}
 
