@@ -11,7 +11,7 @@ from torch import nn
 from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.spectral import compute_spectral_norm, solve_lambda
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SHAPES = [(256, 512), (300, 200), (384, 384), (1, 64), (130, 77), (192, 768), (64, 64)]
 MODES = ["bracketed", "bisection", "projection", "zero"]
