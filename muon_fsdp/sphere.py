@@ -395,6 +395,7 @@ class Sphere:
         self._indices: dict[int, Tensor] = {}
         self._surveyed: tuple[tuple[int, ...], int] = ((), 0)  # identities of the states, and how often so far
         self._known_slices: dict[tuple[int, str], list[Tensor]] = {}
+        self._shapes: dict[object, _Shape] = {}
 
     def look_up(
         self,
@@ -473,36 +474,44 @@ class Sphere:
                 kind.slope = self._read(kind, states, "lagrange_slope")
                 kind.saved_radius = self._read(kind, states, "radius")
                 kind.calls, kind.failed = torch.zeros_like(kind.slope), torch.zeros_like(kind.touched)
-                kind.found = kind.slope.new_zeros(kind.count, 4)
             own.survey(by_position, recorder, cold=self.is_cold)
             for kind in own.classes:
                 _aim(kind, groups[kind.group])
+        self._shapes = {}
+        for kind in self._kinds:
+            self._shapes.setdefault(_shape_of(kind), _Shape()).kinds.append(kind)
+        for shape in self._shapes.values():
+            shape.put_together()
 
     def spectrum(self, stage: Stage, batch: Batch, members: Sequence[Member]) -> tuple[Spectrum, Tensor]:
-        """What a rule needs of the matrices of a batch, and their numbers in their class."""
-        kind = self._class_of[(stage.units[members[0].unit].position, members[0].block)][0]
+        """What a rule needs of the matrices of a batch, and their numbers among all of their shape."""
+        shape = self._shape(stage, members)
         where = self._indices.get(id(batch)) if len(members) == len(batch.members) else None
         if where is None:
-            where = torch.tensor([i for m in members for i in self._numbers(stage, m)]).to(kind.norm.device)
+            where = torch.tensor([i for m in members for i in self._numbers(stage, m)]).to(shape.found.device)
             if len(members) == len(batch.members):
                 self._indices[id(batch)] = where
-        values = (kind.left, kind.right, kind.multiplier, kind.slope, kind.regular)
-        return Spectrum(*[value[where] for value in values]), where
+        return Spectrum(*[value[where] for value in shape.values]), where
 
     def take(self, stage: Stage, members: Sequence[Member], where: Tensor, spectrum: Spectrum) -> None:
         """Keep what a rule has found."""
-        unit = stage.units[members[0].unit]
-        kind = self._class_of[(unit.position, members[0].block)][0]
+        shape, unit = self._shape(stage, members), stage.units[members[0].unit]
         if spectrum.calls is None or spectrum.failed is None:  # nothing was searched for
             return
         columns = (spectrum.multiplier, spectrum.slope, spectrum.calls, spectrum.failed)
-        found = torch.stack([column.to(kind.found.dtype) for column in columns], dim=1)
+        found = torch.stack([column.to(shape.found.dtype) for column in columns], dim=1)
         everywhere = unit.owner is None and stage.exchange is not None  # all ranks have the same, and all add it up
-        kind.found[where] = found / len(stage.exchange.ranks) if everywhere and stage.exchange else found
+        shape.found[where] = found / len(stage.exchange.ranks) if everywhere and stage.exchange else found
+
+    def _shape(self, stage: Stage, members: Sequence[Member]) -> _Shape:
+        kind, _ = self._class_of[(stage.units[members[0].unit].position, members[0].block)]
+        return self._shapes[_shape_of(kind)]
 
     def _numbers(self, stage: Stage, member: Member) -> range:
+        """The matrices of a member among all of their shape."""
         unit = stage.units[member.unit]
-        first = self._class_of[(unit.position, member.block)][1]
+        kind, first = self._class_of[(unit.position, member.block)]
+        first += self._shapes[_shape_of(kind)].first_of(kind)
         whole = self._views[unit.position]
         if unit.view.shape != whole.shape:  # some matrices of a stack
             first += unit.tile.offset[0] * unit.view.block_shapes[member.block][0]
@@ -634,6 +643,29 @@ class Sphere:
             ):
                 number = flags.sum()
                 counters[name] = counters[name].to(number.device) + number if name in counters else number
+
+
+@dataclass
+class _Shape:
+    """All classes of one shape: a batch may have matrices of several groups."""
+
+    kinds: list[SphereClass] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # what a `Spectrum` is made of
+    found: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, 4)
+
+    def put_together(self) -> None:
+        names = ("left", "right", "multiplier", "slope", "regular")
+        self.values = [torch.cat([getattr(kind, name) for kind in self.kinds]) for name in names]
+        self.found = self.values[0].new_zeros(sum(kind.count for kind in self.kinds), 4)
+        for kind, part in zip(self.kinds, torch.split(self.found, [kind.count for kind in self.kinds]), strict=True):
+            kind.found = part
+
+    def first_of(self, kind: SphereClass) -> int:
+        return sum(other.count for other in self.kinds[: self.kinds.index(kind)])
+
+
+def _shape_of(kind: SphereClass) -> object:
+    return (kind.rows, kind.cols, kind.norm.device, kind.norm.dtype)
 
 
 def _aim(kind: SphereClass, group: Mapping[str, Any]) -> None:

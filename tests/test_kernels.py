@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, fused, kernels, newton_schulz
+from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer, fused, kernels, newton_schulz, spectral
 from muon_fsdp.distributed import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
@@ -23,7 +23,7 @@ from muon_fsdp.newton_schulz import orthogonalize
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels import launch, schedule, triton_elementwise, triton_norms, triton_products
+from muon_fsdp.kernels import launch, schedule, triton_elementwise, triton_norms, triton_products, triton_spectral
 from muon_fsdp.kernels.triton_products import TileConfig
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
@@ -595,3 +595,69 @@ def test_floor_of_the_benchmark():
     assert least_flops(100, 100) == pytest.approx(2e6 * 10)
     assert least_flops(400, 100) == pytest.approx(2e6 * 19)
     assert math.isclose(least_flops(100, 400), least_flops(400, 100))
+
+
+# ---------------------------------------------------------------------------------------------------- on spheres
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 32), (1, 7, 50), (2, 129, 1), (2, 1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bilinear_and_shifted_cast(shape, dtype):
+    count, rows, cols = shape
+    matrices = torch.randn(shape, device=DEVICE).to(dtype)
+    left, right = torch.randn(count, rows, device=DEVICE), torch.randn(count, cols, device=DEVICE)
+    active = torch.arange(count, device=DEVICE, dtype=torch.int32) % 2
+    wide = matrices.double()
+    expected = torch.einsum("bi,bij,bj->b", left.double(), wide, right.double())
+    found = triton_spectral.bilinear(left, matrices, right)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    masked = triton_spectral.bilinear(left, matrices, right, active)
+    torch.testing.assert_close(masked[active == 1].double(), expected[active == 1], rtol=1e-4, atol=1e-4)
+    scales, shifts = torch.rand(count, device=DEVICE), torch.randn(count, device=DEVICE)
+    outer = shifts[:, None, None].double() * left[:, :, None].double() * right[:, None, :].double()
+    expected = scales[:, None, None].double() * wide + outer
+    out = poisoned(*shape, dtype=torch.float32)
+    triton_spectral.shifted_cast(matrices, scales, left, right, shifts, out, active)
+    torch.testing.assert_close(out[active == 1].double(), expected[active == 1], rtol=1e-5, atol=1e-5)
+    assert torch.isnan(out[active == 0]).all()
+    triton_spectral.shifted_cast(matrices, scales, left, right, shifts, matrices)  # in place
+    torch.testing.assert_close(matrices.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_products_leave_out_what_is_not_active(kernels_everywhere):
+    a = torch.randn(4, 40, 24, device=DEVICE)
+    active = torch.tensor([1, 0, 0, 1], dtype=torch.int32, device=DEVICE)
+    where = active == 1
+    gram = products.symmetric_product(a, a, active=active)
+    torch.testing.assert_close(gram[where], (a @ a.mT)[where], rtol=1e-3, atol=1e-3)
+    out = poisoned(4, 40, 24, dtype=torch.float32)
+    products.multiply_add(gram, a, a, beta=2.0, out=out, active=active)
+    torch.testing.assert_close(out[where], (a @ a.mT @ a + 2 * a)[where], rtol=1e-3, atol=1e-2)
+    assert torch.isnan(out[~where]).all()
+
+
+@pytest.mark.parametrize("mode", ["bracketed", "projection"])
+@pytest.mark.parametrize("retract_mode", ["hard", "dynamic"])
+def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
+    def trained():
+        torch.manual_seed(0)
+        model = Net().to(DEVICE)
+        groups = [
+            {"params": [model.qkv], "split_sizes": (8, 4, 12)},
+            {"params": [model.weight, model.other, model.stack, model.odd, model.bias]},
+        ]
+        optimizer = SpectralSphereOptimizer(groups, lambda_mode=mode, retract_mode=retract_mode)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(DEVICE)
+            optimizer.step()
+        return [p.detach().cpu() for p in model.parameters()], optimizer.metrics()
+
+    expected, expected_metrics = trained()
+    for module in (fused, spectral):
+        monkeypatch.setattr(module, "unusable", lambda device: None)
+    found, metrics = trained()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=2e-3)
+    assert metrics["lambda_fallbacks"] == pytest.approx(expected_metrics["lambda_fallbacks"], abs=2)

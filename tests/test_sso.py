@@ -330,6 +330,29 @@ def test_views(view):
         assert norm_of(matrix) == pytest.approx(math.sqrt(matrices[1] / matrices[2]), rel=0.03)
 
 
+def test_groups_share_batches():
+    torch.manual_seed(0)
+    weights = [torch.randn(6, 8) for _ in range(3)]
+    gradients = [[torch.randn(6, 8) for _ in range(3)] for _ in range(4)]
+
+    def trained(grouped):
+        params = [nn.Parameter(weight.clone()) for weight in weights]
+        options = [{"radius_scaler": 2.0}, {"lr": 0.05}, {"power_iteration_steps": 20}]
+        if grouped:
+            optimizers = [SpectralSphereOptimizer([{"params": [p], **o} for p, o in zip(params, options, strict=True)])]
+        else:
+            optimizers = [SpectralSphereOptimizer([p], **o) for p, o in zip(params, options, strict=True)]
+        for grads in gradients:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [p.detach() for p in params]
+
+    for a, b in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_odd_matrices():
     torch.manual_seed(0)
     zero, rank_one, row, half = (
