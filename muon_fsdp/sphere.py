@@ -131,7 +131,7 @@ class SphereClass:
     members: list[tuple[int, int, int]] = field(default_factory=list)  # (position, block of its view, first matrix)
     count: int = 0
     shares: list[float] = field(default_factory=list)  # per matrix, 1 / number of ranks that hold the same part of it
-    subspace: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, NUM_VECTORS, cols)
+    subspace: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, num_vectors, cols)
     right: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, cols)
     left: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, rows)
     norm: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,), as are all below

@@ -24,7 +24,8 @@ class SpectralSphereOptimizer(MuonOptimizer):
     Args:
         params, lr, momentum, nesterov, ns_steps: as for `MuonOptimizer`.
         weight_decay: applied before retraction, so it does nothing to matrices under "hard".
-        power_iteration_steps: per step. The first step of a matrix takes as many as it needs.
+        power_iteration_steps: what finding s, u and v is worth at every step, in steps of power iteration; they are
+            found with fewer products, and with as many as it takes at the first step of a matrix.
         radius_mode: R is "spectral_mup" radius_scaler sqrt(d_out/d_in), "identity" radius_scaler, or "initialize" the
             norm that a matrix has at its first step.
         radius_scaler: see there.

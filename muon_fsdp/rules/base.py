@@ -154,7 +154,7 @@ class Rule(ABC):
 
         Under a spherical rule, W <- f W - lr * R * U with the factors (f, R) of every parameter.
         """
-        lr, weight_decay = host_number(group["lr"]), group["weight_decay"]
+        lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
         if factors is not None:
             updates = [update * radius for update, (_, radius) in zip(updates, factors, strict=True)]
@@ -171,7 +171,7 @@ class Rule(ABC):
             torch._foreach_copy_([p for p, _ in rounded], [w for _, w in rounded])
 
 
-def host_number(value: float | Tensor) -> float | Tensor:
+def _host_number(value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else value.reshape(())
     return value
