@@ -1,0 +1,21 @@
+"""The command `muon-fsdp`. Typer and Rich come with the extra `cli`; without them the command says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def main() -> int:
+    """The entry point; a mistake in what was asked exits with 2."""
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f'error: muon-fsdp needs {" and ".join(missing)}; install with: pip install "muon_fsdp[cli]"',
+            file=sys.stderr,
+        )
+        return 2
+    from muon_fsdp.cli.app import app
+
+    app(prog_name="muon-fsdp")
+    return 0

@@ -1,0 +1,5 @@
+"""`python -m muon_fsdp.cli`: the command, where no script is installed."""
+
+from muon_fsdp.cli import main
+
+raise SystemExit(main())

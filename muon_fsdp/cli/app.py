@@ -1,0 +1,12 @@
+"""The commands, each in a module of its own."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    help="Muon on one device and on FSDP2: train, measure, plan and check.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback that can be pasted into a bug report
+)
