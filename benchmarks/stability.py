@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from muon_fsdp import SpectralSphereOptimizer, create_hybrid_optimizer
 from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
-from muon_fsdp.training.loop import LoopConfig, evaluate, warmup_cosine
+from muon_fsdp.training.loop import evaluate
 from muon_fsdp.training.model import GPT, CausalSelfAttention, GPTConfig
+from muon_fsdp.training.schedule import make_schedule
 
 # No normalization of queries and keys: attention logits may grow as they like, which is one thing to be seen.
 CONFIG = GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256, qk_norm=False)
@@ -105,7 +106,7 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
     torch.manual_seed(seed)
     model = GPT(config).to(device)
     optimizer = OPTIMIZERS[name](model, lr, device == "cuda")
-    factor = warmup_cosine(LoopConfig(steps=steps))
+    factor = make_schedule("cosine", steps)
     initial = [group["lr"] for group in optimizer.param_groups]
     batches = training_batches(train_tokens, batch_size, config.sequence_length, torch.Generator().manual_seed(seed))
     losses, calls, largest = [], [], {"spectral_norm": 0.0, "activation": 0.0, "attention_logit": 0.0}

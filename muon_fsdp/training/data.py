@@ -1,10 +1,13 @@
-"""Training text as byte tokens: where it comes from, how it is split, and in which order batches are drawn."""
+"""Training text as tokens: where it comes from, how it is split, and in which order batches are drawn."""
 
 from __future__ import annotations
 
+import bisect
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -12,6 +15,11 @@ from torch import Tensor
 
 DEFAULT_BYTE_BUDGET = 8_000_000
 VALIDATION_FRACTION = 0.1
+BYTE_VOCABULARY = 256
+
+SHARD_SUFFIX = ".bin"
+_SHARD_MAGIC = 20240520  # first of the 256 int32 that llm.c and its descendants put before the tokens
+_SHARD_HEADER_BYTES = 1024
 
 # Third-party code, tests and generated files vary between installations of the same Python; the rest does not.
 _SKIPPED_FOLDERS = frozenset(
@@ -23,9 +31,114 @@ class DataError(ValueError):
     """The training text cannot be used; the message says why and what to do."""
 
 
-def load_tokens(path: Path | None = None, byte_budget: int = DEFAULT_BYTE_BUDGET) -> Tensor:
-    """The bytes (uint8, 1-D) of a file, of a folder of text files, or of Python's standard library for `None`."""
-    if byte_budget < 1:
+class Tokens:
+    """Tokens in one or several pieces, read as one text; pieces may be files that are mapped, not loaded."""
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self._pieces = list(pieces)  # each 1-D; int16 means unsigned 16 bits, which torch can't index everywhere
+        self._ends = list(accumulate(piece.numel() for piece in self._pieces))
+
+    def numel(self) -> int:
+        return self._ends[-1]
+
+    def windows(self, starts: Tensor, length: int) -> Tensor:
+        """(len(starts), length), int64."""
+        return torch.stack([self.read(start, length) for start in starts.tolist()])
+
+    def read(self, start: int, length: int) -> Tensor:
+        parts, index = [], bisect.bisect_right(self._ends, start)
+        while length > 0:
+            piece, first = self._pieces[index], start - (self._ends[index] - self._pieces[index].numel())
+            part = piece[first : first + length]
+            parts.append(part.long() & 0xFFFF if part.dtype == torch.int16 else part.long())
+            start, length, index = start + part.numel(), length - part.numel(), index + 1
+        return torch.cat(parts)
+
+    def split(self, at: int) -> tuple[Tokens, Tokens]:
+        """The first `at` tokens, and the others."""
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        for piece, end in zip(self._pieces, self._ends, strict=True):
+            cut = min(max(at - (end - piece.numel()), 0), piece.numel())
+            before.append(piece[:cut])
+            after.append(piece[cut:])
+        return Tokens(before), Tokens(after)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run trains on and is evaluated with."""
+
+    train: Tokens
+    validation: Tokens
+    vocab_size: int | None  # None for token shards: they do not say
+    source: str
+
+
+def open_corpus(path: Path | None, sequence_length: int) -> Corpus:
+    """Text as bytes from a file, a folder or (None) the standard library, or token shards `*.bin` of 16 bits a token.
+
+    Shards may start with llm.c's header of 1024 bytes or have none. Those with "val" in their name are held out; where
+    none has, the last tenth of all tokens is.
+    """
+    shards = _shards(path)
+    if not shards:
+        tokens = Tokens([load_tokens(path, byte_budget=None)])
+        held_out = int(tokens.numel() * VALIDATION_FRACTION)
+        train, validation = tokens.split(tokens.numel() - held_out)
+        vocab_size, source = BYTE_VOCABULARY, "Python's standard library" if path is None else str(path)
+    else:
+        named = [shard for shard in shards if "val" in shard.name.lower()]
+        train = Tokens([_map_shard(shard) for shard in shards if shard not in named])
+        if named:
+            validation = Tokens([_map_shard(shard) for shard in named])
+        else:
+            train, validation = train.split(train.numel() - int(train.numel() * VALIDATION_FRACTION))
+        vocab_size, source = None, str(path)
+    for part, name in ((train, "training"), (validation, "validation")):
+        if part.numel() < sequence_length + 1:  # a window is sequence_length inputs and the token after them
+            raise DataError(
+                f"{source} gives {part.numel()} {name} tokens, but a window takes {sequence_length} + 1; "
+                "give --data a longer text or lower --sequence-length"
+            )
+    return Corpus(train, validation, vocab_size, source)
+
+
+def _shards(path: Path | None) -> list[Path]:
+    if path is None or not path.exists():
+        return []
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    shards = [file for file in files if file.suffix == SHARD_SUFFIX]
+    texts = [file for file in files if file not in shards and file.suffix in (".txt", ".md", ".py")]
+    if shards and texts:
+        raise DataError(
+            f"{path} holds token shards ({shards[0].name}) and text ({texts[0].name}); give --data one kind"
+        )
+    if shards and all("val" in shard.name.lower() for shard in shards):
+        raise DataError(f"{path} holds validation shards alone; give --data a folder with training shards too")
+    return shards
+
+
+def _map_shard(file: Path) -> Tensor:
+    size = file.stat().st_size
+    if size < 2 or size % 2:
+        raise DataError(f"{file} has {size} bytes, which is no whole number of 16-bit tokens; write it again")
+    tokens = torch.from_file(str(file), shared=False, size=size // 2, dtype=torch.int16)
+    if size < _SHARD_HEADER_BYTES or tokens[:2].view(torch.int32).item() != _SHARD_MAGIC:
+        return tokens
+    count = int(tokens[4:6].view(torch.int32).item())
+    tokens = tokens[_SHARD_HEADER_BYTES // 2 :]
+    if count != tokens.numel():
+        raise DataError(f"{file} announces {count} tokens and holds {tokens.numel()}; it is cut short, write it again")
+    return tokens
+
+
+def load_tokens(path: Path | None = None, byte_budget: int | None = DEFAULT_BYTE_BUDGET) -> Tensor:
+    """The bytes (uint8, 1-D) of a file, of a folder of text files, or of Python's standard library for `None`.
+
+    At most `byte_budget` of them; None takes all.
+    """
+    if byte_budget is not None and byte_budget < 1:
         raise ValueError(f"byte_budget must be positive, got {byte_budget}")
     if path is None:
         files: Iterable[Path] = standard_library_files()
@@ -64,10 +177,10 @@ def _walk(root: Path, skipped_folders: frozenset[str]) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(root).parts)
 
 
-def _read(files: Iterable[Path], byte_budget: int) -> bytearray:
+def _read(files: Iterable[Path], byte_budget: int | None) -> bytearray:
     text = bytearray()
     for file in files:
-        if len(text) >= byte_budget:
+        if byte_budget is not None and len(text) >= byte_budget:
             break
         try:
             content = file.read_bytes()
@@ -91,26 +204,38 @@ def split_tokens(tokens: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
     return train, validation
 
 
-def _windows(tokens: Tensor, starts: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
-    offsets = torch.arange(sequence_length + 1)
-    windows = tokens[starts[:, None] + offsets].long()  # (B, T + 1)
+def _windows(tokens: Tensor | Tokens, starts: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
+    if isinstance(tokens, Tensor):
+        tokens = Tokens([tokens])
+    windows = tokens.windows(starts, sequence_length + 1)  # (B, T + 1)
     return windows[:, :-1], windows[:, 1:]
 
 
 def training_batches(
-    tokens: Tensor, batch_size: int, sequence_length: int, generator: torch.Generator
+    tokens: Tensor | Tokens,
+    batch_size: int,
+    sequence_length: int,
+    generator: torch.Generator,
+    first: int = 0,
+    rows: slice = slice(None),
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs, targets), both (B, T), at random places; equal generator seeds give equal batches in order."""
+    """Endless (inputs, targets), both (B, T), at random places; equal generator seeds give equal batches in order.
+
+    `first` batches are left out, as a resumed run has seen them; of each batch only `rows` are read, as a rank takes
+    its own.
+    """
     num_starts = tokens.numel() - sequence_length
     if num_starts < 1:
         raise DataError(f"{tokens.numel()} tokens are too few for one window of {sequence_length} + 1")
+    for _ in range(first):
+        torch.randint(num_starts, (batch_size,), generator=generator)
     while True:
         starts = torch.randint(num_starts, (batch_size,), generator=generator)
-        yield _windows(tokens, starts, sequence_length)
+        yield _windows(tokens, starts[rows], sequence_length)
 
 
 def validation_batches(
-    tokens: Tensor, batch_size: int, sequence_length: int, num_windows: int
+    tokens: Tensor | Tokens, batch_size: int, sequence_length: int, num_windows: int
 ) -> list[tuple[Tensor, Tensor]]:
     """The same (inputs, targets) every time: up to `num_windows` windows, none overlapping, spread over the text."""
     num_available = (tokens.numel() - 1) // sequence_length

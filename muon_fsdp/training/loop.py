@@ -1,179 +1,170 @@
-"""One training run: schedule, gradient clipping, timed steps, and validation at a fixed interval."""
+"""The loop: accumulation, clipping, timed steps, validation, and when to look, to save and to stop."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
-from muon_fsdp.training.model import GPT
+from muon_fsdp.training.data import DataError
+from muon_fsdp.training.parallel import World, clip_gradient, synchronize_gradients
+from muon_fsdp.training.results import Evaluation, RunResult
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class LoopConfig:
-    """What all compared runs share."""
+class Pace:
+    """How long a run is and how often it does what."""
 
     steps: int
-    warmup_fraction: float = 0.1
-    final_lr_fraction: float = 0.05
+    eval_every: int
+    log_every: int = 1
+    save_every: int | None = None
+    num_micro_batches: int = 1
     clip_norm: float = 1.0
-    eval_every: int = 20
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"LoopConfig.steps must be at least 1, got {self.steps}")
-        if self.eval_every < 1:
-            raise ValueError(f"LoopConfig.eval_every must be at least 1, got {self.eval_every}")
-        for name in ("warmup_fraction", "final_lr_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"LoopConfig.{name} must be between 0 and 1, got {getattr(self, name)}")
-        if not self.clip_norm > 0:
-            raise ValueError(f"LoopConfig.clip_norm must be positive, got {self.clip_norm}")
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A validation loss after so many steps."""
+class Clock:
+    """Seconds of each step and of its update: by events on a GPU, so that nothing waits, else by the host's clock."""
 
-    step: int
-    loss: float
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[list[float | torch.cuda.Event]] = []
+
+    def mark(self) -> None:
+        """Four times a step: at its start, before and after the update, at its end."""
+        if not self._marks or len(self._marks[-1]) == 4:
+            self._marks.append([])
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks[-1].append(event)
+        else:
+            self._marks[-1].append(time.perf_counter())
+
+    def read(self) -> list[tuple[float, float]]:
+        """(step, update) of the steps since the last look."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        times = [(_seconds(start, end), _seconds(before, after)) for start, before, after, end in self._marks]
+        self._marks.clear()
+        return times
 
 
-@dataclass(frozen=True)
-class OptimizerGroup:
-    """What one param group does, before any schedule; `num_parameters` counts numbers, not tensors."""
+def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return float(start.elapsed_time(end)) / 1e3
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
 
-    rule: str
-    num_tensors: int
-    num_parameters: int
-    lr: float
-    weight_decay: float
 
-    def __str__(self) -> str:
-        return (
-            f"{self.rule} on {self.num_tensors} tensors, {self.num_parameters:,} parameters, lr {self.lr:g}, "
-            f"weight decay {self.weight_decay:g}"
+def check_tokens(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
+    largest = int(max(inputs.max(), targets.max()))
+    if largest >= vocab_size:
+        raise DataError(
+            f"the data holds token {largest}, but the model's vocabulary has {vocab_size}: give --vocab-size at least "
+            f"{largest + 1}, or data that was tokenized for this model"
         )
 
 
-@dataclass
-class RunResult:
-    """What one optimizer did; grows while it trains."""
-
-    name: str
-    groups: list[OptimizerGroup] = field(default_factory=list)
-    train_losses: list[float] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    optimizer_seconds: list[float] = field(default_factory=list)
-
-    @property
-    def final_train_loss(self) -> float:
-        """Mean over the last twentieth of the steps: the loss of one batch is noise."""
-        last = self.train_losses[-max(1, len(self.train_losses) // 20) :]
-        return sum(last) / len(last)
-
-    @property
-    def final_validation_loss(self) -> float:
-        return self.evaluations[-1].loss
-
-    @property
-    def best_validation_loss(self) -> float:
-        return min(evaluation.loss for evaluation in self.evaluations)
-
-    @property
-    def milliseconds_per_step(self) -> float:
-        """Median, as every time here: another program on the same cores makes some steps many times slower."""
-        return 1e3 * median(self.step_seconds)
-
-    @property
-    def optimizer_share(self) -> float:
-        """The part of a step that is `optimizer.step()`, between 0 and 1."""
-        return median(self.optimizer_seconds) / median(self.step_seconds)
-
-    def training_seconds(self, num_steps: int) -> float:
-        """How long so many steps take, evaluation left out."""
-        return num_steps * median(self.step_seconds)
-
-    def first_reaching(self, loss: float) -> Evaluation | None:
-        """The first evaluation whose validation loss is at most `loss`; None if there is none."""
-        return next((evaluation for evaluation in self.evaluations if evaluation.loss <= loss), None)
-
-
-def warmup_cosine(config: LoopConfig) -> Callable[[int], float]:
-    """The factor on every group's lr: linear warmup, then a half cosine down to `final_lr_fraction`."""
-    warmup_steps = max(1, round(config.warmup_fraction * config.steps))
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, config.steps - warmup_steps))
-        return config.final_lr_fraction + (1 - config.final_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return factor
-
-
-def describe_groups(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
-    """The param groups of any optimizer; the library's own name their rule, others are known by their class."""
-    return [
-        OptimizerGroup(
-            rule=group.get("rule", type(optimizer).__name__.lower()),
-            num_tensors=len(group["params"]),
-            num_parameters=sum(parameter.numel() for parameter in group["params"]),
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-        )
-        for group in optimizer.param_groups
-    ]
-
-
-@torch.inference_mode()
-def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """Mean loss per token over `batches`."""
-    total, num_tokens = 0.0, 0
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Sequence[Batch], world: World | None = None) -> float:
+    """Mean loss per token over `batches`, each of which is split evenly over the data-parallel ranks."""
+    losses, num_tokens = [], 0
     for inputs, targets in batches:
-        _, loss = model(inputs, targets)
-        total += loss.item() * targets.numel()
+        if world is None:
+            _, loss = model(inputs, targets)
+        else:
+            with world.autocast():
+                _, loss = model(_mine(inputs, world), _mine(targets, world))
+        losses.append(loss.float() * targets.numel())
         num_tokens += targets.numel()
-    return total / num_tokens
+    total = torch.stack(losses).sum()
+    return (total.item() if world is None else world.mean(total[None])[0]) / num_tokens
+
+
+def _mine(rows: Tensor, world: World) -> Tensor:
+    return rows.tensor_split(world.data_size)[world.data_rank].to(world.device)
 
 
 def train(
-    name: str,
-    model: GPT,
+    result: RunResult,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     train_batches: Iterator[Batch],
     validation: Sequence[Batch],
-    config: LoopConfig,
-    on_step: Callable[[RunResult], None],
+    pace: Pace,
+    schedule: Callable[[int], float],
+    world: World,
+    *,
+    base_lrs: Sequence[float],
+    on_log: Callable[[RunResult, Sequence[float]], None],
+    on_save: Callable[[int], None],
+    stop_wanted: Callable[[], bool],
 ) -> RunResult:
-    """Train `model` for `config.steps` steps; `on_step` sees the result so far after each."""
-    result = RunResult(name, groups=describe_groups(optimizer))  # before the scheduler scales the lr down to its start
-    scheduler = LambdaLR(optimizer, warmup_cosine(config))
-    result.evaluations.append(Evaluation(0, evaluate(model, validation)))
-    for step in range(1, config.steps + 1):
-        started = time.perf_counter()
-        _, loss = model(*next(train_batches))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-        before_update = time.perf_counter()
+    """From where `result` stands to the last step.
+
+    `train_batches` yields this rank's rows. `on_log` sees the result after each look at the device, with the factors
+    of the schedule for the steps since the last; `on_save` is told the step.
+    """
+    clock = Clock(world.device)
+    if not result.evaluations:
+        result.evaluations.append(Evaluation(0, evaluate(model, validation, world)))
+    waiting: list[Tensor] = []  # (loss, norm of the gradient) of steps that were not looked at
+    for step in range(result.num_steps, pace.steps):
+        clock.mark()
+        for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
+            group["lr"] = lr * schedule(step)
+        loss = _accumulate(model, next(train_batches), pace.num_micro_batches, world)
+        norm = clip_gradient(model, pace.clip_norm)
+        clock.mark()
         optimizer.step()
-        result.optimizer_seconds.append(time.perf_counter() - before_update)
+        clock.mark()
         optimizer.zero_grad()
-        scheduler.step()
-        result.train_losses.append(loss.item())
-        if not math.isfinite(result.train_losses[-1]):
-            raise FloatingPointError(f"the loss of {name} is {loss.item()} at step {step}; lower its learning rate")
-        result.step_seconds.append(time.perf_counter() - started)
-        if step % config.eval_every == 0 or step == config.steps:
-            result.evaluations.append(Evaluation(step, evaluate(model, validation)))
-        on_step(result)
+        clock.mark()
+        waiting.append(torch.stack((loss, norm.to(loss.dtype))))
+        done = step + 1
+        evaluates = done % pace.eval_every == 0 or done == pace.steps
+        saves = done == pace.steps or (pace.save_every is not None and done % pace.save_every == 0)
+        if not (evaluates or saves or done % pace.log_every == 0):
+            continue
+        *values, stop = world.mean(torch.cat((*waiting, loss.new_tensor([float(stop_wanted())]))))
+        result.train_losses += values[0::2]
+        result.gradient_norms += values[1::2]
+        for seconds, update_seconds in clock.read():
+            result.step_seconds.append(seconds)
+            result.optimizer_seconds.append(update_seconds)
+        for behind, value in enumerate(values[0::2], start=done - len(waiting) + 1):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the loss of {result.name} is {value} at step {behind}; lower its learning rate"
+                )
+        if evaluates:
+            result.evaluations.append(Evaluation(done, evaluate(model, validation, world)))
+        on_log(result, [schedule(index) for index in range(done - len(waiting), done)])
+        waiting.clear()
+        if saves or stop:
+            on_save(done)
+        if stop and done < pace.steps:
+            result.stopped = True
+            break
     return result
+
+
+def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: World) -> Tensor:
+    """Backward through the rank's rows in equal pieces; the mean loss."""
+    total = torch.zeros((), device=world.device)
+    pieces = [rows.to(world.device, non_blocking=True).chunk(num_micro_batches) for rows in batch]
+    for index, (inputs, targets) in enumerate(zip(*pieces, strict=True)):
+        with synchronize_gradients(model, wanted=index == num_micro_batches - 1):
+            with world.autocast():
+                _, loss = model(inputs, targets)
+            (loss / num_micro_batches).backward()
+        total += loss.detach().float() / num_micro_batches
+    return total

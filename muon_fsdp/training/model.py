@@ -1,9 +1,9 @@
-"""A compact decoder-only GPT: RMSNorm, rotary positions, causal attention, GELU MLP, untied head."""
+"""A compact decoder-only GPT: RMSNorm, rotary or learned positions, causal attention, GELU MLP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,17 @@ class GPTConfig:
     vocab_size: int = 256
     mlp_ratio: int = 4
     qk_norm: bool = True
+    positions: Literal["rope", "learned"] = "rope"
     rope_base: float = 10_000.0
+    tie_embeddings: bool = False  # the head is the embedding
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "d_model", "sequence_length", "vocab_size", "mlp_ratio"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"GPTConfig.{name} must be a positive integer, got {value!r}")
+        if self.positions not in ("rope", "learned"):
+            raise ValueError(f"GPTConfig.positions must be 'rope' or 'learned', got {self.positions!r}")
         if not self.rope_base > 0:
             raise ValueError(f"GPTConfig.rope_base must be positive, got {self.rope_base!r}")
         if self.d_model % self.num_heads != 0:
@@ -35,10 +39,10 @@ class GPTConfig:
                 f"GPTConfig.d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}): "
                 "each head takes an equal slice of the model width"
             )
-        if self.head_dim % 2 != 0:
+        if self.positions == "rope" and self.head_dim % 2 != 0:
             raise ValueError(
                 f"GPTConfig.d_model / num_heads must be even, got {self.head_dim}: rotary positions turn pairs of "
-                "channels; change d_model or num_heads"
+                "channels; change d_model or num_heads, or take positions='learned'"
             )
 
     @property
@@ -50,6 +54,14 @@ class GPTConfig:
 # reader could not tell from shapes alone which matrices Muon orthogonalizes.
 PRESETS: dict[str, GPTConfig] = {
     "demo": GPTConfig(num_layers=4, num_heads=5, d_model=160, sequence_length=128),
+    "small": GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256),  # 10.8M
+    # GPT-2's sizes, and its 50,257 tokens rounded up to a multiple of 64: 124M and 354M parameters.
+    "gpt2": GPTConfig(
+        num_layers=12, num_heads=12, d_model=768, sequence_length=1024, vocab_size=50304, tie_embeddings=True
+    ),
+    "medium": GPTConfig(
+        num_layers=24, num_heads=16, d_model=1024, sequence_length=1024, vocab_size=50304, tie_embeddings=True
+    ),
 }
 
 
@@ -86,17 +98,22 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_dim = config.head_dim
         self.q = nn.Linear(config.d_model, config.d_model, bias=False)
         self.k = nn.Linear(config.d_model, config.d_model, bias=False)
         self.v = nn.Linear(config.d_model, config.d_model, bias=False)
         self.o = nn.Linear(config.d_model, config.d_model, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
-        self.rope = RotaryEmbedding(config.head_dim, config.sequence_length, config.rope_base)
+        self.rope = (
+            RotaryEmbedding(config.head_dim, config.sequence_length, config.rope_base)
+            if config.positions == "rope"
+            else nn.Identity()
+        )
 
     def _split_heads(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> (B, heads, T, head_dim)
-        return x.view(x.size(0), x.size(1), self.num_heads, -1).transpose(1, 2)
+        # By the size of a head, not by their number: under tensor parallelism a rank has some of them.
+        return x.view(x.size(0), x.size(1), -1, self.head_dim).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> same
         q = self.rope(self.q_norm(self._split_heads(self.q(x))))
@@ -147,15 +164,22 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.d_model)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.positions == "learned":
+            self.wpe = nn.Embedding(config.sequence_length, config.d_model)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Random embedding of unit variance, matrices that keep it, and a zero head: the first loss is log(vocab_size).
 
         The embedding's scale matters: with AdamW and one lr of 4e-3 for everything, the demo's validation loss after
-        200 steps was 2.43 with a standard deviation of 0.02 and 2.06 with 1.
+        200 steps was 2.43 with a standard deviation of 0.02 and 2.06 with 1. One that is the head too has to be small.
         """
-        nn.init.normal_(self.wte.weight)
+        embedding_std = 0.02 if self.config.tie_embeddings else 1.0
+        nn.init.normal_(self.wte.weight, std=embedding_std)
+        if self.config.positions == "learned":
+            nn.init.normal_(self.wpe.weight, std=embedding_std)
         # Each block adds two branches to the residual stream; this keeps the sum's variance independent of the depth.
         branch_scale = (2 * self.config.num_layers) ** -0.5
         for module in self.blocks.modules():
@@ -166,7 +190,8 @@ class GPT(nn.Module):
             elif isinstance(module, MLP):
                 _init_matrix(module.up)
                 _init_matrix(module.down, branch_scale)
-        nn.init.zeros_(self.lm_head.weight)
+        if not self.config.tie_embeddings:
+            nn.init.zeros_(self.lm_head.weight)
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -180,6 +205,8 @@ class GPT(nn.Module):
                 f"{self.config.sequence_length}; shorten the input or raise sequence_length"
             )
         x = self.wte(tokens)  # (B, T, d_model)
+        if self.config.positions == "learned":
+            x = x + self.wpe(torch.arange(length, device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.lm_head(self.final_norm(x))  # (B, T, vocab)

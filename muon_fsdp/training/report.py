@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muon_fsdp.training.loop import RunResult
+from muon_fsdp.training.results import RunResult
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-blind readers too
 
@@ -28,6 +28,11 @@ def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int |
         "milliseconds_per_step": result.milliseconds_per_step,
         "optimizer_share": result.optimizer_share,
     }
+
+
+def largest_distance(one: RunResult, other: RunResult) -> float:
+    """Between the training losses of two runs at the same step."""
+    return max(abs(a - b) for a, b in zip(one.train_losses, other.train_losses, strict=True))
 
 
 def print_table(results: Sequence[RunResult], baseline: RunResult) -> None:
@@ -94,12 +99,14 @@ def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: R
 
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
     by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-    for result, color in zip(results, _COLORS, strict=False):
+    for index, (result, color) in enumerate(zip(results, _COLORS, strict=False)):
         trained = result.evaluations[1:]  # the first, before training, would squeeze the rest into the lower third
         steps = [evaluation.step for evaluation in trained]
         losses = [evaluation.loss for evaluation in trained]
         label = f"{result.name}: {result.final_validation_loss:.3f}"
-        style = {"color": color, "marker": "o", "markersize": 3.5, "linewidth": 1.8}
+        # Curves that lie on each other are all seen: each later one is thinner.
+        width = max(1.0, 4.5 - 1.4 * index)
+        style = {"color": color, "marker": "o", "markersize": width + 1.5, "linewidth": width}
         by_steps.plot(steps, losses, label=label, **style)
         by_seconds.plot([result.training_seconds(step) for step in steps], losses, label=label, **style)
     for axes, quantity in ((by_steps, "step"), (by_seconds, "seconds of training, at the median time per step")):

@@ -1,0 +1,18 @@
+"""`muon-fsdp train`: the training program, whose flags are its own."""
+
+from __future__ import annotations
+
+import typer
+
+# --help too reaches the program, which knows its flags.
+OPTIONS = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+
+
+def train(context: typer.Context) -> None:
+    """Train a GPT with Muon, SSO or AdamW on one device, or with DDP, FSDP2, HSDP and tensor parallelism."""
+    from muon_fsdp.training.program import main
+
+    raise typer.Exit(main(context.args, prog="muon-fsdp train"))

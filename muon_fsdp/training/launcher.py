@@ -1,0 +1,87 @@
+"""Start several processes of the training program on this machine, as `torchrun --standalone` would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_LAUNCHER = "MUON_FSDP_LAUNCHER_PID"
+_GRACE_SECONDS = 60.0  # for ranks whose peer has failed
+
+
+def launch(arguments: Sequence[str], processes: int) -> int:
+    """Run the program with `arguments` on so many ranks; the first exit code that is not 0.
+
+    Ranks have a process session of their own, so a Ctrl-C in the terminal reaches them once, from here.
+    """
+    command = [sys.executable, "-m", "muon_fsdp.training", *_without_processes(arguments)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _LAUNCHER: str(os.getpid())}
+    job |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    job.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))))
+    ranks = [
+        subprocess.Popen(command, env=os.environ | job | {"RANK": str(i), "LOCAL_RANK": str(i)}, start_new_session=True)
+        for i in range(processes)
+    ]
+
+    def forward(number: int, frame: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _wait(ranks)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    deadline = None
+    while any(rank.poll() is None for rank in ranks):
+        if deadline is None and any(rank.poll() for rank in ranks):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    codes = [rank.poll() for rank in ranks]
+    died = [(i, code) for i, code in enumerate(codes) if code is not None and code < 0]
+    for i, code in died:
+        print(f"error: rank {i} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+    if died:
+        return 1
+    return next((code for code in codes if code), 0)
+
+
+def launcher_is_gone() -> bool:
+    """Whether this rank was started by `launch` and nobody waits for it any more."""
+    pid = os.environ.get(_LAUNCHER)
+    return pid is not None and os.getppid() != int(pid)
+
+
+def _without_processes(arguments: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == "--processes":
+            skip = True
+        elif not argument.startswith("--processes="):
+            kept.append(argument)
+    return kept
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,179 @@
+"""Where a run's ranks are and how its model lies on them: one device, DDP, FSDP2, HSDP, tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from muon_fsdp.training.config import ConfigError, TrainConfig
+from muon_fsdp.training.model import GPT
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run. `data_rank` says which part of a batch is this rank's; tensor-parallel ranks share one."""
+
+    device: torch.device
+    precision: torch.dtype
+    rank: int = 0
+    size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    mesh: DeviceMesh | None = None  # (replicas, shards, tensor), of FSDP2 alone
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, values: Sequence[float] | Tensor) -> list[float]:
+        """Of each value over all ranks; waits for the device."""
+        tensor = torch.as_tensor(values, dtype=torch.float32, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return [float(value) / self.size for value in tensor.tolist()]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """FSDP2 casts by itself."""
+        if self.mesh is not None or self.precision == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.precision)
+
+
+@contextmanager
+def connect(config: TrainConfig) -> Iterator[World]:
+    """Join the other processes, if torchrun (or `--processes`) started several; leave them at the end."""
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if size > 1 and config.parallel == "none":
+        raise ConfigError(f"{size} processes were started: say --fsdp to shard the model over them, or --ddp")
+    per_replica = config.replicas * config.tensor_parallel
+    if size % per_replica:
+        raise ConfigError(f"{size} process(es) can't be divided into --replicas {config.replicas} x --tp "
+                          f"{config.tensor_parallel}; start a multiple of {per_replica}")  # fmt: skip
+    precision = torch.bfloat16 if _is_half(config, device) else torch.float32
+    if config.parallel == "none":
+        yield World(device, precision)
+        return
+    _join(device, rank, size)
+    try:
+        mesh = None
+        if config.parallel == "fsdp":
+            shape = (config.replicas, size // per_replica, config.tensor_parallel)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
+        tensor_size = config.tensor_parallel
+        yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
+    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU; see `muon-fsdp doctor`")
+    count = torch.cuda.device_count()
+    if local_size > count and "NCCL_HOSTID" not in os.environ:  # which makes NCCL let ranks share one
+        raise ConfigError(
+            f"{local_size} processes on a machine with {count} GPU(s): start {count}, or say --device cpu"
+        )
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _is_half(config: TrainConfig, device: torch.device) -> bool:
+    return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+
+
+def _join(device: torch.device, rank: int, size: int) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" not in os.environ:  # one process, no torchrun
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=size)
+    except dist.DistNetworkError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"no connection at {where}: {error}. If another run has that port, start with torchrun --standalone, "
+            "another --master-port, or --processes"
+        ) from error
+
+
+def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
+    """The model on its device or ranks; every rank has built the same one."""
+    if world.mesh is None:
+        model.to(world.device)
+    if config.tensor_parallel > 1:
+        _split_heads_and_channels(model, config.tensor_parallel, world)
+    if config.compile:
+        for block in model.blocks:
+            block.compile()
+    if config.parallel == "ddp":
+        return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
+    if world.mesh is not None:
+        data_mesh = world.mesh["replica", "shard"] if config.replicas > 1 else world.mesh["shard"]
+        policy = MixedPrecisionPolicy()
+        if world.precision != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=world.precision, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=data_mesh, mp_policy=policy)
+        fully_shard(model, mesh=data_mesh, mp_policy=policy)
+    return model
+
+
+def _split_heads_and_channels(model: GPT, size: int, world: World) -> None:
+    assert world.mesh is not None
+    if model.config.num_heads % size or model.config.mlp_ratio * model.config.d_model % size:
+        raise ConfigError(f"--tp {size} does not divide the model's {model.config.num_heads} heads")
+    plan = {
+        "attention.q": ColwiseParallel(), "attention.k": ColwiseParallel(), "attention.v": ColwiseParallel(),
+        "attention.o": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(),
+    }  # fmt: skip
+    for block in model.blocks:
+        parallelize_module(block, world.mesh["tensor"], plan)
+
+
+def synchronize_gradients(model: nn.Module, wanted: bool) -> AbstractContextManager[object]:
+    """Whether the backward inside reduces gradients over ranks: only the last of an accumulation does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+    elif isinstance(model, DistributedDataParallel) and not wanted:
+        return model.no_sync()
+    return nullcontext()
+
+
+@torch.no_grad()
+def clip_gradient(model: nn.Module, largest: float) -> Tensor:
+    """As `nn.utils.clip_grad_norm_`, which refuses parameters on several meshes; the norm before."""
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter.grad)
+    norms = []
+    for gradients in by_mesh.values():
+        norm = nn.utils.get_total_norm(gradients)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    factor = (largest / (total + 1e-6)).clamp(max=1.0)
+    for gradients in by_mesh.values():
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+    return total

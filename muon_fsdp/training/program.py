@@ -1,0 +1,336 @@
+"""The training program: from a configuration to a trained model, its checkpoints and its metrics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muon_fsdp.training import checkpoint
+from muon_fsdp.training.checkpoint import CheckpointError
+from muon_fsdp.training.config import ConfigError, TrainConfig, as_json, parse
+from muon_fsdp.training.data import Corpus, DataError, open_corpus, training_batches, validation_batches
+from muon_fsdp.training.launcher import launch, launcher_is_gone
+from muon_fsdp.training.loop import Batch, Pace, check_tokens, train
+from muon_fsdp.training.model import GPT, GPTConfig
+from muon_fsdp.training.optimizers import make_optimizer
+from muon_fsdp.training.parallel import World, connect, place
+from muon_fsdp.training.progress import show_progress
+from muon_fsdp.training.results import Journal, RunResult, describe_groups, read_result, start_line, train_line
+from muon_fsdp.training.schedule import make_schedule
+
+DEFAULT_STEPS = 100
+EVALUATIONS_PER_RUN = 20
+
+
+def run(config: TrainConfig) -> RunResult:
+    """Train as `config` says, on this process and the others of its job; the result is the same on all."""
+    with connect(config) as world, _stop_signals() as stop_wanted:
+        return _run(config, world, stop_wanted)
+
+
+def _run(config: TrainConfig, world: World, stop_wanted: Callable[[], bool]) -> RunResult:
+    model_config, corpus = _open_data(config)
+    pace = _pace(config, model_config, corpus, world)
+    saved = _find_checkpoint(config, world)
+    manifest = {} if saved is None else checkpoint.read_manifest(saved, world)
+    _check_same_run(manifest, config, model_config)
+
+    torch.manual_seed(config.seed)
+    gpt = GPT(model_config)
+    model = place(gpt, config, world)
+    optimizer = make_optimizer(model, config)
+    base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+    result = RunResult(config.label, groups=describe_groups(optimizer))
+    if saved is not None:
+        checkpoint.load(saved, model, optimizer, world)
+        result = _earlier_result(config, manifest["step"], result)
+        if world.is_main:
+            _print_changes(manifest["config"], config)
+    if world.is_main:
+        config.folder.mkdir(parents=True, exist_ok=True)
+        _print_start(config, world, gpt, corpus, pace, result)
+
+    schedule = make_schedule(
+        config.schedule, pace.steps, config.warmup_fraction, config.decay_fraction, config.final_lr_fraction
+    )
+    journal = Journal(config.folder, manifest.get("step"), config.tensorboard) if world.is_main else None
+    tokens_per_step = config.batch_size * model_config.sequence_length
+    if journal is not None:
+        facts = {"config": as_json(config), "model": asdict(model_config), "world_size": world.size}
+        facts |= {"num_parameters": gpt.num_parameters(), "device": str(world.device), "steps": pace.steps}
+        journal.write("start", start_line(result, facts | {"resumed_from": manifest.get("step")}))
+
+    def save(step: int) -> None:
+        facts = {"config": as_json(config), "model": asdict(model_config)}
+        checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, world, config.keep)
+
+    try:
+        with _logger(journal, pace, tokens_per_step, result, base_lrs[0]) as on_log:
+            train(
+                result,
+                model,
+                optimizer,
+                _checked(_training_rows(config, corpus, model_config, world, result.num_steps), model_config),
+                _validation(config, corpus, model_config, world, pace),
+                pace,
+                schedule,
+                world,
+                base_lrs=base_lrs,
+                on_log=on_log,
+                on_save=save,
+                stop_wanted=lambda: stop_wanted() or launcher_is_gone(),
+            )
+        if journal is not None:
+            journal.write("end", _end_facts(result, optimizer, world))
+    finally:
+        if journal is not None:
+            journal.close()
+    return result
+
+
+# --- what the configuration leaves open ---
+
+
+def _open_data(config: TrainConfig) -> tuple[GPTConfig, Corpus]:
+    length = config.model_config(None).sequence_length
+    corpus = open_corpus(config.data, length)
+    return config.model_config(corpus.vocab_size), corpus
+
+
+def _pace(config: TrainConfig, model_config: GPTConfig, corpus: Corpus, world: World) -> Pace:
+    rows = config.batch_size // world.data_size
+    micro = config.micro_batch_size or rows
+    if rows == 0 or config.batch_size % world.data_size or rows % micro:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} must be a multiple of {world.data_size} data-parallel rank(s)"
+            + (f" x --micro-batch-size {micro}" if config.micro_batch_size else "")
+        )
+    steps = config.steps or DEFAULT_STEPS
+    if config.epochs is not None:
+        tokens_per_step = config.batch_size * model_config.sequence_length
+        steps = max(1, round(config.epochs * corpus.train.numel() / tokens_per_step))
+    return Pace(
+        steps=steps,
+        eval_every=config.eval_every or max(5, steps // EVALUATIONS_PER_RUN),
+        log_every=config.log_every or (1 if world.device.type == "cpu" else 10),
+        save_every=config.save_every,
+        num_micro_batches=rows // micro,
+        clip_norm=config.clip_norm,
+    )
+
+
+def _training_rows(
+    config: TrainConfig, corpus: Corpus, model_config: GPTConfig, world: World, first: int
+) -> Iterator[Batch]:
+    """This rank's rows of batches that are the same on any number of ranks."""
+    rows = config.batch_size // world.data_size
+    mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
+    generator = torch.Generator().manual_seed(config.seed)
+    return training_batches(corpus.train, config.batch_size, model_config.sequence_length, generator, first, mine)
+
+
+def _checked(batches: Iterator[Batch], model_config: GPTConfig) -> Iterator[Batch]:
+    for inputs, targets in batches:
+        check_tokens(inputs, targets, model_config.vocab_size)
+        yield inputs, targets
+
+
+def _validation(config: TrainConfig, corpus: Corpus, model_config: GPTConfig, world: World, pace: Pace) -> list[Batch]:
+    """Windows in batches that every rank can take an equal part of."""
+    length = model_config.sequence_length
+    available = (corpus.validation.numel() - 1) // length
+    windows = min(config.eval_windows, available) // world.data_size * world.data_size
+    if windows == 0:
+        raise ConfigError(f"{available} validation window(s) for {world.data_size} ranks: give --data a longer text")
+    batch_size = config.batch_size // pace.num_micro_batches
+    batches = validation_batches(corpus.validation, batch_size, length, windows)
+    for inputs, targets in batches:
+        check_tokens(inputs, targets, model_config.vocab_size)
+    return batches
+
+
+# --- resuming ---
+
+
+def _find_checkpoint(config: TrainConfig, world: World) -> Path | None:
+    found = checkpoint.checkpoints(config.folder / "checkpoints")
+    world.barrier()  # all look before one writes
+    if not found and config.resume:
+        raise CheckpointError(f"{config.folder} holds no checkpoint to go on from; leave out --resume to start anew")
+    if found and not config.resume:
+        raise ConfigError(
+            f"{config.folder} holds a run with a checkpoint of {found[-1].name}: say --resume to go on with it, "
+            "or give another --output"
+        )
+    return found[-1] if found else None
+
+
+def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config: GPTConfig) -> None:
+    if not manifest:
+        return
+    given, saved = asdict(model_config), manifest["model"]
+    differences = [
+        f"{name} {saved.get(name)!r} there, {given[name]!r} here" for name in given if saved.get(name) != given[name]
+    ]
+    if manifest["config"]["optimizer"] != config.optimizer:
+        differences.append(f"optimizer {manifest['config']['optimizer']!r} there, {config.optimizer!r} here")
+    if differences:
+        raise ConfigError(f"the checkpoint is of another model or optimizer: {'; '.join(differences)}")
+
+
+def _print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
+    """What a resumed run does otherwise than before; where it runs does not matter."""
+    given = as_json(config)
+    matters = ("steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "scale", "schedule")
+    changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
+    if changes:
+        print(f"note: this run goes on with other settings: {', '.join(changes)}", flush=True)
+
+
+def _earlier_result(config: TrainConfig, step: int, fresh: RunResult) -> RunResult:
+    """What the journal tells of the steps before the checkpoint."""
+    result = read_result(config.folder, until=step)
+    if result.num_steps != step:
+        raise CheckpointError(
+            f"{config.folder} tells of {result.num_steps} steps, but its checkpoint is of step {step}; "
+            "its metrics were changed: start anew with another --output"
+        )
+    result.name, result.groups = fresh.name, fresh.groups
+    return result
+
+
+# --- what is shown and written ---
+
+
+def _print_start(config: TrainConfig, world: World, gpt: GPT, corpus: Corpus, pace: Pace, result: RunResult) -> None:
+    if config.parallel == "none":
+        layout = "one process"
+    else:
+        layout = f"{'DDP' if config.parallel == 'ddp' else 'FSDP2'} on {world.size} rank(s)"
+    if world.mesh is not None and world.mesh.size() != world.mesh.size(1):
+        replicas, shards, tensor = world.mesh.shape
+        layout += f" ({replicas} replicas x {shards} shards x {tensor} tensor-parallel)"
+    print(
+        f"{config.label}: {config.model}, {gpt.num_parameters():,} parameters, {layout}, {world.device.type}, "
+        f"{str(world.precision).removeprefix('torch.')}\n"
+        f"  {corpus.train.numel():,} training tokens of {corpus.source}; {pace.steps} steps of "
+        f"{config.batch_size} x {gpt.config.sequence_length} tokens, "
+        f"{pace.num_micro_batches} micro-batch(es) a step",
+        *(str(group) for group in result.groups),
+        *([f"going on from step {result.num_steps}"] if result.num_steps else []),
+        sep="\n  ",
+        flush=True,
+    )
+
+
+@contextmanager
+def _logger(
+    journal: Journal | None, pace: Pace, tokens_per_step: int, result: RunResult, lr: float
+) -> Iterator[Callable[[RunResult, Sequence[float]], None]]:
+    """What the loop calls after each look: the journal and the progress line, on rank 0 alone."""
+    if journal is None:
+        yield lambda result, factors: None
+        return
+    written = len(result.evaluations)
+    with show_progress(result.name, pace.steps, tokens_per_step, pace.eval_every) as show:
+
+        def log(result: RunResult, factors: Sequence[float]) -> None:
+            nonlocal written
+            for index, factor in enumerate(factors, start=result.num_steps - len(factors)):
+                journal.write("train", train_line(result, index, lr * factor))
+            for evaluation in result.evaluations[written:]:
+                journal.write("validation", asdict(evaluation))
+            written = len(result.evaluations)
+            journal.flush()
+            show(result)
+
+        yield log
+
+
+def _end_facts(result: RunResult, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    facts: dict[str, Any] = {"stopped": result.stopped, "validation_loss": result.final_validation_loss}
+    if result.step_seconds:
+        facts |= {"optimizer_share": result.optimizer_share, "seconds_per_step": result.milliseconds_per_step / 1e3}
+    facts["optimizer_state_bytes_per_rank"] = state_bytes(optimizer)
+    if world.device.type == "cuda":
+        facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return facts
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer keeps on this rank."""
+    total = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                local = value.to_local() if hasattr(value, "to_local") else value
+                total += local.numel() * local.element_size()
+    return total
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and a clean end; the second ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    wanted = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal wanted
+        if wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        wanted = True
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: wanted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.training") -> int:
+    """0 after the last step, 1 when training failed, 2 for a mistake in what was asked, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    config, processes = parse(arguments, prog)
+    if processes is not None:
+        if "RANK" in os.environ:
+            return _fail("--processes starts processes itself: leave it out under torchrun", 2)
+        return launch(arguments, processes)
+    try:
+        result = run(config)
+    except (ConfigError, DataError) as error:
+        return _fail(str(error), 2)
+    except (FloatingPointError, CheckpointError, OSError) as error:
+        return _fail(str(error), 1)
+    except torch.OutOfMemoryError as error:
+        return _fail(f"out of memory: {str(error).splitlines()[0]} Lower --micro-batch-size or use --fsdp", 1)
+    except KeyboardInterrupt:
+        return _fail("stopped at once; the last checkpoint is as it was", 130)
+    if _is_main():
+        last = checkpoint.checkpoints(config.folder / "checkpoints")[-1]
+        if result.stopped:
+            print(f"stopped after step {result.num_steps}, saved as {last}; --resume goes on from there")
+        else:
+            print(f"validation loss {result.final_validation_loss:.4f}; metrics and checkpoint in {config.folder}")
+    return 130 if result.stopped else 0
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _fail(message: str, code: int) -> int:
+    if _is_main():
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return code

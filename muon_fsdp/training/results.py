@@ -1,0 +1,192 @@
+"""What a run did, in numbers: kept while it trains, written as JSON lines, and read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from muon_fsdp.training.config import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A validation loss after so many steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """What one param group does, before any schedule; `num_parameters` counts numbers, not tensors."""
+
+    rule: str
+    num_tensors: int
+    num_parameters: int
+    lr: float
+    weight_decay: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule} on {self.num_tensors} tensors, {self.num_parameters:,} parameters, lr {self.lr:g}, "
+            f"weight decay {self.weight_decay:g}"
+        )
+
+
+@dataclass
+class RunResult:
+    """What one optimizer did; grows while it trains."""
+
+    name: str
+    groups: list[OptimizerGroup] = field(default_factory=list)
+    train_losses: list[float] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    optimizer_seconds: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    stopped: bool = False  # before its last step, by a signal
+
+    @property
+    def final_train_loss(self) -> float:
+        """Mean over the last twentieth of the steps: the loss of one batch is noise."""
+        last = self.train_losses[-max(1, len(self.train_losses) // 20) :]
+        return sum(last) / len(last)
+
+    @property
+    def final_validation_loss(self) -> float:
+        return self.evaluations[-1].loss
+
+    @property
+    def best_validation_loss(self) -> float:
+        return min(evaluation.loss for evaluation in self.evaluations)
+
+    @property
+    def milliseconds_per_step(self) -> float:
+        """Median, as every time here: another program on the same cores makes some steps many times slower."""
+        return 1e3 * median(self.step_seconds)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.train_losses)
+
+    @property
+    def optimizer_share(self) -> float:
+        """The part of a step that is `optimizer.step()`, between 0 and 1."""
+        return median(self.optimizer_seconds) / median(self.step_seconds)
+
+    def training_seconds(self, num_steps: int) -> float:
+        """How long so many steps take, evaluation left out."""
+        return num_steps * median(self.step_seconds)
+
+    def first_reaching(self, loss: float) -> Evaluation | None:
+        """The first evaluation whose validation loss is at most `loss`; None if there is none."""
+        return next((evaluation for evaluation in self.evaluations if evaluation.loss <= loss), None)
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
+    """The param groups of any optimizer; the library's own name their rule, others are known by their class."""
+    return [
+        OptimizerGroup(
+            rule=group.get("rule", type(optimizer).__name__.lower()),
+            num_tensors=len(group["params"]),
+            num_parameters=sum(parameter.numel() for parameter in group["params"]),
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+class Journal:
+    """`metrics.jsonl` of a run, a line for its start, every step, every validation and its end; TensorBoard if asked.
+
+    A resumed run goes on in the same file, without the lines of steps that came after its checkpoint.
+    """
+
+    def __init__(self, folder: Path, resumed_from: int | None, tensorboard: bool) -> None:
+        self._path = folder / METRICS_FILE
+        lines = [] if resumed_from is None else _lines_until(self._path, resumed_from)
+        aside = self._path.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        os.replace(aside, self._path)
+        self._stream = self._path.open("a", encoding="utf-8")
+        self._events = _open_tensorboard(folder / "tensorboard", resumed_from) if tensorboard else None
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+        if self._events is not None and "step" in values:
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}", value, values["step"])
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """A last line that a kill cut short is left out with what comes after `step`."""
+    found = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if line["kind"] == "start" or line.get("step", step + 1) <= step:
+            found.append(line)
+    return found
+
+
+def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError('--tensorboard needs tensorboard; install with: pip install "muon_fsdp[integrations]"')
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=None if resumed_from is None else resumed_from + 1)
+
+
+def read_result(folder: Path, until: int | None = None) -> RunResult:
+    """The result that `metrics.jsonl` tells, up to a step."""
+    lines = _lines_until(folder / METRICS_FILE, 2**63 if until is None else until)
+    starts = [line for line in lines if line["kind"] == "start"]
+    if not starts:
+        raise ConfigError(f"{folder / METRICS_FILE} does not tell of a run")
+    result = RunResult(starts[-1]["name"], groups=[OptimizerGroup(**group) for group in starts[-1]["groups"]])
+    for line in lines:
+        if line["kind"] == "train":
+            result.train_losses.append(line["loss"])
+            result.step_seconds.append(line["seconds"])
+            result.optimizer_seconds.append(line["optimizer_seconds"])
+            result.gradient_norms.append(line["gradient_norm"])
+        elif line["kind"] == "validation":
+            result.evaluations.append(Evaluation(line["step"], line["loss"]))
+    return result
+
+
+def start_line(result: RunResult, facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": result.name, "groups": [asdict(group) for group in result.groups], **facts}
+
+
+def train_line(result: RunResult, index: int, lr: float) -> dict[str, Any]:
+    return {
+        "step": index + 1,
+        "loss": result.train_losses[index],
+        "lr": lr,
+        "gradient_norm": result.gradient_norms[index],
+        "seconds": result.step_seconds[index],
+        "optimizer_seconds": result.optimizer_seconds[index],
+    }
