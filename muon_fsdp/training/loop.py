@@ -68,8 +68,8 @@ def check_tokens(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
     largest = int(max(inputs.max(), targets.max()))
     if largest >= vocab_size:
         raise DataError(
-            f"the data holds token {largest}, but the model's vocabulary has {vocab_size}: give --vocab-size at least "
-            f"{largest + 1}, or data that was tokenized for this model"
+            f"the data holds token {largest}, but the model's vocabulary has {vocab_size}: give a larger --vocab-size, "
+            "or data that was tokenized for this model"
         )
 
 

@@ -72,6 +72,13 @@ def preset(name: str) -> GPTConfig:
     return PRESETS[name]
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the precision of its input: under autocast queries and keys are bfloat16, and torch's would be slow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class RotaryEmbedding(nn.Module):
     """Turns channel pairs by an angle that grows with the position, so that q.k depends on the distance alone."""
 
@@ -103,8 +110,8 @@ class CausalSelfAttention(nn.Module):
         self.k = nn.Linear(config.d_model, config.d_model, bias=False)
         self.v = nn.Linear(config.d_model, config.d_model, bias=False)
         self.o = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
         self.rope = (
             RotaryEmbedding(config.head_dim, config.sequence_length, config.rope_base)
             if config.positions == "rope"
@@ -140,9 +147,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model)
+        self.attention_norm = RMSNorm(config.d_model)
         self.attention = CausalSelfAttention(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model)
+        self.mlp_norm = RMSNorm(config.d_model)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> same
@@ -162,7 +169,7 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.final_norm = nn.RMSNorm(config.d_model)
+        self.final_norm = RMSNorm(config.d_model)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.sequence_length, config.d_model)

@@ -58,8 +58,13 @@ class World:
 
 @contextmanager
 def connect(config: TrainConfig) -> Iterator[World]:
-    """Join the other processes, if torchrun (or `--processes`) started several; leave them at the end."""
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    """Join the other processes, if torchrun (or `--processes`) started several; leave them at the end.
+
+    A process that is in a job already stays in it.
+    """
+    joined = dist.is_initialized()
+    size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+    rank = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if size > 1 and config.parallel == "none":
         raise ConfigError(f"{size} processes were started: say --fsdp to shard the model over them, or --ddp")
@@ -71,7 +76,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
     if config.parallel == "none":
         yield World(device, precision)
         return
-    _join(device, rank, size)
+    if not joined:
+        _join(device, rank, size)
     try:
         mesh = None
         if config.parallel == "fsdp":
@@ -80,7 +86,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
         tensor_size = config.tensor_parallel
         yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh)
     finally:
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:

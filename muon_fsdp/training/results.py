@@ -119,8 +119,8 @@ class Journal:
         aside = self._path.with_suffix(".partial")
         aside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         os.replace(aside, self._path)
-        self._stream = self._path.open("a", encoding="utf-8")
         self._events = _open_tensorboard(folder / "tensorboard", resumed_from) if tensorboard else None
+        self._stream = self._path.open("a", encoding="utf-8")
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         self._stream.write(json.dumps({"kind": kind, **values}) + "\n")

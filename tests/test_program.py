@@ -1,0 +1,393 @@
+"""The training program: the same run on any ranks, resumed, interrupted, killed, and told nonsense."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from muon_fsdp.training import checkpoint, model, program
+from muon_fsdp.training.config import ConfigError, TrainConfig, parse
+from muon_fsdp.training.model import GPTConfig
+from muon_fsdp.training.parallel import clip_gradient
+from muon_fsdp.training.program import main
+from muon_fsdp.training.results import read_result
+from tests.pool import RankPool
+
+ROOT = Path(__file__).parent.parent
+TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A preset that trains in a moment, one thread, and no job that this process belongs to."""
+    monkeypatch.setitem(model.PRESETS, "small", TINY)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
+    return file
+
+
+def flags(text: Path, output: Path, steps: int = 12, *more: str) -> list[str]:
+    return ["--data", str(text), "--output", str(output), "--steps", str(steps), "--batch-size", "8", "--device", "cpu",
+            "--eval-every", "4", "--eval-windows", "8", *more]  # fmt: skip
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(arguments: list[str], log: Path, **environment: str) -> subprocess.Popen:
+    """The program as a process of its own, with the real preset "demo"."""
+    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", "--sequence-length", "16", *arguments]
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=stream, stderr=stream
+        )
+
+
+def wait_for(what: object, process: subprocess.Popen, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        assert process.poll() is None, "the process ended before"
+        time.sleep(0.01)
+
+
+def has_trained(output: Path) -> bool:
+    file = output / "metrics.jsonl"
+    return file.exists() and '"train"' in file.read_text()
+
+
+def test_a_run_leaves_metrics_and_a_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
+    assert main(flags(text, tmp_path / "out", 12, "--tensorboard")) == 0
+    printed = capsys.readouterr().out
+    assert "one process, cpu, float32" in printed
+    assert "muon on 12 tensors" in printed
+    assert re.search(
+        r"Muon   step   12/12  loss \d\.\d+  val \d\.\d+  [\d,]+ tokens/s  optimizer \d+%  0 s left", printed
+    )
+    found = lines(tmp_path / "out")
+    assert [line["kind"] for line in found if line["kind"] != "train"] == ["start", *["validation"] * 4, "end"]
+    train = [line for line in found if line["kind"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, 13))
+    assert train[0]["lr"] == pytest.approx(0.02)  # of one warmup step
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert all(0 < line["optimizer_seconds"] < line["seconds"] for line in train)
+    # One momentum for a matrix, two moments and a counter for the rest.
+    matrices, rest = 2 * 12 * 32 * 32, 2 * 256 * 32 + 5 * 32 + 4 * 16
+    assert found[-1]["optimizer_state_bytes_per_rank"] == pytest.approx(4 * matrices + 8 * rest, rel=0.01)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "out" / "checkpoints")] == ["step-00000012"]
+    assert list((tmp_path / "out" / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sso", "adamw"])
+def test_a_resumed_run_is_the_same_bit_for_bit(optimizer: str, text: Path, tmp_path: Path, capsys) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ("--optimizer", optimizer, "--save-every", "3", "--keep", "9", "--schedule", "trapezoid")
+    assert main(flags(text, whole, 12, *options)) == 0
+    shutil.copytree(whole, parts)
+    for path in checkpoint.checkpoints(parts / "checkpoints")[2:]:
+        shutil.rmtree(path)
+    with (parts / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "tra')  # as a kill leaves it
+    assert main(flags(text, parts, 12, "--resume", *options)) == 0
+    assert "going on from step 6" in capsys.readouterr().out
+    assert read_result(parts).train_losses == read_result(whole).train_losses
+    assert read_result(parts).evaluations == read_result(whole).evaluations
+    files = [path / "checkpoints" / "step-00000012" / "__0_0.distcp" for path in (whole, parts)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_old_checkpoints_go_and_leftovers_too(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "checkpoints"
+    (folder / "step-00000001.partial").mkdir(parents=True)
+    (folder / "step-00000001.partial" / "half").write_text("half")
+    assert main(flags(text, tmp_path / "out", 8, "--save-every", "2", "--keep", "3")) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000006", "step-00000008"]
+
+
+def train_in_pool(arguments: list[str]) -> tuple[int, list[float]]:
+    """The program on ranks of the pool."""
+    model.PRESETS["small"] = TINY
+    code = main(arguments)
+    return code, read_result(Path(arguments[arguments.index("--output") + 1])).train_losses
+
+
+def finish(ranks: RankPool, world_size: int, arguments: list[str]) -> list[float]:
+    codes, losses = zip(*ranks.run(world_size, train_in_pool, arguments), strict=True)
+    assert set(codes) == {0}
+    return losses[0]
+
+
+def test_many_layouts_give_one_curve_and_resume_each_other(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    """A run begun by two ranks ends on four with another layout, as one process would have ended."""
+    assert main(flags(text, tmp_path / "one", 6, "--micro-batch-size", "4")) == 0
+    one = read_result(tmp_path / "one").train_losses
+    two = finish(ranks, 2, flags(text, tmp_path / "two", 6, "--fsdp", "--save-every", "3"))
+    assert two == pytest.approx(one, abs=1e-3)
+    shutil.rmtree(checkpoint.checkpoints(tmp_path / "two" / "checkpoints")[-1])
+    four = finish(ranks, 4, flags(text, tmp_path / "two", 6, "--replicas", "2", "--resume"))
+    assert lines(tmp_path / "two")[-1]["kind"] == "end"
+    assert four[:3] == two[:3]
+    assert four == pytest.approx(one, abs=1e-3)
+    for name, world_size, more in (
+        ("ddp", 2, ("--ddp", "--micro-batch-size", "2")),
+        ("accumulated", 2, ("--fsdp", "--micro-batch-size", "2")),
+        ("tensor", 2, ("--tp", "2")),
+        ("both", 4, ("--tp", "2", "--micro-batch-size", "2")),
+    ):
+        assert finish(ranks, world_size, flags(text, tmp_path / name, 6, *more)) == pytest.approx(one, abs=1e-3), name
+
+
+def test_ctrl_c_saves_and_a_run_goes_on(text: Path, tmp_path: Path) -> None:
+    output, log = tmp_path / "out", tmp_path / "log"
+    process = start(flags(text, output, 100_000, "--processes", "2", "--fsdp"), log)
+    wait_for(lambda: has_trained(output), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130, log.read_text()
+    (saved,) = checkpoint.checkpoints(output / "checkpoints")
+    step = int(saved.name.removeprefix("step-"))
+    assert f"stopped after step {step}, saved as {saved}; --resume goes on from there" in log.read_text()
+    assert read_result(output).num_steps == step
+    assert "Traceback" not in log.read_text()
+
+
+def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Path, tmp_path: Path) -> None:
+    output, log = tmp_path / "out", tmp_path / "log"
+    folder = output / "checkpoints"
+    process = start(flags(text, output, 100_000, "--save-every", "1"), log)
+    wait_for(lambda: len(checkpoint.checkpoints(folder)) == 2 and list(folder.glob("*.partial/*")), process)
+    process.kill()
+    process.wait()
+    saved = checkpoint.checkpoints(folder)
+    assert saved
+    step = int(saved[-1].name.removeprefix("step-"))
+    process = start(flags(text, output, step + 2, "--resume"), log)
+    assert process.wait(120) == 0, log.read_text()
+    assert f"going on from step {step}" in log.read_text()
+    assert not list(folder.glob("*.partial"))
+    assert [line["step"] for line in lines(output) if line["kind"] == "train"] == list(range(1, step + 3))
+
+
+def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path) -> None:
+    output, log = tmp_path / "out", tmp_path / "log"
+    process = start(flags(text, output, 100_000, "--processes", "2", "--fsdp"), log)
+    wait_for(lambda: has_trained(output), process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    assert process.wait(120) == 1
+    assert "error: rank 1 was ended by SIGKILL" in log.read_text()
+
+
+def train_with_little_room(arguments: list[str]) -> tuple[int, str]:
+    """Files of at most 64 kB: a write beyond fails as on a full disk. The exit code, and what was said."""
+    model.PRESETS["small"] = TINY
+    said = io.StringIO()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with redirect_stderr(said):
+            return main(arguments), said.getvalue()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
+    world_size: int, text: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    arguments = flags(text, tmp_path / "out", 1, "--fsdp", "--save-every", "1")
+    finish(ranks, world_size, arguments)
+    folder = tmp_path / "out" / "checkpoints"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    arguments[arguments.index("--steps") + 1] = "3"
+    codes, said = zip(*ranks.run(world_size, train_with_little_room, [*arguments, "--resume"]), strict=True)
+    assert set(codes) == {1}
+    assert "error: the checkpoint of step 2 could not be written" in said[0]
+    assert "GB free there); the newest good one is step-00000001" in said[0]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(text: Path, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "out"
+    assert main(flags(text, output, 4, "--save-every", "2")) == 0
+    newest = checkpoint.checkpoints(output / "checkpoints")[-1]
+    file = newest / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    for damaged, told in ((bytes(content), "__0_0.distcp is not what was written"), (b"", "is not what was written")):
+        file.write_bytes(damaged)
+        capsys.readouterr()
+        assert main(flags(text, output, 8, "--resume")) == 1
+        assert f"{newest} is damaged ({told}" in (error := capsys.readouterr().err) or told in error
+        assert "delete it to go on from step-00000002" in error
+    (newest / "manifest.json").write_text("{")
+    assert main(flags(text, output, 8, "--resume")) == 1
+    assert "is damaged (manifest.json: " in capsys.readouterr().err
+    shutil.rmtree(newest)
+    assert main(flags(text, output, 8, "--resume")) == 0
+
+
+def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+
+    def told(code: int, message: str, *more: str, at: Path = output) -> None:
+        capsys.readouterr()
+        assert main(flags(text, at, 2, *more)) == code
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.err.count("\n") == 1
+
+    told(1, "holds no checkpoint to go on from", "--resume")
+    told(2, "no such file or folder", "--data", str(tmp_path / "nowhere"))
+    told(
+        2,
+        "--batch-size 8 must be a multiple of 1 data-parallel rank(s) x --micro-batch-size 3",
+        "--micro-batch-size",
+        "3",
+    )
+    told(2, "--vocab-size 100 is too small: the data has 256 tokens", "--vocab-size", "100")
+    told(2, "start a multiple of 2", "--replicas", "2")
+    if not torch.cuda.is_available():
+        told(2, "torch sees no GPU", "--device", "cuda")
+    told(1, "lower its learning rate", "--lr", "1e30", "--rest-lr", "1e30", at=tmp_path / "diverged")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    told(2, 'needs tensorboard; install with: pip install "muon_fsdp[integrations]"', "--tensorboard")
+    assert main(flags(text, output, 2)) == 0
+    told(2, "holds a run with a checkpoint of step-00000002: say --resume to go on with it, or give another --output")
+    told(2, "optimizer 'muon' there, 'adamw' here", "--resume", "--optimizer", "adamw")
+    told(2, "vocab_size 256 there, 300 here", "--resume", "--vocab-size", "300")
+    (output / "metrics.jsonl").unlink()
+    told(2, "does not tell of a run", "--resume")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told(2, "2 processes were started: say --fsdp", at=tmp_path / "none")
+    monkeypatch.setenv("RANK", "0")
+    told(2, "leave it out under torchrun", "--processes", "2")
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
+    tokens = (torch.arange(2000) % 300).to(torch.int16)
+    (tmp_path / "tokens.bin").write_bytes(bytes(tokens.view(torch.uint8).tolist()))
+    arguments = flags(tmp_path / "tokens.bin", tmp_path / "out", 2)
+    assert main([*arguments, "--vocab-size", "256"]) == 2
+    assert "but the model's vocabulary has 256: give a larger --vocab-size" in capsys.readouterr().err
+    assert main([*arguments, "--vocab-size", "300"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "1", "--epochs", "2"], "give --steps or --epochs, not both"),
+        (["--epochs", "-1"], "--epochs must be positive"),
+        (["--warmup-fraction", "1.5"], "--warmup-fraction must be between 0 and 1"),
+        (["--lr", "-1"], "--lr must not be negative"),
+        (["--tp", "0"], "--tp must be at least 1"),
+        (["--ddp", "--tp", "2"], "--replicas and --tp belong to --fsdp"),
+        (["--model", "huge"], "invalid choice: 'huge'"),
+        (["--processes", "0"], "--processes must be at least 1"),
+    ],
+)
+def test_flags_that_cannot_work(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_flags_and_configuration_are_one() -> None:
+    assert parse([], "x") == (TrainConfig(), None)
+    config, processes = parse(["--tp", "2", "--processes", "4", "--lr", "0.1", "--compile"], "x")
+    assert (config, processes) == (TrainConfig(parallel="fsdp", tensor_parallel=2, lr=0.1, compile=True), 4)
+    with pytest.raises(ConfigError, match="clip-norm"):
+        TrainConfig(clip_norm=0.0)
+
+
+def test_epochs_are_so_many_readings_of_the_text(text: Path, tmp_path: Path) -> None:
+    arguments = flags(text, tmp_path / "out")
+    steps = arguments.index("--steps")
+    assert main([*arguments[:steps], *arguments[steps + 2 :], "--epochs", "0.1"]) == 0
+    assert read_result(tmp_path / "out").num_steps == round(0.1 * 400 * 45 * 0.9 / (8 * 16))
+
+
+def test_a_taken_port_is_told(text: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        log = tmp_path / "log"
+        job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert start(flags(text, tmp_path / "out", 2, "--fsdp"), log, **job).wait(120) == 2
+    assert f"no connection at 127.0.0.1:{port}" in log.read_text()
+    assert "torchrun --standalone" in log.read_text()
+
+
+def clip_on_two_meshes() -> tuple[float, float, float]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 40))
+    whole = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 40))
+    whole.load_state_dict(layers.state_dict())
+    fully_shard(layers[0], mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(layers[1], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    for network in (layers, whole):
+        network[1](network[0](torch.ones(3, 24))).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    found = clip_gradient(layers, 0.5)
+    difference = max(
+        float((a.grad.full_tensor() - b.grad).abs().max())
+        for a, b in zip(layers.parameters(), whole.parameters(), strict=True)
+    )
+    return float(found), float(expected), difference
+
+
+def test_gradients_on_several_meshes_are_clipped_together(ranks: RankPool) -> None:
+    for found, expected, difference in ranks.run(4, clip_on_two_meshes):
+        assert expected > 1
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert difference < 1e-6
+
+
+def test_half_precision_on_a_cpu_is_autocast(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    forward = nn.Linear.forward
+    monkeypatch.setattr(
+        nn.Linear, "forward", lambda self, x: seen.append(torch.is_autocast_enabled("cpu")) or forward(self, x)
+    )
+    assert main(flags(text, tmp_path / "out", 1, "--precision", "bfloat16")) == 0
+    assert all(seen)
+
+
+def test_the_second_ctrl_c_ends_at_once() -> None:
+    with program._stop_signals() as wanted:
+        assert not wanted()
+        signal.raise_signal(signal.SIGINT)
+        assert wanted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
