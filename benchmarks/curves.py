@@ -1,0 +1,174 @@
+"""Curves of the training program, a command for each question; CSV and a picture of the answer.
+
+python -m benchmarks.curves optimizers --model small --steps 300 --name curves_small
+python -m benchmarks.curves ranks --model small --steps 60 --name curves_ranks -- --device cpu
+python -m benchmarks.curves memory --model gpt2 --name memory_gpt2
+
+What follows `--` goes to the training program, for every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
+
+RATES = {"muon": (0.01, 0.02, 0.04), "adamw": (1e-3, 2e-3, 4e-3), "sso": (0.01, 0.02)}
+NAMES = {"muon": "Muon", "adamw": "AdamW", "sso": "SSO"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of the program, and the last line of its journal."""
+
+    label: str
+    optimizer: str
+    result: RunResult
+    end: dict[str, float]
+
+
+def run(label: str, optimizer: str, flags: Sequence[str], folder: Path) -> Finished | None:
+    """The training program in a process of its own; None if it failed, which a rate that is too large may."""
+    output = folder / label.replace(" ", "-").replace(",", "")
+    command = [sys.executable, "-m", "muon_fsdp.training", "--output", str(output), "--optimizer", optimizer]
+    command += ["--name", label, *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(f"{label}: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        return None
+    result = read_result(output)
+    end = json.loads((output / METRICS_FILE).read_text().splitlines()[-1])
+    print(
+        f"{label:24} validation loss {result.final_validation_loss:.4f}  "
+        f"{result.milliseconds_per_step:7.1f} ms a step  optimizer {result.optimizer_share:6.1%}",
+        flush=True,
+    )
+    return Finished(label, optimizer, result, end)
+
+
+def best_of(runs: Sequence[Finished]) -> list[Finished]:
+    """The best run of each optimizer."""
+    optimizers = dict.fromkeys(finished.optimizer for finished in runs)
+    return [
+        min((r for r in runs if r.optimizer == name), key=lambda r: r.result.final_validation_loss)
+        for name in optimizers
+    ]
+
+
+def write_csv(path: Path, runs: Sequence[Finished]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["run", "step", "train_loss", "validation_loss"])
+        for finished in runs:
+            validation = {evaluation.step: evaluation.loss for evaluation in finished.result.evaluations}
+            losses = [None, *finished.result.train_losses]
+            for step, loss in enumerate(losses):
+                if step in validation or step % 10 == 0:
+                    shown = "" if loss is None else f"{loss:.6f}"
+                    held_out = f"{validation[step]:.6f}" if step in validation else ""
+                    writer.writerow([finished.label, step, shown, held_out])
+
+
+def write_plot(path: Path, title: str, runs: Sequence[Finished]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), dpi=110, layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for index, finished in enumerate(runs):
+        points = finished.result.evaluations[1:]
+        label = f"{finished.label}: {finished.result.final_validation_loss:.3f}"
+        width = max(1.0, 4.0 - 1.2 * index)
+        losses = [point.loss for point in points]
+        by_steps.plot([point.step for point in points], losses, label=label, linewidth=width)
+        by_seconds.plot([finished.result.training_seconds(point.step) for point in points], losses, linewidth=width)
+    by_steps.set_ylabel("validation loss (nats per token)")
+    by_steps.set_xlabel("step")
+    by_seconds.set_xlabel("seconds of training, at the median time of a step")
+    by_steps.legend(title="final validation loss")
+    for axes in (by_steps, by_seconds):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path)
+
+
+def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> list[Finished]:
+    """Every optimizer at several rates; the best of each is what is shown."""
+    runs = []
+    for optimizer in args.optimizers.split(","):
+        for rate in args.rates.get(optimizer, RATES[optimizer]):
+            found = run(f"{NAMES[optimizer]} lr {rate:g}", optimizer, [*shared, "--lr", str(rate)], folder)
+            runs += [found] if found else []
+    return runs
+
+
+def compare_ranks(args: argparse.Namespace, shared: list[str], folder: Path) -> list[Finished]:
+    runs = []
+    for ranks in (1, 2, 4):
+        more = [] if ranks == 1 else ["--processes", str(ranks), "--fsdp"]
+        found = run(f"Muon {ranks} rank(s)", "muon", [*shared, *more], folder)
+        runs += [found] if found else []
+    for finished in runs[1:]:
+        pairs = zip(finished.result.train_losses, runs[0].result.train_losses, strict=True)
+        distance = max(abs(a - b) for a, b in pairs)
+        print(f"{finished.label}: training losses differ from one rank's by at most {distance:.2g}")
+    return runs
+
+
+def compare_memory(args: argparse.Namespace, shared: list[str], folder: Path) -> list[Finished]:
+    runs = [found for name in ("adamw", "muon", "sso") if (found := run(NAMES[name], name, shared, folder))]
+    print(f"{'':8} {'state MB':>10} {'peak MB':>10}")
+    for finished in runs:
+        peak = finished.end.get("peak_memory_bytes")
+        state = finished.end["optimizer_state_bytes_per_rank"] / 1e6
+        print(f"{finished.label:8} {state:10.1f} {'-' if peak is None else f'{peak / 1e6:10.1f}':>10}")
+    return runs
+
+
+QUESTIONS = {"optimizers": compare_optimizers, "ranks": compare_ranks, "memory": compare_memory}
+
+
+def _rates(text: str) -> dict[str, tuple[float, ...]]:
+    """muon=0.01,0.02:adamw=0.001"""
+    return {
+        name: tuple(float(rate) for rate in rates.split(","))
+        for name, rates in (part.split("=") for part in text.split(":"))
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=list(QUESTIONS))
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--optimizers", default="adamw,muon")
+    parser.add_argument("--rates", type=_rates, default={}, help="such as muon=0.01,0.02:adamw=0.001")
+    parser.add_argument("--name", required=True, help="of the files")
+    parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    more = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    args = parser.parse_args(arguments[: len(arguments) - len(more) - 1] if "--" in arguments else arguments)
+    shared = ["--model", args.model, "--steps", str(args.steps), *more]
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = QUESTIONS[args.question](args, shared, Path(folder))
+    if not runs:
+        return 1
+    write_csv(args.output / f"{args.name}.csv", runs)
+    shown = best_of(runs) if args.question == "optimizers" else runs
+    write_plot(args.output / f"{args.name}.png", f"{args.model}, {args.steps} steps", shown)
+    if args.question == "memory":
+        facts = {finished.label: finished.end for finished in runs}
+        (args.output / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
