@@ -333,14 +333,9 @@ def _signature(thing: Callable[..., object], name: str, *, full: bool = True) ->
 
 
 def _method(owner: type, name: str) -> str:
-    attribute = inspect.getattr_static(owner, name)
-    doc = parse(attribute.fget if isinstance(attribute, property) else getattr(owner, name))
-    if isinstance(attribute, property):
-        title = f"{name} (property)"
-    else:
-        function = inspect.unwrap(getattr(owner, name))
-        # Overloads, decorators and context managers: the plain call is what a reader wants.
-        title = _signature(function, name, full=name in ("routing_report", "plan_report", "metrics"))
+    function = inspect.unwrap(getattr(owner, name))  # decorators and context managers: the plain call
+    doc = parse(function)
+    title = _signature(function, name, full=name in ("routing_report", "plan_report", "metrics"))
     parts = [f"**`{title}`**: {doc.summary}", doc.body]
     if doc.keys:
         parts.append(_table(["key", "meaning"], [(f"`{key}`", text) for key, text in doc.keys.items()]))
@@ -348,13 +343,16 @@ def _method(owner: type, name: str) -> str:
 
 
 def own_methods(owner: type) -> list[str]:
-    """Public methods and properties that the class itself, or a private base of it, defines."""
+    """Public methods that the class itself, or a private base of it, defines."""
     bases = [base for base in owner.__mro__ if base is owner or base.__name__.startswith("_Elementwise")]
+    # By where a function was written: torch puts a wrapped `step` into every class of which there is an instance.
     return [
         name
         for base in reversed(bases)
         for name, value in vars(base).items()
-        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+        if not name.startswith("_")
+        and inspect.isfunction(value)
+        and value.__qualname__ == f"{base.__qualname__}.{name}"
     ]
 
 
