@@ -23,6 +23,8 @@ from muon_fsdp.layout import Layout, Tile, local_layout
 from muon_fsdp.plan import Exchange, Piece, Stage, make_gather_stage
 from muon_fsdp.recorder import Recorder
 
+__all__ = ["gather_full", "like", "local", "scatter_full"]
+
 _FLAGS_PER_BLOCK = 1024
 STAGES_IN_FLIGHT = 2  # of one kind of transfer: a buffer is free again after so many stages
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -76,7 +78,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is distributed as the parameter and whose local part is `part`."""
+    """A tensor that is distributed as the parameter and whose local part is `part`; no communication."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(
@@ -259,7 +261,10 @@ class StageExchange:
 
 
 def gather_full(parameter: Tensor) -> Tensor:
-    """The whole of a parameter as a new plain tensor, on every rank that holds it and in its own precision."""
+    """The whole of a parameter as a new plain tensor, on every rank that holds it and in its own precision.
+
+    A collective: all ranks of the parameter's mesh must call it.
+    """
     shard = local(parameter).detach()
     if not isinstance(parameter, DTensor):
         return shard.clone()

@@ -35,8 +35,14 @@ class FSDPMuonOptimizer(MuonOptimizer):
     Args:
         model: the model, wrapped or not, before or after its first forward.
         params: what to optimize, in any form that `MuonOptimizer` takes; None for all trainable parameters.
-        lr, weight_decay, momentum, nesterov, ns_steps, ns_stepsize: as for `MuonOptimizer`.
-        beta2, eps: second moment of AdamW.
+        lr: learning rate of the matrices.
+        weight_decay: decoupled decay of matrices, embeddings and heads.
+        momentum: decay of the momentum buffer.
+        nesterov: look ahead by one step of momentum.
+        ns_steps: steps of the orthogonalizing iteration.
+        ns_stepsize: further factor of the orthogonalized update.
+        beta2: decay of AdamW's second moment; `adamw_betas` takes its place.
+        eps: added to the root of AdamW's second moment; `adamw_eps` takes its place.
         gradient_accumulation_steps: N > 1 makes `step()` and `zero_grad()` do nothing on N - 1 of N calls while
             gradients add up in `p.grad`; the N-th uses their mean. Unscaling and clipping belong on the N-th.
             `model.zero_grad()` does clear gradients: use the optimizer's.

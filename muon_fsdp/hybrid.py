@@ -18,8 +18,14 @@ def create_hybrid_optimizer(
 ) -> MuonOptimizer:
     """An optimizer that routes by module: embeddings, output head, vectors and scalars to AdamW, matrices to Muon.
 
-    `adamw_weight_decay` applies to every AdamW parameter, `weight_decay` (0 by default) to the matrices. Further
-    options are those of `MuonOptimizer`; `print(optimizer.routing_report())` shows what went where, and why.
+    `print(optimizer.routing_report())` shows what went where, and why.
+
+    Args:
+        model: the model, wrapped or not.
+        muon_lr: learning rate of the matrices.
+        adamw_lr: learning rate of everything else.
+        adamw_weight_decay: decoupled decay of every AdamW parameter, vectors included.
+        options: all others of `MuonOptimizer`; `weight_decay` (0 by default) is that of the matrices.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_hybrid_optimizer needs the model itself, got {type(model).__name__}")

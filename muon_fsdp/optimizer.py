@@ -80,21 +80,29 @@ class MuonOptimizer(torch.optim.Optimizer):
     Args:
         params: a model, one tensor, tensors, named tensors, or groups with options.
         lr: learning rate of the matrices, a float or a one-element tensor.
-        momentum: decay of the momentum buffer.
-        weight_decay: decoupled weight decay of the matrices.
+        momentum: decay of the momentum buffer, in [0, 1).
+        weight_decay: decoupled weight decay of the matrices, times the unscaled lr.
         nesterov: look ahead by one step of momentum.
-        ns_steps: steps of the orthogonalizing iteration.
+        ns_steps: steps of the orthogonalizing iteration, at least 1.
         rule: the rule for matrices, "muon", "spectral_sphere" or "adamw".
         scale: size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)),
             "v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number.
         orthogonalization: coefficients "default", "keller", "polar_express", "quintic", or "exact" (SVD, slow).
         view: how a parameter is read as matrices: "auto", "matrix", "stacked", "flatten", "attn".
-        num_heads: cut the rows of every matrix into this many equal matrices.
-        split_sizes: cut the rows of every matrix into matrices of these heights, as of a fused QKV.
+        num_heads: cut the rows of every matrix into this many equal matrices; None leaves it whole.
+        split_sizes: cut the rows of every matrix into matrices of these heights, as of a fused QKV; None leaves it
+            whole. Not together with num_heads.
         ns_stepsize: further factor of the orthogonalized update.
-        power_iteration_steps, radius_mode, radius_scaler, retract_mode, retract_alpha, lambda_mode: of rule
-            "spectral_sphere", as for `SpectralSphereOptimizer`.
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: options of what AdamW takes.
+        power_iteration_steps: of rule "spectral_sphere", as are the next five; see `SpectralSphereOptimizer`.
+        radius_mode: see there.
+        radius_scaler: see there.
+        retract_mode: see there.
+        retract_alpha: see there.
+        lambda_mode: see there.
+        adamw_lr: learning rate of what AdamW takes.
+        adamw_betas: decay of its first and second moment.
+        adamw_eps: added to the root of its second moment.
+        adamw_weight_decay: its decoupled weight decay.
         nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
             The last two look at the gradients before anything is changed, which waits for the device.
         strategy: for sharded matrices: "owner" computes each once in the whole job, "replicate" on every rank,
@@ -205,7 +213,11 @@ class MuonOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters; a group that mixes matrices and other parameters becomes one group per rule."""
+        """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
+
+        Keys are the per-group options, `adamw_*` for the AdamW parameters of a mixed group, and `name`. A key that is
+        none of these, or of torch's schedulers, is refused.
+        """
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if key != "params"}
@@ -337,7 +349,11 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; the others, their state included, are left as they are."""
+        """Update every parameter that has a gradient; the others, their state included, are left as they are.
+
+        A parameter counts as having one if some rank has one for it. All ranks that hold parameters must call this.
+        `closure`, if given, is called first, with gradients enabled; its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -504,10 +520,26 @@ class MuonOptimizer(torch.optim.Optimizer):
         return make_report(specs, self._engine)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger: skipped steps, and what the momentum of one matrix of every shape now gives.
+        """Numbers for a logger, by name; one rank may ask alone.
 
-        Nothing is kept for this during training: the update of the sampled matrices is computed when asked for.
-        Sampled are matrices that this rank holds whole, so that one rank may ask alone.
+        Nothing is kept for most of them during training: updates of a sample, one matrix of every shape that this
+        rank holds whole, are computed when asked for, from the momentum as it is.
+
+        Keys:
+            skipped_steps: steps left out by `nonfinite="skip"` since the optimizer was made.
+            orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
+                where there is no sample: before the first step, where all matrices are sharded, and under rule
+                "spectral_sphere".
+            update_rms: the mean over the sample of lr times the root mean square of the update. Absent likewise.
+            lambda_fallbacks: under rule "spectral_sphere", as are the next: matrices and steps in which the search
+                for lambda failed, so that lambda = 0 was taken.
+            matrices_without_norm: matrices and steps in which a matrix was zero and therefore not retracted.
+            spectral_norm_over_radius_min: the smallest s / R before retraction in the last step, over all matrices.
+            spectral_norm_over_radius_max: the largest.
+            lambda_abs_mean: the mean of |lambda| in the last step.
+            lambda_abs_max: the largest.
+            msign_calls_median: orthogonalizations that a matrix took in the last step, the median.
+            msign_calls_max: the largest.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         residuals, sizes = [], []

@@ -17,46 +17,70 @@ from muon_fsdp.plan import ParameterSpec, Unit, make_outline
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Parameters of one shape and layout."""
+    """Parameters of one shape and layout.
+
+    Args:
+        shape: of each parameter, whole.
+        num_parameters: how many there are.
+        num_matrices: logical matrices in all of them.
+        strategy: "owner", "replicate", or "local" where nothing has to travel.
+        num_owners: ranks that compute some of them.
+        gather_bytes: sent to who computes, in the whole job, in a step.
+        scatter_bytes: sent back.
+        flops: of the orthogonalizations, in the whole job, every matrix once.
+    """
 
     shape: tuple[int, ...]
     num_parameters: int
     num_matrices: int
-    strategy: str  # "owner", "replicate", or "local" where nothing has to travel
+    strategy: str
     num_owners: int
-    gather_bytes: int  # in the whole job, in a step
+    gather_bytes: int
     scatter_bytes: int
-    flops: float  # in the whole job, every matrix once
+    flops: float
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `optimizer.plan_report()` gives; its text is a table."""
+    """What `optimizer.plan_report()` gives; its text is a table.
+
+    Args:
+        num_ranks: ranks that hold some matrix.
+        num_stages: stages that a step is cut into.
+        rows: one per shape and layout.
+        flops_by_rank: work of every rank in a step.
+        balance: the busiest rank over the lower bound of what any assignment could reach; 1 is best.
+    """
 
     num_ranks: int
     num_stages: int
     rows: tuple[PlanRow, ...]
     flops_by_rank: dict[int, float]
-    balance: float  # the busiest rank over the lower bound of what any assignment could reach
+    balance: float
 
     @property
     def num_matrices(self) -> int:
+        """Logical matrices in the whole model."""
         return sum(row.num_matrices for row in self.rows)
 
     @property
     def gather_bytes(self) -> int:
+        """Sent to who computes, in the whole job, in a step."""
         return sum(row.gather_bytes for row in self.rows)
 
     @property
     def scatter_bytes(self) -> int:
+        """Sent back."""
         return sum(row.scatter_bytes for row in self.rows)
 
     @property
     def max_flops(self) -> float:
+        """Work of the busiest rank."""
         return max(self.flops_by_rank.values(), default=0.0)
 
     @property
     def mean_flops(self) -> float:
+        """Work of a rank, on average."""
         return sum(self.flops_by_rank.values()) / max(1, self.num_ranks)
 
     def __str__(self) -> str:

@@ -57,7 +57,12 @@ def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
     """Say on the module how its parameter is to be read as matrices, for example `label(block.attn, "attn", "qkvo")`.
 
     An attribute of the parameter itself is lost when `fully_shard` replaces the parameter; this is not, and it may be
-    called before or after wrapping.
+    called before or after wrapping. The optimizer must be built from the model to see it.
+
+    Args:
+        module: the module that holds the parameter itself.
+        view: "auto", "matrix", "stacked", "flatten" or "attn".
+        parameter: the parameter's name in that module.
     """
     if view not in VIEW_NAMES:
         raise ValueError(f"Unknown label {view!r}; valid names are {', '.join(VIEW_NAMES)}")
@@ -238,16 +243,32 @@ def _is_convolution(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class RoutingRow:
+    """One parameter.
+
+    Args:
+        name: its name in the model, or "param[3]" where it has none.
+        shape: its whole shape, sharded or not.
+        rule: the rule that it takes; "none" if it is frozen.
+        reason: why.
+        scale: one number per kind of logical matrix, the radius under "spectral_sphere"; empty where nothing is
+            orthogonalized.
+    """
+
     name: str
     shape: tuple[int, ...]
     rule: str
     reason: str
-    scale: str  # one number per kind of logical matrix; empty where nothing is orthogonalized
+    scale: str
 
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """What `optimizer.routing_report()` gives: `rows`, `warnings`, and a table as its text."""
+    """What `optimizer.routing_report()` gives; its text is a table.
+
+    Args:
+        rows: one per parameter, in the order of the groups; frozen ones last.
+        warnings: what may not be as meant.
+    """
 
     rows: tuple[RoutingRow, ...]
     warnings: tuple[str, ...]

@@ -22,16 +22,20 @@ class SpectralSphereOptimizer(MuonOptimizer):
     be sharded in any way; W is never assembled.
 
     Args:
-        params, lr, momentum, nesterov, ns_steps: as for `MuonOptimizer`.
+        params: as for `MuonOptimizer`.
+        lr: length of a step along the sphere, relative to R.
+        momentum: as for `MuonOptimizer`.
         weight_decay: applied before retraction, so it does nothing to matrices under "hard".
+        nesterov: as for `MuonOptimizer`.
+        ns_steps: as for `MuonOptimizer`, of one msign.
         power_iteration_steps: what finding s, u and v is worth at every step, in steps of power iteration; they are
             found with fewer products, and with as many as it takes at the first step of a matrix.
         radius_mode: R is "spectral_mup" radius_scaler sqrt(d_out/d_in), "identity" radius_scaler, or "initialize" the
             norm that a matrix has at its first step.
-        radius_scaler: see there.
+        radius_scaler: factor of R, positive; not under "initialize".
         retract_mode: "hard" brings W to its sphere at every step, "dynamic" by a factor of 1 +- retract_alpha lr, but
             for the first step.
-        retract_alpha: see there.
+        retract_alpha: strength of "dynamic".
         lambda_mode: "bracketed" finds lambda by secants inside a bracket, from the last step's; "bisection" by halving
             it; "projection" takes msign(M) and removes its part along u v^T; "zero" takes msign(M) (MuonSphere).
         options: all others of `MuonOptimizer` but `scale`, whose place R takes.

@@ -6,11 +6,15 @@ from torch import Tensor
 
 from muon_fsdp.newton_schulz import orthogonalize
 
+__all__ = ["zeropower_via_newtonschulz5"]
+
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:  # noqa: N803 - the name users know
-    """The orthogonal factor of G, or of every matrix of a batch (..., m, n), by `steps` quintic iterations.
+    """The orthogonal factor of G by quintic iterations; same shape and dtype, and G is not changed.
 
-    >>> O = zeropower_via_newtonschulz5(torch.randn(50, 100))
-    >>> assert torch.norm(O @ O.T - torch.eye(50)) < 0.1
+    Args:
+        G: a matrix, or a batch (..., m, n) of them, in any real floating-point precision and of any scale; zero
+            matrices stay zero.
+        steps: iterations, at least 1. Coefficients are solved for that number.
     """
     return orthogonalize(G, steps=steps)

@@ -1,43 +1,182 @@
-"""Every Python snippet of the README runs, in order and in one namespace; the marked ones on two ranks."""
+"""Python snippets of the pages run, links lead somewhere, commands name what exists, and every error has its line.
+
+The snippets of a page run in order and in one namespace. A comment in the line above one says otherwise:
+`<!-- distributed ... -->` runs on two ranks, `<!-- gpu ... -->` where there is a GPU, `<!-- not run: reason -->` never.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from tests.pool import RankPool
 
-README = Path(__file__).parent.parent / "README.md"
-MARK = "<!-- distributed"
+ROOT = Path(__file__).parent.parent
+# Pages whose Python snippets run.
+DOCS = [
+    "README.md",
+    "docs/api.md",
+    "docs/faq.md",
+    "docs/migration.md",
+]
+# Pages that others link to and that are not written yet.
+PENDING: set[str] = {"docs/cli.md", "docs/integrations.md", "docs/training.md"}
+# What the snippets of a page take for granted.
+GIVEN: dict[str, dict[str, object]] = {"README.md": {"model": nn.Linear(4, 4), "torch": torch}}
+
+SNIPPET = re.compile(r"(?:<!-- (distributed|gpu|not run)[^\n]*-->\n)?```python\n(.*?)```", flags=re.DOTALL)
 
 
-def snippets(distributed: bool) -> list[str]:
-    found = re.findall(r"(<!-- distributed[^\n]*\n)?```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    return [code for mark, code in found if bool(mark) == distributed]
+def snippets(page: str, *kinds: str) -> list[tuple[int, str]]:
+    """The line and the code of the snippets of these kinds; "" is one without a comment."""
+    text = (ROOT / page).read_text()
+    return [
+        (text.count("\n", 0, match.start(2)), match.group(2))
+        for match in SNIPPET.finditer(text)
+        if (match.group(1) or "") in kinds
+    ]
 
 
-def run_distributed() -> int:
-    names: dict[str, object] = {}
-    for snippet in snippets(distributed=True):
-        exec(compile(snippet, str(README), "exec"), names)
-    return len(snippets(distributed=True))
+def run_snippets(page: str, *kinds: str) -> int:
+    """Run them, and say how many; tracebacks name the page and its lines."""
+    names = dict(GIVEN.get(page, {}))
+    found = snippets(page, *kinds)
+    for line, code in found:
+        exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
+    return len(found)
 
 
-def test_snippets_for_one_device(capsys):
-    codes = snippets(distributed=False)
-    assert len(codes) >= 6
-    names: dict[str, object] = {"model": nn.Linear(4, 4), "torch": torch}
-    for code in codes:
-        exec(compile(code, str(README), "exec"), names)
+@pytest.mark.parametrize("page", DOCS)
+def test_snippets_for_one_device(page: str, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kinds = ("", "gpu") if torch.cuda.is_available() else ("",)
+    assert run_snippets(page, *kinds) > 0
     printed = capsys.readouterr().out
-    table = re.search(r"```\n(name .*?)```", README.read_text(), flags=re.DOTALL)
-    assert table is not None
-    assert table.group(1).strip() in printed
-    assert "512 rank(s)" in printed
+    if page == "README.md":
+        table = re.search(r"```\n(name .*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+        assert table is not None
+        assert table.group(1).strip() in printed
+        assert "512 rank(s)" in printed
 
 
-def test_snippets_for_two_ranks(ranks: RankPool):
-    assert ranks.run(2, run_distributed) == [2, 2]
+@pytest.mark.parametrize("page", [page for page in DOCS if snippets(page, "distributed")])
+def test_snippets_for_two_ranks(page: str, ranks: RankPool):
+    expected = len(snippets(page, "distributed"))
+    assert ranks.run(2, run_snippets, page, "distributed") == [expected, expected]
+
+
+def test_marks_are_spelt_right():
+    """A comment that is not one of the three would let a snippet run where it should not."""
+    for page in DOCS:
+        for mark in re.findall(r"(<!--[^\n]*)\n```python", (ROOT / page).read_text()):
+            assert re.match(r"<!-- (distributed|gpu|not run: .+)\b.*-->", mark), f"{page}: {mark}"
+
+
+# ------------------------------------------------------------------------------------------------ links and commands
+
+PAGES = sorted({"README.md", "CHANGELOG.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))})
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    text = (ROOT / page).read_text()
+    for target, fragment in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", without_code(text)):
+        if "://" in target:
+            continue
+        path = (ROOT / page).parent / target if target else ROOT / page
+        if path.exists():
+            assert not fragment or fragment in anchors(path.read_text()), f"no heading for #{fragment} in {path.name}"
+        else:
+            assert str(path.resolve().relative_to(ROOT.resolve())) in PENDING, f"{page} links to {target}"
+
+
+def test_no_page_is_pending_that_exists():
+    assert not [page for page in PENDING if (ROOT / page).exists()], "take it out of PENDING"
+
+
+def commands(page: str) -> Iterator[str]:
+    """Lines of sh blocks, and code in the text that begins like a command."""
+    text = (ROOT / page).read_text()
+    for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):
+        yield from re.sub(r"\\\n", " ", block).splitlines()
+    yield from re.findall(
+        r"`((?:make|python|torchrun|pytest|pip) [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_name_what_exists(page: str):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", project, flags=re.MULTILINE))
+    for command in commands(page):
+        for target in re.findall(r"^make ([a-z]\w*)", command):
+            assert target in targets, f"{page}: {command}"
+        for module in re.findall(r"\bpython -m ([\w.]+)", command):
+            assert importlib.util.find_spec(module) is not None, f"{page}: {command}"
+        for path in re.findall(r"(?<![\w/.])((?:examples|tests|benchmarks|docs)/[\w/]+\.py)", command):
+            assert (ROOT / path).exists(), f"{page}: {command}"
+        for names in re.findall(r"^pip install .*\[([\w,]+)\]", command):
+            assert set(names.split(",")) <= extras, f"{page}: {command}"
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """The longest literal piece of every message that is raised in a file, with its line."""
+    tree = ast.parse(path.read_text())
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+            continue
+        message = node.exc.args[0]
+        if isinstance(message, ast.Name):
+            message = constants.get(message.id, message)
+        name = getattr(node.exc.func, "id", "")
+        if name in ("AssertionError", "KernelError", "SystemExit"):  # not for users
+            continue
+        literals = [
+            part.value for part in ast.walk(message) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        ]
+        if literals:
+            yield node.lineno, max(literals, key=len)
+
+
+def test_every_error_has_its_line_in_the_faq():
+    """By the first words of the longest piece of a message. Programs have pages of their own."""
+    faq = " ".join((ROOT / "docs/faq.md").read_text().split())
+    missing = []
+    count = 0
+    for path in sorted((ROOT / "muon_fsdp").rglob("*.py")):
+        if path.relative_to(ROOT / "muon_fsdp").parts[0] in ("training", "cli"):
+            continue
+        for line, text in messages(path):
+            count += 1
+            words = " ".join(text.strip(" :;,.()'").split()[:4])
+            if words not in faq:
+                missing.append(f"{path.relative_to(ROOT)}:{line}: {words!r}")
+    assert count > 60
+    assert not missing, "\n".join(["docs/faq.md has no line for", *missing])

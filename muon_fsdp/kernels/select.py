@@ -45,7 +45,21 @@ class KernelError(RuntimeError):
 
 
 class Product(NamedTuple):
-    """What is computed: a batch of (rows x inner) times (inner x cols); `bulk`: rows are multiples of 16 bytes."""
+    """What is computed: a batch of (rows x inner) times (inner x cols).
+
+    Args:
+        operation: "symmetric", a product whose result is symmetric, or "multiply_add".
+        num_matrices: size of the batch.
+        rows: of the result.
+        cols: of the result.
+        inner: the side that is summed over.
+        dtype: precision of the operands.
+        bulk: rows of the operands are multiples of 16 bytes.
+        wide_result: what is added, or the result, takes four bytes an element.
+        transposed: operands are stored with `inner` as rows.
+        uniform: all operands have this precision and begin at multiples of 16 bytes.
+        masked: some matrices may be left out.
+    """
 
     operation: Operation
     num_matrices: int
@@ -54,10 +68,10 @@ class Product(NamedTuple):
     inner: int
     dtype: torch.dtype
     bulk: bool = True
-    wide_result: bool = False  # what is added, or the result, takes four bytes an element
+    wide_result: bool = False
     transposed: bool = False
-    uniform: bool = True  # all operands have this precision and begin at multiples of 16 bytes
-    masked: bool = False  # some matrices may be left out
+    uniform: bool = True
+    masked: bool = False
 
     @property
     def shape_class(self) -> str:
@@ -71,10 +85,16 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """`path` is None where it has to be timed first (`tune`)."""
+    """What computes a product.
+
+    Args:
+        path: "gluon", "triton", or "torch", PyTorch's library; None where candidates have to be timed first.
+        config: the tiles of "triton".
+        reason: why.
+    """
 
     path: Literal["gluon", "triton", "torch"] | None
-    config: TileConfig | None  # of "triton"
+    config: TileConfig | None
     reason: str
 
 
@@ -124,7 +144,12 @@ def _from_table(product: Product, processors: int, no_gluon: str | None) -> Choi
 
 
 def select(product: Product, device: torch.device) -> Choice:
-    """The kernel for a product on a device."""
+    """The kernel for a product on a device, and why; nothing is run.
+
+    Args:
+        product: what is to be computed.
+        device: where.
+    """
     reason = unusable(device)
     if reason is None and product.dtype not in (*_HALF, torch.float32):
         reason = f"no tensor cores for {product.dtype}"

@@ -128,11 +128,11 @@ class Rule(ABC):
         """Write the update, tangent to the spheres of the weights, to `out`, and what was found to `spectrum`."""
         raise AssertionError(f"rule {self.name!r} has no spheres")
 
-    # A rule may come with kernels that do `prepare` and `apply` for a whole group in one launch. With `fused_scalars`
-    # it names the numbers they need besides lr and weight decay.
+    # A rule may come with kernels that do `prepare` and `apply` for a whole group in one launch.
     fused: ClassVar[bool] = False
 
     def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
+        """The numbers that the kernels need besides lr and weight decay."""
         raise AssertionError(f"rule {self.name!r} has no kernels")
 
     def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:

@@ -1,0 +1,597 @@
+"""Writes docs/api.md from signatures and docstrings; what is written by hand is the order and the introductions below.
+
+python docs/generate_api.py            # write the page
+python docs/generate_api.py --check    # exit with 1 if the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, get_args
+
+import muon_fsdp
+import muon_fsdp.distributed
+import muon_fsdp.elementwise
+import muon_fsdp.kernels
+import muon_fsdp.report
+import muon_fsdp.routing
+import muon_fsdp.rules
+import muon_fsdp.spectral
+import muon_fsdp.utils
+import muon_optimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
+from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS
+from muon_fsdp.options import ADAMW_OPTIONS, FOREIGN_KEYS, GROUP_OPTIONS, NonFinite
+from muon_fsdp.plan import STRATEGIES
+from muon_fsdp.rules import RULES
+from muon_fsdp.rules.base import NUM_VECTORS
+from muon_fsdp.scaling import SCALE_VERSIONS
+from muon_fsdp.spectral import LAMBDA_MODES, RADIUS_MODES, RETRACT_MODES
+from muon_fsdp.views import VIEW_NAMES
+
+PAGE = Path(__file__).with_name("api.md")
+
+# Modules whose `__all__` is the public surface; tests/test_api.py asks for every name of them on the page.
+PUBLIC_MODULES: tuple[ModuleType, ...] = (
+    muon_fsdp,
+    muon_fsdp.utils,
+    muon_fsdp.spectral,
+    muon_fsdp.distributed,
+    muon_fsdp.kernels,
+    muon_fsdp.rules,
+    muon_fsdp.elementwise,
+    muon_optimizer,
+)
+
+# Options that take a name; the first is the default.
+CHOICES: dict[str, Sequence[str]] = {
+    "rule": tuple(RULES),
+    "scale": SCALE_VERSIONS,
+    "orthogonalization": ORTHOGONALIZATIONS,
+    "view": VIEW_NAMES,
+    "radius_mode": RADIUS_MODES,
+    "retract_mode": RETRACT_MODES,
+    "lambda_mode": LAMBDA_MODES,
+    "nonfinite": get_args(NonFinite),
+    "strategy": STRATEGIES,
+}
+
+SPHERE_OPTIONS = (
+    "power_iteration_steps",
+    "radius_mode",
+    "radius_scaler",
+    "retract_mode",
+    "retract_alpha",
+    "lambda_mode",
+)
+
+TITLE = """# API reference
+
+<!-- Written by docs/generate_api.py from signatures and docstrings: edit those, then run it. -->
+
+Everything that is public, and nothing else: names that are not on this page may change without notice. How to begin:
+[README](../README.md). Questions and error messages: [faq.md](faq.md). Coming from another optimizer:
+[migration.md](migration.md). The `muon-fsdp` command: [cli.md](cli.md). Trainers and frameworks:
+[integrations.md](integrations.md). The training program: [training.md](training.md).
+"""
+
+OPTIMIZERS_INTRODUCTION = """\
+The three classes share one engine, one `step()` and one set of options; with equal options and routing they give
+equal results. They are `torch.optim.Optimizer`s: closures, hooks, schedulers, `GradScaler` and checkpoints work as
+usual.
+
+```python
+import torch
+from torch import nn
+from muon_fsdp import MuonOptimizer
+
+model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+optimizer = MuonOptimizer(model, lr=0.02, adamw_lr=1e-3)
+model(torch.randint(0, 50, (8,))).square().mean().backward()
+optimizer.step()
+```
+
+In the tables, *group* says whether an option may also be set for a group of parameters, or by `overrides`; the other
+options hold for the whole optimizer."""
+
+UTILS_EXAMPLE = """```python
+from muon_fsdp.utils import zeropower_via_newtonschulz5
+
+orthogonal = zeropower_via_newtonschulz5(torch.randn(50, 100))
+assert torch.norm(orthogonal @ orthogonal.T - torch.eye(50)) < 0.1
+```"""
+
+SPECTRAL_EXAMPLE = """```python
+from muon_fsdp.spectral import compute_spectral_norm, power_iteration, retract, solve_lambda, target_radius
+
+weight, momentum = torch.randn(64, 32), torch.randn(64, 32)
+radius = target_radius(64, 32)  # sqrt(64 / 32)
+weight = retract(weight, radius)
+assert abs(compute_spectral_norm(weight) - radius) < 0.02 * radius
+
+norm, left, right = power_iteration(weight, steps=100)
+tangent = solve_lambda(momentum[None], left[None], right[None])
+weight = weight - 0.02 * radius * tangent.direction[0]  # a step along the sphere
+```"""
+
+DISTRIBUTED_EXAMPLE = """The optimizers assemble and scatter by themselves; these are for looking at sharded parameters.
+
+<!-- distributed: run by tests/test_docs.py on two ranks -->
+```python
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from muon_fsdp.distributed import gather_full, local, scatter_full
+
+model = fully_shard(nn.Linear(8, 6))
+whole = gather_full(model.weight)  # on all ranks, a new plain tensor
+assert whole.shape == (6, 8) and local(model.weight).shape[0] == 3
+with torch.no_grad():
+    scatter_full(model.weight, whole / 2)
+```"""
+
+KERNELS_INTRODUCTION = """\
+Which kernel computes a product, and the two products themselves.
+
+```python
+from muon_fsdp.kernels import Product, select
+
+choice = select(Product("symmetric", 12, 768, 768, 3072, torch.float16), torch.device("cpu"))
+assert choice.path == "torch" and "cpu" in choice.reason
+```
+
+Two variables of the environment:"""
+
+ENVIRONMENT = (
+    (
+        f"`{KERNELS_VARIABLE}`",
+        "`torch` switches all kernels off: PyTorch's library computes everything; `auto` (default) uses them where "
+        "they run",
+    ),
+    (
+        f"`{CACHE_VARIABLE}`",
+        "folder of the tiles that were timed on GPUs that the committed table does not know; default "
+        "`~/.cache/muon_fsdp`",
+    ),
+)
+
+RULES_INTRODUCTION = """\
+For writing an update rule of your own: one subclass of `Rule` with a name, its state and three methods, and one row
+in `RULES`. `tests/test_extending.py` adds one."""
+
+ELEMENTWISE_INTRODUCTION = """\
+*Not* the orthogonalizing Muon: fused element-wise optimizers. Also importable from `muon_optimizer`. State of a
+parameter: `step` (an int), `momentum` and `velocity` (float32, float64 for float64). Per group: all options.
+
+```python
+from muon_optimizer import TritonMuonW
+
+weight = nn.Parameter(torch.randn(8, 8))
+optimizer = TritonMuonW(weight, lr=1e-3)
+weight.grad = torch.randn(8, 8)
+optimizer.step()
+assert set(optimizer.state[weight]) == {"step", "momentum", "velocity"}
+```"""
+
+STATE_INTRODUCTION = f"""\
+`optimizer.state[parameter]` after the first step, for every parameter, one without a gradient included. What has the
+shape of the parameter is distributed as it is; all else is whole on every rank. Precision is float32 for half and
+single precision and float64 for double; `step` is always float32.
+
+A logical matrix is what is orthogonalized: `num_heads=8` makes eight of one parameter. k is
+min({NUM_VECTORS}, d_out, d_in)."""
+
+GROUPS_INTRODUCTION = """\
+Every group has all of these keys, whatever its rule, and `params` (with `param_names` where parameters have names).
+They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, `adamw_lr`,
+`adamw_betas`, `adamw_eps` and `adamw_weight_decay` are the options of its AdamW parameters, and
+{foreign} may be there for
+schedulers and users; any other key is an error."""
+
+ERRORS = (
+    (
+        "`ValueError`",
+        "a value that no rule can work with, an option or a pattern that is unknown, a parameter that can't be "
+        "optimized, `strict=True`",
+    ),
+    ("`TypeError`", "an option of the wrong type, or something that is no tensor, model or group"),
+    (
+        "`RuntimeError`",
+        'at a step or on load: sparse gradients, gradients that are not finite (`nonfinite="raise"`), ranks that '
+        "differ, a state that does not fit, a layout or wrapper that is not supported",
+    ),
+    (
+        "`UserWarning`",
+        "overrides that match nothing (under `strict=True` a `ValueError`), decay that does nothing",
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------------ docstrings
+
+
+class Doc(NamedTuple):
+    """A docstring in parts."""
+
+    summary: str
+    body: str  # markdown
+    arguments: dict[str, str]
+    keys: dict[str, str]
+
+
+def parse(thing: object) -> Doc:
+    text = inspect.getdoc(thing)
+    if not text:
+        raise SystemExit(f"{thing} has no docstring")
+    parts = re.split(r"^(Args|Keys):\n", text, flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    summary, _, rest = parts[0].strip().partition("\n\n")
+    return Doc(
+        _escaped(" ".join(summary.split())),
+        _escaped(_markdown(rest)),
+        _entries(sections.get("Args", "")),
+        _entries(sections.get("Keys", "")),
+    )
+
+
+def _markdown(text: str) -> str:
+    """Paragraphs as they are; what is indented becomes a block of code."""
+    blocks: list[str] = []
+    for paragraph in re.split(r"\n\n+", text.strip("\n")):
+        if paragraph.startswith("    "):
+            blocks.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
+        elif paragraph:
+            blocks.append(paragraph)
+    return "\n\n".join(blocks)
+
+
+def _entries(section: str) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        match = re.match(r"    (\w+): (.*)", line)
+        if match:
+            name = match.group(1)
+            entries[name] = match.group(2)
+        elif line.strip():
+            entries[name] += " " + line.strip()
+    return {name: _escaped(text) for name, text in entries.items()}
+
+
+def _escaped(text: str) -> str:
+    """Outside code, "<" would begin a tag."""
+    parts = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.DOTALL)
+    return "".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(header), "|".join("---" for _ in header)]
+    lines += [" | ".join(_cell(cell) for cell in row) for row in rows]
+    return "\n".join(f"| {line} |" if index != 1 else f"|{line}|" for index, line in enumerate(lines))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 2**20 and value % 2**20 == 0:
+        return f"`{value // 2**20} * 2**20`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
+
+
+# -------------------------------------------------------------------------------------------- classes and functions
+
+
+def _options(signature: inspect.Signature, doc: Doc, where: str, *, with_groups: bool) -> str:
+    names = [name for name in signature.parameters if name != "self"]
+    if set(names) != set(doc.arguments):
+        difference = set(names) ^ set(doc.arguments)
+        raise SystemExit(f"{where}: signature and docstring differ in {sorted(difference)}")
+    elsewhere = f'of rule "spectral_sphere": see [{SpectralSphereOptimizer.__name__}](#spectralsphereoptimizer).'
+    rows = []
+    for name in names:
+        parameter = signature.parameters[name]
+        variadic = parameter.kind is inspect.Parameter.VAR_KEYWORD
+        default = "" if variadic or parameter.default is parameter.empty else _value(parameter.default)
+        row = [f"`**{name}`" if variadic else f"`{name}`", default]
+        if with_groups:
+            row.append("yes" if name in (*GROUP_OPTIONS, *ADAMW_OPTIONS) else "")
+        of_sphere = where == MuonOptimizer.__name__ and name in SPHERE_OPTIONS
+        rows.append([*row, elsewhere if of_sphere else doc.arguments[name]])
+    return _table(["option", "default", *(["group"] if with_groups else []), "meaning"], rows)
+
+
+def _signature(thing: Callable[..., object], name: str, *, full: bool = True) -> str:
+    signature = inspect.signature(thing)
+    shown = []
+    star = False
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not star:
+            shown.append("*")
+            star = True
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            shown.append(f"**{parameter.name}")
+        elif parameter.default is parameter.empty:
+            shown.append(parameter.name)
+        else:
+            shown.append(f"{parameter.name}={parameter.default!r}")
+    result = signature.return_annotation if full and signature.return_annotation not in (None, "None") else ""
+    arrow = f" -> {result}" if result and result is not inspect.Signature.empty else ""
+    return f"{name}({', '.join(shown)}){arrow}"
+
+
+def _method(owner: type, name: str) -> str:
+    function = inspect.unwrap(getattr(owner, name))  # decorators and context managers: the plain call
+    doc = parse(function)
+    title = _signature(function, name, full=name in ("routing_report", "plan_report", "metrics"))
+    parts = [f"**`{title}`**: {doc.summary}", doc.body]
+    if doc.keys:
+        parts.append(_table(["key", "meaning"], [(f"`{key}`", text) for key, text in doc.keys.items()]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def own_methods(owner: type) -> list[str]:
+    """Public methods that the class itself, or a private base of it, defines."""
+    bases = [base for base in owner.__mro__ if base is owner or base.__name__.startswith("_Elementwise")]
+    # By where a function was written: torch puts a wrapped `step` into every class of which there is an instance.
+    return [
+        name
+        for base in reversed(bases)
+        for name, value in vars(base).items()
+        if not name.startswith("_")
+        and inspect.isfunction(value)
+        and value.__qualname__ == f"{base.__qualname__}.{name}"
+    ]
+
+
+def _optimizer(owner: type, level: str = "##") -> str:
+    doc = parse(owner)
+    choices = isinstance(owner, type) and issubclass(owner, MuonOptimizer)
+    parts = [f"{level} {owner.__name__}", doc.summary, doc.body]
+    parts.append(_options(inspect.signature(owner.__init__), doc, owner.__name__, with_groups=choices))
+    if owner is MuonOptimizer:
+        rows = [
+            (f"`{name}`", ", ".join(_value(value) for value in values) + (", or a number" if name == "scale" else ""))
+            for name, values in CHOICES.items()
+        ]
+        parts.append("Names that options take, the default first:\n\n" + _table(["option", "names"], rows))
+    if owner is muon_fsdp.elementwise.TritonMuonW:
+        parts.append("Methods as of `TritonMuon`.")
+    else:
+        parts += [_method(owner, name) for name in own_methods(owner)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _function(function: Callable[..., object], level: str = "##") -> str:
+    doc = parse(function)
+    parts = [f"{level} {function.__name__}", f"`{_signature(function, function.__name__)}`", doc.summary, doc.body]
+    if doc.arguments:
+        parts.append(_options(inspect.signature(function), doc, function.__name__, with_groups=False))
+    if doc.keys:
+        parts.append(_table(["key", "meaning"], [(f"`{key}`", text) for key, text in doc.keys.items()]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _record(owner: type, level: str = "###") -> str:
+    """A dataclass or named tuple: its fields, and its properties."""
+    doc = parse(owner)
+    if is_dataclass(owner):
+        defaults = {field.name: field.default for field in fields(owner)}
+    else:
+        defaults = {name: owner._field_defaults.get(name, MISSING) for name in owner._fields}  # type: ignore[attr-defined]
+    if list(defaults) != list(doc.arguments):
+        raise SystemExit(f"{owner.__name__}: fields {list(defaults)} and docstring {list(doc.arguments)} differ")
+    rows = [
+        (f"`{name}`", "" if default is MISSING else _value(default), doc.arguments[name])
+        for name, default in defaults.items()
+    ]
+    rows += [
+        (f"`{name}`", "", parse(value.fget).summary)
+        for name, value in vars(owner).items()
+        if isinstance(value, property)
+    ]
+    with_defaults = any(default for _, default, _ in rows)
+    header = ["field", "default", "meaning"] if with_defaults else ["field", "meaning"]
+    body = [row if with_defaults else (row[0], row[2]) for row in rows]
+    return "\n\n".join(
+        part for part in (f"{level} {owner.__name__}", doc.summary, doc.body, _table(header, body)) if part
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def _state_table() -> str:
+    shapes = {
+        "parameter": "that of the parameter",
+        "scalar": "a scalar",
+        "rows": "d_out of every logical matrix",
+        "columns": "d_in of every logical matrix",
+        "subspaces": "k x d_in of every logical matrix",
+        "matrices": "one number per logical matrix",
+    }
+    rows = [(f"`{rule.name}`", f"`{spec.name}`", shapes[spec.like]) for rule in RULES.values() for spec in rule.state]
+    return _table(["rule", "key", "shape"], rows)
+
+
+def _group_section() -> str:
+    own = {
+        "rule": "the rule of all parameters of this group",
+        "lr": "its learning rate, of matrices or of AdamW",
+        "weight_decay": "its decoupled decay",
+        "betas": "of AdamW; unused by the others",
+        "eps": "of AdamW; unused by the others",
+    }
+    rows = [(f"`{key}`", text) for key, text in own.items()]
+    rows.append(("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"))
+    rows.append((_names(key for key in GROUP_OPTIONS if key not in own), "as the options of that name"))
+    foreign = _names(key for key in FOREIGN_KEYS if key not in ("params", "param_names"))
+    introduction = GROUPS_INTRODUCTION.format(foreign=foreign)
+    return "\n\n".join(["## Parameter groups", introduction, _table(["key", "meaning"], rows)])
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _rule_section() -> str:
+    rule = muon_fsdp.rules.Rule
+    parts = ["### Rule", parse(rule).summary, parse(rule).body]
+    attributes = [
+        ("name", "what the option `rule` says"),
+        ("orthogonalizes", "whether what `prepare` gives passes through `direction` as whole matrices"),
+        ("state", "the `StateSpec`s of a parameter"),
+        ("spherical", "whether weights are kept on spheres: then `tangent` takes the place of `direction`"),
+        ("fused", "whether the rule has kernels for `prepare` and `apply` (`fused_*`)"),
+    ]
+    methods = [
+        (f"`{_signature(getattr(rule, name), name, full=False)}`", _one_line(getattr(rule, name)))
+        for name in vars(rule)
+        if not name.startswith("_") and inspect.isfunction(getattr(rule, name))
+    ]
+    parts.append(_table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in attributes]))
+    parts.append(_table(["method", "meaning"], methods))
+    spec = parse(muon_fsdp.rules.StateSpec)
+    parts += ["### StateSpec", "`StateSpec(name, like='parameter')`", spec.summary, spec.body]
+    parts += ["### RULES", f"The rules by name: {_names(RULES)}."]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _one_line(function: Callable[..., object]) -> str:
+    return parse(function).summary
+
+
+def _sections() -> list[tuple[str, str]]:
+    """(title of the table of contents, markdown) of every section, in the order of the page."""
+    optimizers = [MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer]
+    spectral, kernels, pair = muon_fsdp.spectral, muon_fsdp.kernels, muon_fsdp.elementwise
+    sections = [("Optimizers", f"## Optimizers\n\n{OPTIMIZERS_INTRODUCTION}")]
+    sections += [(owner.__name__, _optimizer(owner)) for owner in optimizers]
+    sections += [
+        (function.__name__, _function(function)) for function in (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
+    ]
+    reports = (
+        muon_fsdp.routing.RoutingReport,
+        muon_fsdp.routing.RoutingRow,
+        muon_fsdp.report.PlanReport,
+        muon_fsdp.report.PlanRow,
+    )
+    sections.append(("Reports", "\n\n".join(["## Reports", *map(_record, reports)])))
+    sections.append(("State", f"## State\n\n{STATE_INTRODUCTION}\n\n{_state_table()}"))
+    sections.append(("Parameter groups", _group_section()))
+    messages = "Every message with its cause and remedy: [faq.md](faq.md#error-messages)."
+    sections.append(("Errors", f"## Errors\n\n{_table(['exception', 'when'], ERRORS)}\n\n{messages}"))
+    utils = _function(muon_fsdp.utils.zeropower_via_newtonschulz5, "###")
+    sections.append(("muon_fsdp.utils", f"## muon_fsdp.utils\n\n{utils}\n\n{UTILS_EXAMPLE}"))
+    functions = (
+        spectral.compute_spectral_norm,
+        spectral.power_iteration,
+        spectral.target_radius,
+        spectral.retract,
+        spectral.solve_lambda,
+    )
+    sections.append(
+        (
+            "muon_fsdp.spectral",
+            "\n\n".join(
+                [
+                    "## muon_fsdp.spectral",
+                    _first_line(spectral),
+                    SPECTRAL_EXAMPLE,
+                    *[_function(function, "###") for function in functions],
+                    *map(_record, (spectral.Triple, spectral.Tangent)),
+                ]
+            ),
+        )
+    )
+    names = ("gather_full", "scatter_full", "local", "like")
+    sections.append(
+        (
+            "muon_fsdp.distributed",
+            "\n\n".join(
+                [
+                    "## muon_fsdp.distributed",
+                    DISTRIBUTED_EXAMPLE,
+                    *[_function(getattr(muon_fsdp.distributed, name), "###") for name in names],
+                ]
+            ),
+        )
+    )
+    names = ("select", "unusable", "on_device", "symmetric_product", "multiply_add")
+    sections.append(
+        (
+            "muon_fsdp.kernels",
+            "\n\n".join(
+                [
+                    "## muon_fsdp.kernels",
+                    KERNELS_INTRODUCTION,
+                    _table(["variable", "meaning"], ENVIRONMENT),
+                    _function(kernels.select, "###"),
+                    *map(_record, (kernels.Product, kernels.Choice)),
+                    *[_function(getattr(kernels, name), "###") for name in names[1:]],
+                ]
+            ),
+        )
+    )
+    sections.append(("muon_fsdp.rules", f"## muon_fsdp.rules\n\n{RULES_INTRODUCTION}\n\n{_rule_section()}"))
+    description = _markdown(inspect.cleandoc(pair.__doc__ or "").partition("\n\n")[2])
+    sections.append(
+        (
+            "muon_fsdp.elementwise",
+            "\n\n".join(
+                [
+                    "## muon_fsdp.elementwise",
+                    ELEMENTWISE_INTRODUCTION,
+                    description,
+                    _optimizer(pair.TritonMuon, "###"),
+                    _optimizer(pair.TritonMuonW, "###"),
+                    _function(pair.benchmark_muon_optimizers, "###"),
+                ]
+            ),
+        )
+    )
+    return sections
+
+
+def _first_line(module: ModuleType) -> str:
+    return inspect.cleandoc(module.__doc__ or "").splitlines()[0]
+
+
+def anchor(title: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def page() -> str:
+    sections = _sections()
+    contents = "\n".join(f"- [{title}](#{anchor(title)})" for title, _ in sections)
+    return "\n\n".join([TITLE.strip(), contents, *[text for _, text in sections]]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None, path: Path = PAGE) -> int:
+    parser = argparse.ArgumentParser(description="Write docs/api.md from signatures and docstrings.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
+    arguments: Any = parser.parse_args(argv)
+    text = page()
+    if not arguments.check:
+        path.write_text(text)
+    elif not path.exists() or path.read_text() != text:
+        print(f"{path.name} is stale: run python docs/generate_api.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

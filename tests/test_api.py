@@ -1,0 +1,118 @@
+"""docs/api.md is what the code says, and says all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.elementwise import TritonMuon, benchmark_muon_optimizers
+from muon_fsdp.options import ADAMW_OPTIONS, FOREIGN_KEYS, GROUP_OPTIONS
+from muon_fsdp.report import PlanReport
+from muon_fsdp.rules import RULES, Rule
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "api.md"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_api", DOCS / "generate_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(generator: ModuleType):
+    assert generator.main(["--check"]) == 0, "run python docs/generate_api.py"
+
+
+def test_a_stale_page_is_seen(generator: ModuleType, tmp_path: Path, capsys):
+    copy = tmp_path / "api.md"
+    assert generator.main(["--check"], copy) == 1
+    assert "api.md is stale" in capsys.readouterr().err
+    copy.write_text(PAGE.read_text().replace("0.95", "0.9", 1))
+    assert generator.main(["--check"], copy) == 1
+    assert generator.main([], copy) == 0
+    assert copy.read_text() == PAGE.read_text()
+
+
+def test_every_public_name_is_there(generator: ModuleType):
+    headings = set(re.findall(r"^#+ (.*)$", PAGE.read_text(), flags=re.MULTILINE))
+    for module in generator.PUBLIC_MODULES:
+        missing = [name for name in module.__all__ if name not in headings]
+        assert not missing, f"{module.__name__}: {missing}"
+        if module.__name__ != "muon_optimizer":
+            assert module.__name__ in headings or module.__name__ == "muon_fsdp"
+
+
+def test_every_public_method_is_there():
+    text = PAGE.read_text()
+    for owner in (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer, TritonMuon, Rule, PlanReport):
+        for name, value in vars(owner).items():
+            if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                assert f"`{name}" in text, f"{owner.__name__}.{name}"
+
+
+def keys_of_table(after: str) -> list[str]:
+    """The first column of the first table behind a text."""
+    rest = PAGE.read_text().partition(after)[2]
+    table = re.search(r"(^\|.*\n)+", rest, flags=re.MULTILINE)
+    assert table is not None
+    return re.findall(r"^\| `([^`]+)`", table.group(), flags=re.MULTILINE)
+
+
+def test_every_metric_is_there():
+    """What the optimizers really give, and nothing that none of them gives."""
+    given: set[str] = set()
+    for make in (MuonOptimizer, SpectralSphereOptimizer):
+        model = nn.Linear(6, 4)
+        optimizer = make(model)
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+        given |= optimizer.metrics().keys()
+    assert given == set(keys_of_table("**`metrics() -> dict[str, float]`**"))
+
+
+def test_every_key_of_the_benchmark_is_there():
+    rest = PAGE.read_text().partition("### benchmark_muon_optimizers")[2]
+    for key in benchmark_muon_optimizers(model_size=4, num_steps=1):
+        assert f"| `{key}` |" in rest
+
+
+def test_every_key_of_a_group_is_there():
+    section = PAGE.read_text().partition("## Parameter groups")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert MuonOptimizer(nn.Linear(6, 4)).param_groups[0].keys() <= named
+    assert {*GROUP_OPTIONS, *FOREIGN_KEYS} <= named
+
+
+def test_every_option_is_there():
+    options = set(inspect.signature(MuonOptimizer.__init__).parameters) - {"self"}
+    documented = keys_of_table("## MuonOptimizer")
+    assert options == set(documented)
+    assert set(ADAMW_OPTIONS) < options
+
+
+def test_the_state_is_as_told():
+    text = PAGE.read_text()
+    for make in (MuonOptimizer, SpectralSphereOptimizer):
+        model = nn.Linear(6, 4)
+        optimizer = make(model)
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in optimizer.state[parameter].items():
+                    assert f"| `{group['rule']}` | `{key}` |" in text
+                    assert value.dtype == torch.float32
+    assert text.count("| `momentum_buffer` |") == len(RULES)
