@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("shards", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it one is trained and saved there")
     parser.add_argument("--vocab-size", type=int, default=50257, help="of a tokenizer that is trained (%(default)s)")
+    parser.add_argument("--training-texts", type=int, default=4000, help="that a tokenizer is trained on (%(default)s)")
     parser.add_argument("--suffix", default=".txt", help="of the files to read (%(default)s)")
     parser.add_argument("--validation-every", type=int, default=50, help="texts for one that is held out (%(default)s)")
     args = parser.parse_args(argv)
@@ -61,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.folder} has {len(documents)} texts *{args.suffix}, too few to hold one out")
     args.shards.mkdir(parents=True, exist_ok=True)
     if args.tokenizer is None:
-        print(f"training a tokenizer of {args.vocab_size} tokens on {len(documents)} texts", flush=True)
-        tokenizer = train_tokenizer(iter(documents), args.vocab_size)
+        sample = documents[:: -(-len(documents) // args.training_texts)]
+        print(f"training a tokenizer of {args.vocab_size} tokens on {len(sample)} of {len(documents)} texts", flush=True)
+        tokenizer = train_tokenizer(iter(sample), args.vocab_size)
         tokenizer.save(str(args.shards / "tokenizer.json"))
     else:
         tokenizer = Tokenizer.from_file(str(args.tokenizer))
