@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from muon_fsdp.cli.bench import bench
+from muon_fsdp.cli.plan import EPILOG, plan
 
 app = typer.Typer(
     help="Muon on one device and on FSDP2: train, measure, plan and check.",
@@ -14,3 +15,4 @@ app = typer.Typer(
 )
 
 app.command()(bench)
+app.command(epilog=EPILOG)(plan)
