@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from muon_fsdp.cli.bench import bench
+from muon_fsdp.cli.doctor import doctor
 from muon_fsdp.cli.plan import EPILOG, plan
 
 app = typer.Typer(
@@ -16,3 +17,4 @@ app = typer.Typer(
 
 app.command()(bench)
 app.command(epilog=EPILOG)(plan)
+app.command()(doctor)
