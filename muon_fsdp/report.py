@@ -63,7 +63,8 @@ class Traffic:
 
     gathered: dict[int, int] = field(default_factory=dict)
     scattered: dict[int, int] = field(default_factory=dict)
-    # The other side, which is even: what the rank with the largest shards sends in the gather, receives in the scatter.
+    # The other side: what the rank with the largest shards sends in the gather and receives in the scatter, if owners
+    # are spread evenly.
     shards_sent: int = 0
     shards_received: int = 0
 
@@ -246,11 +247,13 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
     owners = {unit.owner for unit in units}
     replicated = None in owners and len(layout.ranks) > 1
     shards = len(members) * layout.largest_tile(spec.shape) * spec.wire_bytes
-    if gathered:
-        others = len(layout.ranks) // layout.num_replicas - 1
-        traffic.shards_sent += shards * others if replicated else shards // layout.num_replicas
+    num_ranks, others = len(layout.ranks), len(layout.ranks) // layout.num_replicas - 1
+    if gathered and replicated:
+        traffic.shards_sent += shards * others
+    elif gathered:  # to the owners in its own replica, of which it is one itself
+        traffic.shards_sent += shards * others // num_ranks
     if scattered:
-        traffic.shards_received += shards
+        traffic.shards_received += shards * (num_ranks - 1) // num_ranks
     return PlanRow(
         spec.shape,
         len(members),

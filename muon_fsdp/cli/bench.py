@@ -32,8 +32,11 @@ def bench(
         typer.Option(metavar="PATH", help="Write the figures to this file; '-' prints them, and nothing else."),
     ] = None,
 ) -> None:
-    """Measure this machine: milliseconds of an orthogonalization and of a step, beside PyTorch's optimizers and
-    beside dion and gram_newton_schulz where they are installed. Progress goes to stderr."""
+    """Measure orthogonalizations and steps on this machine.
+
+    PyTorch's optimizers are timed beside ours, and dion and gram_newton_schulz where they are installed. Progress goes
+    to stderr.
+    """
     import torch
 
     from muon_fsdp.benchmarks import run as benchmarks
@@ -41,7 +44,7 @@ def bench(
     from muon_fsdp.benchmarks.steps import models_on
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = _split(tables)
+    wanted = _split(tables) or fail(f"--tables: name some of {TABLES}")
     _refuse_unknown("--tables", wanted, benchmarks.TABLES)
     _refuse_unknown("--models", _split(models), [name.split(",")[0] for name in models_on(device)])
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,8 +16,10 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the step on two processes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Check this machine: what is installed, which kernels run, and whether results are right. Each finding says
-    what to do; the exit status is 1 if something is wrong. Nothing but loopback is contacted."""
+    """Check what is installed, which kernels run, and whether results are right.
+
+    Each finding says what to do; the exit status is 1 if something is wrong. Nothing but loopback is contacted.
+    """
     from muon_fsdp.cli import checks
 
     with status("checking this machine ..."):
@@ -50,8 +53,12 @@ def _show(content: dict[str, Any]) -> None:
         print(f"{name}={value}")
     print()
     print("Which kernel computes a product, and why")
+    products: dict[str, list[str]] = defaultdict(list)
     for choice in content["kernels"]:
-        _print_wrapped("", f"{choice['product']}, {choice['dtype']}: {choice['kernel']} ({choice['why']})")
+        products[f"{choice['kernel']}: {choice['why']}"].append(f"{choice['product']}, {choice['dtype']}")
+    for why, those in products.items():
+        _print_wrapped("", why)
+        print("\n".join(f"    {product}" for product in those))
     print("\nFindings")
     for finding in content["findings"]:
         _print_wrapped(f"{finding['status']:8} ", f"{finding['name']}: {finding['detail']}")

@@ -61,8 +61,11 @@ def plan(
     routing: Annotated[bool, typer.Option("--routing", help="Show every parameter with its rule and why.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Plan the optimizer step of a model under FSDP2: which parameters Muon takes, who orthogonalizes them, what
-    travels, memory per rank and an estimate of the time. It needs no GPU, no processes and no memory for weights."""
+    """Plan the optimizer step of a model on ranks that need not exist.
+
+    Which parameters Muon takes under FSDP2, who orthogonalizes them, what travels, memory per rank, and an estimate of
+    the time. It needs no GPU, no processes and no memory for weights.
+    """
     shape = _mesh(mesh, world_size)
     stage_bytes = _size("--max-stage-bytes", max_stage_bytes)
     with status(f"planning {model} ..."):
@@ -192,8 +195,8 @@ def _as_json(figures: dict[str, Any], report: PlanReport) -> dict[str, Any]:
 
 def _show(figures: dict[str, Any], report: PlanReport, warnings: tuple[str, ...]) -> None:
     mesh, dtypes = figures["mesh"], ", ".join(figures["dtypes"])
-    how = f"{mesh[0]} x {mesh[1]} (replicas x shards)" if len(mesh) == 2 else f"{mesh[0]} (shards)"
-    print(f"{figures['model']}: {_count(figures['elements'])} parameters in {dtypes}, FSDP2 on a mesh of {how}\n")
+    how = f"{mesh[0]} replicas x {mesh[1]} shards" if len(mesh) == 2 else f"{mesh[0]} shards"
+    print(f"{figures['model']}: {_count(figures['elements'])} parameters in {dtypes}, FSDP2, {how}\n")
     _show_routing(figures["routing"], figures["elements"])
     _show_matrices(report)
     memory: Memory = figures["memory"]

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from muon_fsdp import MuonOptimizer
 
 
-def main(rank: int, store: str) -> float:
-    """The largest difference between two sharded steps and the same on one device; both ranks call it."""
+def main(rank: int, store: str, world_size: int = 2) -> float:
+    """The largest difference between two sharded steps and the same on one device; all ranks call it."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=40)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
     )
     try:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (world_size,))
         generator = torch.Generator().manual_seed(0)
         shapes = ((9, 16), (16, 8), (8, 8))
         whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
