@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import muon_fsdp
@@ -275,6 +276,7 @@ def test_text_for_a_pipe(folder):
     (folder / "my_nets.py").write_text(SQUARES)
     text = run("plan", "my_nets:Narrow", "--world-size", "16").stdout
     assert "the first rank holds 8.0 times the mean of weights" in text
+    assert max(map(len, text.splitlines())) <= 80
     text = run("plan", "llama-3-8b", "--mesh", "4,8").stdout
     assert max(map(len, text.splitlines())) <= 80
     assert "8.03B parameters in float32, FSDP2, 4 replicas x 8 shards" in text
@@ -290,6 +292,16 @@ def test_text_for_a_pipe(folder):
         "scale": "",
         "reason": "output head",
     } in rows
+
+
+def test_the_page_of_the_command_is_true():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert run("plan", "llama-3-70b", "--mesh", "8,64").stdout.strip() in page
+    assert [name for name in named_models() if name not in PRESETS and f"`{name}`" not in page] == []
+    for command in ("plan", "doctor", "bench"):
+        options = get_command(app).commands[command].params
+        named = [name for option in options for name in option.opts if name.startswith("--")]
+        assert [name for name in named if name not in page and name != "--threads"] == []
 
 
 def test_large_jobs_are_planned_at_once():
@@ -558,6 +570,7 @@ def test_an_old_torch(monkeypatch):
 
 def test_no_path_of_the_user_is_shown(no_processes, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setattr(checks.platform, "release", lambda: "6.1.2-somebody-s-machine")
 
     def fails(*args: object) -> None:
         raise OSError("can't read /home/somebody/secret/file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -56,9 +57,15 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none",
         "NCCL": _nccl_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {_digits(platform.release())} {platform.machine()}",
         **{package: _version(package) for package in PACKAGES},
     }
+
+
+def _digits(release: str) -> str:
+    """6.8.0 of 6.8.0-45-generic: what follows may name a machine."""
+    match = re.match(r"[\d.]+", release)
+    return match[0] if match else ""
 
 
 def _version(package: str) -> str:

@@ -204,7 +204,8 @@ def _show(figures: dict[str, Any], report: PlanReport, warnings: tuple[str, ...]
     if memory.weights > 1.2 * memory.mean_weights:
         print(
             f"note: the first rank holds {memory.weights / memory.mean_weights:.1f} times the mean of weights, as some "
-            "parameters\nhave fewer rows (or experts) than there are shards. Fewer shards are more even: --mesh.\n"
+            "parameters\nhave fewer rows (or experts) than there are shards. Fewer shards are more\neven: --mesh "
+            "REPLICAS,SHARDS.\n"
         )
     _show_time(figures["time"], figures["assumed"])
     for warning in warnings:
