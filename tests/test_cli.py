@@ -561,6 +561,14 @@ def test_settings_that_leave_a_gpu_unused(monkeypatch):
     assert found[2].advice == f"Unset {checks.KERNELS_VARIABLE} to use them."
 
 
+def test_processes_that_do_not_end(monkeypatch):
+    monkeypatch.setattr(checks, "PATIENCE_SECONDS", 0.05)
+    finding = checks.check_two_ranks()
+    assert (finding.status, finding.detail) == ("wrong", "RuntimeError: the ranks did not end within 0.05 s")
+    finding = checks.check_cpu_bf16()
+    assert (finding.status, finding.detail) == ("warning", "not known: the process did not end within 0.05 s")
+
+
 def test_an_old_torch(monkeypatch):
     assert checks.check_torch().status == "ok"
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -34,8 +35,11 @@ LEAST_TORCH = (2, 10)
 # What others need to know to repeat a finding; values of other variables are nobody's business.
 VARIABLES = (KERNELS_VARIABLE, ISA_VARIABLE, "TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
 PACKAGES = ("triton", "numpy", "typer", "rich", "matplotlib", "transformers", "accelerate", "lightning")
-# The five steps of the default coefficients bring singular values to within 1.75e-3 of 1; the rest is rounding.
+# The five steps of the default coefficients bring singular values to within 1.75e-3 of 1; the rest is rounding. On GPUs
+# single precision is iterated in float16.
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# Far more than anything here takes; a machine may be busy.
+PATIENCE_SECONDS = 180
 REPORT = "Please report it, with all of this output."
 
 
@@ -78,7 +82,7 @@ def _version(package: str) -> str:
 def _nccl_version() -> str:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "none"
-    nccl: Any = torch.cuda.nccl
+    nccl: Any = importlib.import_module("torch.cuda.nccl")
     return ".".join(map(str, nccl.version()))
 
 
@@ -202,7 +206,8 @@ def _orthogonalization(dtype: torch.dtype) -> tuple[float, float, str]:
         rounded = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         found = orthogonalize(rounded.to(best_device())).cpu().double()
         worst = max(worst, float(torch.linalg.matrix_norm(found - polar(rounded.double()), 2).max()))
-    return worst, TOLERANCES[dtype], "from the polar factor by SVD, in spectral norm"
+    iterated = torch.float16 if dtype == torch.float32 and best_device().type == "cuda" else dtype
+    return worst, TOLERANCES[iterated], "from the polar factor by SVD, in spectral norm"
 
 
 def polar(matrices: Tensor) -> Tensor:
@@ -218,12 +223,12 @@ def _step(device: torch.device) -> tuple[float, float, str]:
     """Two steps of a matrix and a vector, and the formulas in float64."""
     generator = torch.Generator().manual_seed(0)
     lr, momentum, decay, rate = 0.1, 0.9, 0.01, 0.05
-    matrix, vector, *gradients = [torch.randn(s, generator=generator) for s in ((64, 96), (7,), (64, 96), (7,))]
+    matrix, vector, *gradients = [torch.randn(s, generator=generator) for s in ((96, 768), (7,), (96, 768), (7,))]
     weights = [nn.Parameter(value.to(device)) for value in (matrix, vector)]
     options: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": True, "adamw_lr": rate}
     optimizer = MuonOptimizer(weights, lr=lr, **options)
     expected = [matrix.double(), vector.double()]
-    buffer = torch.zeros(64, 96, dtype=torch.float64)
+    buffer = torch.zeros(96, 768, dtype=torch.float64)
     for step in range(2):
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = ((1 + step) * gradient).to(device)
@@ -239,8 +244,8 @@ def _step(device: torch.device) -> tuple[float, float, str]:
         float(torch.linalg.norm(weights[0].detach().cpu().double() - expected[0], 2)) / lr,
         float((weights[1].detach().cpu().double() - expected[1]).abs().max()) / rate,
     ]
-    # Two updates, each as far from the polar factor as the iteration may be.
-    tolerance = 2 * TOLERANCES[torch.float32 if device.type == "cpu" else torch.float16]
+    # Two updates, each as far from the polar factor as an orthogonalization may be; GPUs round to bfloat16 before it.
+    tolerance = 2 * TOLERANCES[torch.float32 if device.type == "cpu" else torch.bfloat16]
     return max(errors), tolerance, "from the formulas in float64, in units of the learning rate"
 
 
@@ -257,7 +262,7 @@ def _kernels(device: torch.device) -> tuple[float, float, str]:
         worst = max(worst, _relative(gram, x.double() @ x.double().mT))
         found = multiply_add(gram, x, x, beta=1.0)
         worst = max(worst, _relative(found, gram.double() @ x.double() + x.double()))
-    return worst, 2e-2, "from float64, relative"
+    return worst, 1e-2, "from float64, relative"
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
@@ -266,8 +271,15 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 def check_cpu_bf16() -> Finding:
     """bfloat16 products on this CPU, in a process of their own, which may die."""
-    given = os.environ.get(ISA_VARIABLE)
-    name, setting = "bfloat16 products on the CPU", f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}"
+    name = "bfloat16 products on the CPU"
+    try:
+        return _judge_bf16(name)
+    except subprocess.TimeoutExpired:
+        return Finding(name, "warning", f"not known: the process did not end within {PATIENCE_SECONDS} s", "Try again.")
+
+
+def _judge_bf16(name: str) -> Finding:
+    given, setting = os.environ.get(ISA_VARIABLE), f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}"
     code = run_bf16_product(given)
     if code == 0 and given is None:
         return Finding(name, "ok", "they run")
@@ -301,7 +313,7 @@ def run_bf16_product(isa: str | None) -> int:
     if isa is not None:
         environment[ISA_VARIABLE] = isa
     command = [sys.executable, "-c", _BF16_PRODUCT]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_SECONDS, check=False)
     return done.returncode
 
 
@@ -337,7 +349,9 @@ def _two_ranks() -> tuple[float, float, str]:
             for rank in range(2)
         ]
         try:
-            outputs = [rank.communicate(timeout=60) for rank in ranks]
+            outputs = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the ranks did not end within {PATIENCE_SECONDS} s") from error
         finally:
             for rank in ranks:
                 if rank.poll() is None:

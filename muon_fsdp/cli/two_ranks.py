@@ -17,7 +17,7 @@ from muon_fsdp import MuonOptimizer
 def main(rank: int, store: str, world_size: int = 2) -> float:
     """The largest difference between two sharded steps and the same on one device; all ranks call it."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=150)
     )
     try:
         mesh = init_device_mesh("cpu", (world_size,))
