@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks`."""
+"""Programs that measure, and their results; `muon-fsdp bench` itself is in `muon_fsdp.benchmarks`."""

@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from benchmarks.__main__ import GPT2_LAYER
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.steps import MODELS
 from tests.pool import RankPool
 
 
 def seconds(strategy: str) -> float:
     """Median of a step on four layers of GPT-2 small, sharded by FSDP2 over all ranks."""
-    model = nn.Sequential(*[nn.Linear(cols, rows, bias=False) for _ in range(4) for rows, cols in GPT2_LAYER])
+    model = nn.Sequential(*[nn.Linear(cols, rows, bias=False) for rows, cols in MODELS["gpt2-124m"][:16]])
     for layer in model:
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = MuonOptimizer(model.parameters(), strategy=strategy)

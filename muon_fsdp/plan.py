@@ -424,19 +424,19 @@ def _make_batches(
     return tuple(
         Batch(key, rows, cols, piece)
         for (rows, cols, key), whole in members.items()
-        for piece in _chunk(whole, _matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
+        for piece in _chunk(whole, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
     )
 
 
-def _matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
-    """How many matrices one orthogonalization may take: within a stage, and its scratch within a few stages.
+def scratch_numel(rows: int, cols: int) -> int:
+    """Beside a matrix there are two of its size and five of its Gram matrix's while it is orthogonalized."""
+    return 2 * rows * cols + 5 * min(rows, cols) ** 2
 
-    Beside a matrix there are two of its size and five of its Gram matrix's while it is orthogonalized.
-    """
-    small = min(rows, cols)
-    matrix, scratch = rows * cols, 2 * rows * cols + 5 * small * small
-    by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch * bytes_per_element)
-    return max(1, min(max_stage_bytes // (matrix * bytes_per_element), by_scratch))
+
+def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
+    """How many matrices one orthogonalization may take: within a stage, and its scratch within a few stages."""
+    by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch_numel(rows, cols) * bytes_per_element)
+    return max(1, min(max_stage_bytes // (rows * cols * bytes_per_element), by_scratch))
 
 
 def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, ...]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from muon_fsdp.layout import Layout
 from muon_fsdp.options import EngineOptions
-from muon_fsdp.plan import ParameterSpec, Unit, make_outline
+from muon_fsdp.plan import ParameterSpec, StageOutline, Unit, make_outline, matrices_at_once, scratch_numel
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,54 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
+class StageBytes:
+    """What a stage takes on a rank, each figure that of the rank where it is largest."""
+
+    shards: int  # of updates that a rank holds
+    units: int  # of updates that a rank orthogonalizes
+    scratch: int  # beside one batch of them
+    num_replicas: int
+    travels: bool
+
+    @property
+    def gathering(self) -> int:
+        """Shards, and what is sent and received."""
+        return 2 * self.shards + self.units if self.travels else 0
+
+    @property
+    def computing(self) -> int:
+        """Matrices, results and scratch; then results as they were computed, as they travel, and the buffers for it."""
+        if not self.travels:
+            return self.shards + self.units + self.scratch
+        return max(2 * self.units + self.scratch, (2 + self.num_replicas) * self.units + self.shards)
+
+    @property
+    def scattering(self) -> int:
+        """Results, what is sent and received, and the updates of the shards."""
+        return (1 + self.num_replicas) * self.units + 2 * self.shards if self.travels else 0
+
+
+@dataclass
+class Traffic:
+    """Bytes of a step by rank. In a gather whoever computes receives, and in a scatter sends."""
+
+    gathered: dict[int, int] = field(default_factory=dict)
+    scattered: dict[int, int] = field(default_factory=dict)
+    # The other side: what the rank with the largest shards sends in the gather and receives in the scatter, if owners
+    # are spread evenly.
+    shards_sent: int = 0
+    shards_received: int = 0
+
+    @property
+    def busiest_gather(self) -> int:
+        return max(self.shards_sent, *self.gathered.values(), 0)
+
+    @property
+    def busiest_scatter(self) -> int:
+        return max(self.shards_received, *self.scattered.values(), 0)
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """What `optimizer.plan_report()` gives; its text is a table.
 
@@ -50,6 +98,8 @@ class PlanReport:
         rows: one per shape and layout.
         flops_by_rank: work of every rank in a step.
         balance: the busiest rank over the lower bound of what any assignment could reach; 1 is best.
+        traffic: bytes that travel in a step, by rank.
+        stages: memory of every stage.
     """
 
     num_ranks: int
@@ -57,6 +107,8 @@ class PlanReport:
     rows: tuple[PlanRow, ...]
     flops_by_rank: dict[int, float]
     balance: float
+    traffic: Traffic
+    stages: tuple[StageBytes, ...]
 
     @property
     def num_matrices(self) -> int:
@@ -82,6 +134,23 @@ class PlanReport:
     def mean_flops(self) -> float:
         """Work of a rank, on average."""
         return sum(self.flops_by_rank.values()) / max(1, self.num_ranks)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """At most so much is in use on a rank besides weights, gradients and state.
+
+        While a stage computes, the next is being gathered and the one before it scattered.
+        """
+        nothing = StageBytes(0, 0, 0, 1, False)
+        stages = (nothing, *self.stages, nothing)
+        return (
+            max(
+                before.scattering + now.computing + after.gathering
+                for before, now, after in zip(stages, stages[1:], stages[2:], strict=False)
+            )
+            if self.stages
+            else 0
+        )
 
     def __str__(self) -> str:
         header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
@@ -134,10 +203,38 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
                 loads[rank] += unit.flops
         for spec in outline.specs:
             by_shape[(spec.shape, id(spec.layout), spec.placement)].append((spec, units[spec.position]))
-    rows = tuple(_row(members) for members in by_shape.values())
+    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
+    rows = tuple(_row(members, traffic) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
     return PlanReport(
-        len(loads), len(outlines), rows, loads, max(loads.values(), default=0.0) / bound if bound else 1.0
+        num_ranks=len(loads),
+        num_stages=len(outlines),
+        rows=rows,
+        flops_by_rank=loads,
+        balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
+        traffic=traffic,
+        stages=tuple(_stage_bytes(outline, engine.max_stage_bytes) for outline in outlines),
+    )
+
+
+def _stage_bytes(outline: StageOutline, max_stage_bytes: int) -> StageBytes:
+    specs = {spec.position: spec for spec in outline.specs}
+    units: dict[int | None, int] = defaultdict(int)
+    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by who computes them, and by shape
+    for unit in outline.units:
+        units[unit.owner] += unit.tile.numel * specs[unit.position].bytes_per_element
+        for count, rows, cols in unit.view.block_shapes:
+            matrices[(unit.owner, rows, cols)] += count
+    size = outline.specs[0].bytes_per_element
+    return StageBytes(
+        shards=sum(spec.layout.largest_tile(spec.shape) * spec.bytes_per_element for spec in outline.specs),
+        units=max(units.values()),
+        scratch=max(
+            min(count, matrices_at_once(rows, cols, size, max_stage_bytes)) * scratch_numel(rows, cols) * size
+            for (_, rows, cols), count in matrices.items()
+        ),
+        num_replicas=outline.specs[0].layout.num_replicas,
+        travels=len(outline.ranks) > 1,
     )
 
 
@@ -159,16 +256,30 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]]) -> PlanRow:
+def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) -> PlanRow:
+    """Add up parameters of one shape and layout, and their bytes to `traffic`."""
     spec = members[0][0]
+    layout = spec.layout
     units = [unit for _, many in members for unit in many]
     gathered, scattered = 0, 0
     for unit in units:
-        gather, scatter = _traffic(unit, spec.layout, spec.shape)
-        gathered += gather
+        gathers, scatter = _traffic(unit, layout, spec.shape)
+        gathered += sum(gathers)
         scattered += scatter
+        for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
+            traffic.gathered[rank] += gather * spec.wire_bytes
+        if unit.owner is not None:
+            traffic.scattered[unit.owner] += scatter * spec.wire_bytes
     owners = {unit.owner for unit in units}
-    replicated = None in owners and len(spec.layout.ranks) > 1
+    replicated = None in owners and len(layout.ranks) > 1
+    shards = len(members) * layout.largest_tile(spec.shape) * spec.wire_bytes
+    num_ranks, others = len(layout.ranks), len(layout.ranks) // layout.num_replicas - 1
+    if gathered and replicated:
+        traffic.shards_sent += shards * others
+    elif gathered:  # to the owners in its own replica, of which it is one itself
+        traffic.shards_sent += shards * others // num_ranks
+    if scattered:
+        traffic.shards_received += shards * (num_ranks - 1) // num_ranks
     return PlanRow(
         spec.shape,
         len(members),
@@ -181,12 +292,12 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]]) -> PlanRow:
     )
 
 
-def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Elements that travel to who computes the unit, and back."""
+def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:
+    """Elements that travel to each rank that computes the unit, and back."""
     size = unit.tile.numel
     tiles = layout.tiles(shape)
     if unit.owner is None:
-        return len(layout.ranks) * size - sum(tile.intersect(unit.tile).numel for tile in tiles), 0
+        return [size - tile.intersect(unit.tile).numel for tile in tiles], 0
     held = tiles[layout.index_of[unit.owner]]
     own = held.numel if unit.tile.shape == shape else held.intersect(unit.tile).numel
-    return size - own, layout.num_replicas * size - own
+    return [size - own], layout.num_replicas * size - own

@@ -590,7 +590,7 @@ def test_a_graph_is_refused_by_name_without_a_gpu():
 
 
 def test_floor_of_the_benchmark():
-    from benchmarks.orthogonalization import least_flops
+    from muon_fsdp.benchmarks.orthogonalization import least_flops
 
     assert least_flops(100, 100) == pytest.approx(2e6 * 10)
     assert least_flops(400, 100) == pytest.approx(2e6 * 19)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from muon_fsdp.cli.bench import bench
+from muon_fsdp.cli.doctor import doctor
+from muon_fsdp.cli.plan import EPILOG, plan
 from muon_fsdp.cli.train import OPTIONS, train
 
 app = typer.Typer(
@@ -14,3 +17,6 @@ app = typer.Typer(
 )
 
 app.command(**OPTIONS)(train)
+app.command()(bench)
+app.command(epilog=EPILOG)(plan)
+app.command()(doctor)

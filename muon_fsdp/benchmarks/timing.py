@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 
 import torch
+
+
+def progress(line: str) -> None:
+    """What was measured just now; not on stdout, which belongs to the results."""
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def synchronize(device: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers import MakeOptimizer
-from benchmarks.steps import measure_one
-from benchmarks.timing import Ceilings, table
+from muon_fsdp.benchmarks.peers import MakeOptimizer
+from muon_fsdp.benchmarks.steps import measure_one
+from muon_fsdp.benchmarks.timing import Ceilings, progress, table
 from muon_fsdp.elementwise import TritonMuon, TritonMuonW
 
 BYTES_PER_PARAMETER = 28  # gradient, weight and two moments read, the last three written
@@ -38,7 +38,7 @@ def measure(device: str, ceilings: Ceilings, repeats: int) -> list[dict[str, Any
             milliseconds = one.get("device_milliseconds", one["milliseconds"])
             one["of_copy"] = BYTES_PER_PARAMETER * parameters / (1e-3 * milliseconds) / ceilings.bytes
             entry["optimizers"][label] = one
-            print(f"  {name}, {label}: {milliseconds:.3f} ms", flush=True)
+            progress(f"{name}, {label}: {milliseconds:.3f} ms")
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()

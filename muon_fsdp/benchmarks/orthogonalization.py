@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.peers import orthogonalizers
-from benchmarks.timing import Ceilings, milliseconds, table
+from muon_fsdp.benchmarks.peers import orthogonalizers
+from muon_fsdp.benchmarks.timing import Ceilings, milliseconds, progress, table
 from muon_fsdp.newton_schulz import orthogonalize
 
 GPU_SHAPES = [
@@ -33,18 +34,27 @@ def least_flops(rows: int, cols: int, steps: int = 5) -> float:
     return 2.0 * small**3 * min(steps * (1.5 * aspect + 0.5), 3 * aspect + 1.4 * steps)
 
 
-def measure(device: str, ceilings: Ceilings, repeats: int, only: list[str] | None = None) -> list[dict[str, Any]]:
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """48x768x768: so many matrices, rows, columns."""
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"shape {text!r} is not BATCHxROWSxCOLUMNS, as 48x768x768")
+    count, rows, cols = map(int, sizes)
+    return count, rows, cols
+
+
+def measure(
+    device: str, ceilings: Ceilings, repeats: int, shapes: Sequence[tuple[int, int, int]] | None = None
+) -> list[dict[str, Any]]:
     contestants = {"muon_fsdp": orthogonalize, **orthogonalizers(device)}
     results = []
-    for count, rows, cols in GPU_SHAPES if device == "cuda" else CPU_SHAPES:
+    for count, rows, cols in shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES):
         shape = f"{count} x {rows} x {cols}"
-        if only and shape.replace(" ", "") not in only:
-            continue
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         matrices = torch.randn(count, rows, cols, device=device, dtype=dtype)
         entry: dict[str, Any] = {"shape": shape, "milliseconds": {}}
         for name, function in contestants.items():
-            entry["milliseconds"][name] = milliseconds(lambda f=function, x=matrices: f(x), device, repeats)
+            entry["milliseconds"][name] = milliseconds(partial(function, matrices), device, repeats)
             if device == "cuda" and function is orthogonalize:
                 entry["milliseconds"][CAPTURED] = milliseconds(_captured(matrices), device, repeats)
         flops = count * least_flops(rows, cols)
@@ -53,7 +63,7 @@ def measure(device: str, ceilings: Ceilings, repeats: int, only: list[str] | Non
         entry["best"] = min(entry["milliseconds"][name] for name in OURS if name in entry["milliseconds"])
         entry["tflops"] = flops / entry["best"] / 1e9
         results.append(entry)
-        print(f"  {shape}: {entry['best']:.3f} ms", flush=True)
+        progress(f"{shape}: {entry['best']:.3f} ms")
     return results
 
 
@@ -62,7 +72,12 @@ def _captured(matrices: torch.Tensor) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = orthogonalize(matrices)
-    return lambda: (graph.replay(), result)
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result  # and so it lives as long as the graph
+
+    return replay
 
 
 def show(results: list[dict[str, Any]]) -> str:

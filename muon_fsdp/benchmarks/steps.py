@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.orthogonalization import least_flops
-from benchmarks.peers import MakeOptimizer, optimizers
-from benchmarks.timing import Ceilings, synchronize, table
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.orthogonalization import least_flops
+from muon_fsdp.benchmarks.peers import MakeOptimizer, optimizers
+from muon_fsdp.benchmarks.timing import Ceilings, progress, synchronize, table
 
 MODELS: dict[str, list[tuple[int, int]]] = {
     "gpt2-124m": 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)],
@@ -89,19 +90,24 @@ def _back_to_back(optimizer: torch.optim.Optimizer, repeats: int) -> float:
     calls = 4
     times = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(calls):
             optimizer.step()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
+        times.append(float(start.elapsed_time(end)) / calls)
     return statistics.median(times)
 
 
-def measure(device: str, ceilings: Ceilings, repeats: int, only: list[str] | None = None) -> list[dict[str, Any]]:
+def models_on(device: str) -> dict[str, list[tuple[int, int]]]:
+    """What is measured by default, by the name that `--models` takes and what more there is to say of it."""
+    return MODELS if device == "cuda" else CPU_MODELS
+
+
+def measure(device: str, ceilings: Ceilings, repeats: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
     results = []
-    for model, shapes in (MODELS if device == "cuda" else CPU_MODELS).items():
+    for model, shapes in models_on(device).items():
         if only and model.split(",")[0] not in only:
             continue
         elements, flops = sum(r * c for r, c in shapes), sum(least_flops(r, c) for r, c in shapes)
@@ -113,7 +119,7 @@ def measure(device: str, ceilings: Ceilings, repeats: int, only: list[str] | Non
             except Exception as error:  # a peer that does not run here is part of the result
                 if name.startswith("muon_fsdp"):
                     raise
-                print(f"  {model}, {name}: {type(error).__name__}: {error}", flush=True)
+                progress(f"{model}, {name}: {type(error).__name__}: {error}")
                 continue
             finally:
                 gc.collect()
@@ -121,7 +127,7 @@ def measure(device: str, ceilings: Ceilings, repeats: int, only: list[str] | Non
                     torch.cuda.empty_cache()
             one["tflops"] = flops / one["milliseconds"] / 1e9
             entry["optimizers"][name] = one
-            print(f"  {model}, {name}: {one['milliseconds']:.2f} ms", flush=True)
+            progress(f"{model}, {name}: {one['milliseconds']:.2f} ms")
         results.append(entry)
     return results
 

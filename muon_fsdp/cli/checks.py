@@ -1,0 +1,389 @@
+"""What `doctor` finds out: facts about this machine, and self-tests with numbers and what to do where one fails."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muon_fsdp import MuonOptimizer, __version__
+from muon_fsdp.kernels import multiply_add, symmetric_product
+from muon_fsdp.kernels.select import KERNELS_VARIABLE, Product, select, unusable
+from muon_fsdp.newton_schulz import orthogonalize
+
+Status = Literal["ok", "warning", "wrong"]
+
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
+LEAST_TORCH = (2, 10)
+# What others need to know to repeat a finding; values of other variables are nobody's business.
+VARIABLES = (KERNELS_VARIABLE, ISA_VARIABLE, "TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
+PACKAGES = ("triton", "numpy", "typer", "rich", "matplotlib", "transformers", "accelerate", "lightning")
+# The five steps of the default coefficients bring singular values to within 1.75e-3 of 1; the rest is rounding. On GPUs
+# single precision is iterated in float16.
+TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# Far more than anything here takes; a machine may be busy.
+PATIENCE_SECONDS = 180
+REPORT = "Please report it, with all of this output."
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------------- facts
+
+
+def versions() -> dict[str, str]:
+    return {
+        "muon_fsdp": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        "NCCL": _nccl_version(),
+        "system": f"{platform.system()} {_digits(platform.release())} {platform.machine()}",
+        **{package: _version(package) for package in PACKAGES},
+    }
+
+
+def _digits(release: str) -> str:
+    """6.8.0 of 6.8.0-45-generic: what follows may name a machine."""
+    match = re.match(r"[\d.]+", release)
+    return match[0] if match else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _nccl_version() -> str:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return "none"
+    nccl: Any = importlib.import_module("torch.cuda.nccl")
+    return ".".join(map(str, nccl.version()))
+
+
+def devices() -> list[str]:
+    found = [f"cpu: {_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            f"cuda:{index}: {properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB"
+        )
+    return found
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def backends() -> dict[str, bool]:
+    if not dist.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+
+
+def environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def best_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def kernel_choices(device: torch.device) -> list[dict[str, str]]:
+    """What computes the products of typical sizes, and why."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    products = [
+        Product("symmetric", 12, 768, 768, 3072, dtype),
+        Product("multiply_add", 12, 768, 3072, 768, dtype),
+        Product("symmetric", 1, 4096, 4096, 4096, dtype),
+        Product("multiply_add", 1, 4096, 14336, 4096, dtype),
+        Product("symmetric", 128, 64, 64, 128, torch.float32),
+    ]
+    found = []
+    for product in products:
+        choice = select(product, device)
+        found.append(
+            {
+                "product": f"{product.operation} {product.num_matrices} x ({product.rows} x {product.inner} x "
+                f"{product.cols})",
+                "dtype": str(product.dtype).removeprefix("torch."),
+                "kernel": choice.path or "chosen by timing at the first use",
+                "why": choice.reason,
+            }
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ self-tests
+
+
+def findings(*, quick: bool) -> list[Finding]:
+    """Every check; what runs in other processes runs beside the rest."""
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        bf16 = executor.submit(check_cpu_bf16)
+        ranks = None if quick else executor.submit(check_two_ranks)
+        found = [check_torch(), *check_settings(), *check_orthogonalization(), check_step(best_device())]
+        if torch.cuda.is_available():
+            found.append(check_kernels(best_device()))
+        found.append(bf16.result())
+        if ranks is not None:
+            found.append(ranks.result())
+    return found
+
+
+def check_torch() -> Finding:
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
+    least = ".".join(map(str, LEAST_TORCH))
+    if found < LEAST_TORCH:
+        return Finding("torch", "wrong", f"{torch.__version__}", f'Install a newer one: pip install "torch>={least}".')
+    return Finding("torch", "ok", f"{torch.__version__}, {least} is needed")
+
+
+def check_settings() -> list[Finding]:
+    """What makes a GPU slow or leaves it unused."""
+    found = []
+    if not backends()["gloo"]:
+        found.append(Finding("gloo", "warning", "not in this build of torch", "Ranks on CPUs need another build."))
+    if torch.cuda.is_available():
+        if not backends()["nccl"]:
+            advice = "Ranks on GPUs need a build of torch with NCCL."
+            found.append(Finding("NCCL", "warning", "not in this build of torch", advice))
+        reason = unusable(best_device())
+        if reason is not None:
+            advice = {
+                "Triton is not installed": "Install it: pip install triton.",
+                f"{KERNELS_VARIABLE}=torch": f"Unset {KERNELS_VARIABLE} to use them.",
+            }.get(reason, "PyTorch's own products are used: correct, and slower.")
+            found.append(Finding("kernels", "warning", f"ours are not used: {reason}", advice))
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            detail = "TRITON_INTERPRET=1: kernels run in Triton's interpreter"
+            found.append(Finding("kernels", "warning", detail, "Unset TRITON_INTERPRET."))
+    return found
+
+
+def check_orthogonalization() -> list[Finding]:
+    dtypes = [torch.float64, torch.float32]
+    if torch.cuda.is_available():
+        dtypes += [torch.bfloat16, torch.float16]
+    return [_attempt(f"orthogonalization, {_name(dtype)}", partial(_orthogonalization, dtype)) for dtype in dtypes]
+
+
+def _orthogonalization(dtype: torch.dtype) -> tuple[float, float, str]:
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for shape in ((4, 64, 128), (2, 300, 100)):
+        rounded = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        found = orthogonalize(rounded.to(best_device())).cpu().double()
+        worst = max(worst, float(torch.linalg.matrix_norm(found - polar(rounded.double()), 2).max()))
+    iterated = torch.float16 if dtype == torch.float32 and best_device().type == "cuda" else dtype
+    return worst, TOLERANCES[iterated], "from the polar factor by SVD, in spectral norm"
+
+
+def polar(matrices: Tensor) -> Tensor:
+    svd: tuple[Tensor, Tensor, Tensor] = torch.linalg.svd(matrices, full_matrices=False)
+    return svd[0] @ svd[2]
+
+
+def check_step(device: torch.device) -> Finding:
+    return _attempt(f"one step on {device.type}", partial(_step, device))
+
+
+def _step(device: torch.device) -> tuple[float, float, str]:
+    """Two steps of a matrix and a vector, and the formulas in float64."""
+    generator = torch.Generator().manual_seed(0)
+    lr, momentum, decay, rate = 0.1, 0.9, 0.01, 0.05
+    matrix, vector, *gradients = [torch.randn(s, generator=generator) for s in ((96, 768), (7,), (96, 768), (7,))]
+    weights = [nn.Parameter(value.to(device)) for value in (matrix, vector)]
+    options: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": True, "adamw_lr": rate}
+    optimizer = MuonOptimizer(weights, lr=lr, **options)
+    expected = [matrix.double(), vector.double()]
+    buffer = torch.zeros(96, 768, dtype=torch.float64)
+    for step in range(2):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = ((1 + step) * gradient).to(device)
+        optimizer.step()
+        update = (1 + step) * gradients[0].double()
+        buffer = momentum * buffer + update
+        expected[0] = expected[0] * (1 - lr * decay) - lr * polar(update + momentum * buffer)
+    # AdamW with gradients g and 2 g: the moments are known numbers times g and g^2.
+    for first, second in ((1.0, 1.0), ((0.9 + 2.0) / 1.9, (0.95 + 4.0) / 1.95)):
+        g = gradients[1].double()
+        expected[1] = expected[1] - rate * first * g / (second**0.5 * g.abs() + 1e-8)
+    errors = [
+        float(torch.linalg.norm(weights[0].detach().cpu().double() - expected[0], 2)) / lr,
+        float((weights[1].detach().cpu().double() - expected[1]).abs().max()) / rate,
+    ]
+    # Two updates, each as far from the polar factor as an orthogonalization may be; GPUs round to bfloat16 before it.
+    tolerance = 2 * TOLERANCES[torch.float32 if device.type == "cpu" else torch.bfloat16]
+    return max(errors), tolerance, "from the formulas in float64, in units of the learning rate"
+
+
+def check_kernels(device: torch.device) -> Finding:
+    return _attempt(f"products on {device.type}", partial(_kernels, device))
+
+
+def _kernels(device: torch.device) -> tuple[float, float, str]:
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = torch.randn(2, 384, 512, generator=generator).mul_(512**-0.5).to(device, dtype)
+        gram = symmetric_product(x, x)
+        worst = max(worst, _relative(gram, x.double() @ x.double().mT))
+        found = multiply_add(gram, x, x, beta=1.0)
+        worst = max(worst, _relative(found, gram.double() @ x.double() + x.double()))
+    return worst, 1e-2, "from float64, relative"
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.norm(found.double() - expected) / torch.linalg.norm(expected))
+
+
+def check_cpu_bf16() -> Finding:
+    """bfloat16 products on this CPU, in a process of their own, which may die."""
+    name = "bfloat16 products on the CPU"
+    try:
+        return _judge_bf16(name)
+    except subprocess.TimeoutExpired:
+        return Finding(name, "warning", f"not known: the process did not end within {PATIENCE_SECONDS} s", "Try again.")
+
+
+def _judge_bf16(name: str) -> Finding:
+    given, setting = os.environ.get(ISA_VARIABLE), f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}"
+    code = run_bf16_product(given)
+    if code == 0 and given is None:
+        return Finding(name, "ok", "they run")
+    other = run_bf16_product(ISA_WITHOUT_AMX if given is None else None)
+    if code == 0:
+        if other == 0:
+            return Finding(name, "ok", f"they run, with {ISA_VARIABLE}={given} and without it")
+        detail = f"they run with {ISA_VARIABLE}={given}; without it the process dies ({_exit(other)})"
+        return Finding(name, "ok", detail, f"Keep {ISA_VARIABLE} set.")
+    detail = f"the process dies ({_exit(code)})"
+    if given is None and other == 0:
+        why = "This machine advertises AMX and does not allow it."
+        return Finding(name, "wrong", f"{detail}; with {setting} they run", f"{why} Set it: export {setting}")
+    if given is not None and given != ISA_WITHOUT_AMX:
+        return Finding(name, "wrong", f"{detail} with {ISA_VARIABLE}={given}", f"Try: export {setting}")
+    return Finding(name, "wrong", f"{detail}, with {setting} too", "Keep weights on the CPU in float32.")
+
+
+_BF16_PRODUCT = """
+import torch
+for size in (16, 512):
+    x = torch.ones(size, size, dtype=torch.bfloat16)
+    assert float((x @ x)[0, 0]) == size
+    assert float(torch.bmm(x[None], x[None])[0, 0, 0]) == size
+"""
+
+
+def run_bf16_product(isa: str | None) -> int:
+    """The exit status of a process that multiplies under this setting; negative: killed by that signal."""
+    environment = {key: value for key, value in os.environ.items() if key != ISA_VARIABLE}
+    if isa is not None:
+        environment[ISA_VARIABLE] = isa
+    command = [sys.executable, "-c", _BF16_PRODUCT]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_SECONDS, check=False)
+    return done.returncode
+
+
+def _exit(code: int) -> str:
+    if code == -signal.SIGILL:
+        return "illegal instruction"
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def check_two_ranks() -> Finding:
+    if not backends()["gloo"]:
+        return Finding("two ranks", "warning", "not tried: torch has no gloo")
+    return _attempt("two ranks, gloo", _two_ranks, "Ranks must reach each other through the loopback interface.")
+
+
+def _two_ranks() -> tuple[float, float, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    if platform.system() == "Linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        command = [sys.executable, "-m", "muon_fsdp.cli.two_ranks"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), store],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the ranks did not end within {PATIENCE_SECONDS} s") from error
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+                    rank.communicate()
+    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
+        if rank.returncode:
+            last = errors.strip().splitlines()[-1:] or [_exit(rank.returncode)]
+            raise RuntimeError(f"rank {number} failed: {last[0]}")
+    return max(float(out) for out, _ in outputs), 1e-5, "between a sharded step and one on a single device"
+
+
+def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: str = REPORT) -> Finding:
+    """Run a test that returns an error, what it may be, and what it is the error of."""
+    try:
+        error, tolerance, what = test()
+    except Exception as failure:  # whatever happens is a finding
+        text = " ".join(str(failure).split())
+        return Finding(name, "wrong", f"{type(failure).__name__}: {text[:400]}", advice)
+    detail = f"{error:.2e} {what} (at most {tolerance:.0e})"
+    return Finding(name, "ok", detail) if error <= tolerance else Finding(name, "wrong", detail, advice)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def without_home(content: Any) -> Any:
+    """The same texts without the path of the user's home."""
+    home = str(Path.home())
+    if isinstance(content, str):
+        return content.replace(home, "~") if len(home) > 1 else content
+    if isinstance(content, Mapping):
+        return {key: without_home(value) for key, value in content.items()}
+    return [without_home(value) for value in content] if isinstance(content, (list, tuple)) else content

@@ -1,0 +1,72 @@
+"""`muon-fsdp doctor`: versions, devices, kernels and self-tests, to paste into a bug report."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from muon_fsdp.cli.output import print_json, print_table, status
+
+
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the step on two processes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Check what is installed, which kernels run, and whether results are right.
+
+    Each finding says what to do; the exit status is 1 if something is wrong. Nothing but loopback is contacted.
+    """
+    from muon_fsdp.cli import checks
+
+    with status("checking this machine ..."):
+        found = checks.findings(quick=quick)
+        content: dict[str, Any] = checks.without_home(
+            {
+                "versions": checks.versions(),
+                "devices": checks.devices(),
+                "backends": checks.backends(),
+                "environment": checks.environment(),
+                "kernels": checks.kernel_choices(checks.best_device()),
+                "findings": [asdict(finding) for finding in found],
+                "ok": not any(finding.status == "wrong" for finding in found),
+            }
+        )
+    if json:
+        print_json(content)
+    else:
+        _show(content)
+    if not content["ok"]:
+        raise typer.Exit(1)
+
+
+def _show(content: dict[str, Any]) -> None:
+    print_table("Versions", ("package", "version"), list(content["versions"].items()), left=2)
+    for device in content["devices"]:
+        print(device)
+    available = [name for name, there in content["backends"].items() if there]
+    print(f"backends of torch.distributed: {', '.join(available) or 'none'}")
+    for name, value in content["environment"].items():
+        print(f"{name}={value}")
+    print()
+    print("Which kernel computes a product, and why")
+    products: dict[str, list[str]] = defaultdict(list)
+    for choice in content["kernels"]:
+        products[f"{choice['kernel']}: {choice['why']}"].append(f"{choice['product']}, {choice['dtype']}")
+    for why, those in products.items():
+        _print_wrapped("", why)
+        print("\n".join(f"    {product}" for product in those))
+    print("\nFindings")
+    for finding in content["findings"]:
+        _print_wrapped(f"{finding['status']:8} ", f"{finding['name']}: {finding['detail']}")
+        if finding["advice"]:
+            _print_wrapped("", f"-> {finding['advice']}")
+    print("\nEverything works." if content["ok"] else "\nSomething is wrong: see the lines marked so.")
+
+
+def _print_wrapped(label: str, text: str) -> None:
+    indent = 9 * " " if label or text.startswith("->") else "  "
+    print(textwrap.fill(text, 80, initial_indent=label or indent, subsequent_indent=indent, break_long_words=False))

@@ -1,0 +1,119 @@
+"""The model that `plan` was asked for, on the meta device: by name, from a configuration file, or from Python code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from muon_fsdp.cli.models import named_models
+
+
+class LoadingError(ValueError):
+    """Why there is no model, and what to do."""
+
+
+def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
+    """`dtype` None: as code that was given builds it, float32 for all others."""
+    # What is imported may print; stdout belongs to the command.
+    with redirect_stdout(sys.stderr), torch.device("meta"):
+        if Path(text).exists():
+            model, own_dtype = _from_config(Path(text)), False
+        elif ":" in text:
+            model, own_dtype = _from_code(text), True
+        else:
+            model, own_dtype = _by_name(text), False
+    wanted = dtype if dtype is not None or own_dtype else torch.float32
+    model = model if wanted is None else model.to(wanted)
+    elsewhere = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if elsewhere:
+        raise LoadingError(
+            f"{text} puts its parameter {elsewhere[0]!r} on a device of its own; leave the device to torch.device"
+        )
+    return model
+
+
+def _by_name(name: str) -> nn.Module:
+    models = named_models()
+    if name.lower() in models:
+        return models[name.lower()]()
+    close = difflib.get_close_matches(name.lower(), models, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "."
+    raise LoadingError(
+        f"unknown model {name!r}{hint} Names are {', '.join(models)}. Or give a Hugging Face config.json, the folder "
+        "of one, or package.module:callable."
+    )
+
+
+def _from_config(path: Path) -> nn.Module:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content: Any = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadingError(f"can't read {file}: {getattr(error, 'strerror', None) or error}") from error
+    except json.JSONDecodeError as error:
+        raise LoadingError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise LoadingError(f"{file} has no 'model_type': it is not the configuration of a Hugging Face model")
+    if importlib.util.find_spec("transformers") is None:
+        raise LoadingError(f'{file} needs Transformers to be read; install with: pip install "muon_fsdp[integrations]"')
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes need no network
+    transformers: Any = importlib.import_module("transformers")
+    model_type = content.pop("model_type")
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **content)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # each architecture has errors of its own
+        raise LoadingError(
+            f"Transformers {transformers.__version__} can't build a causal language model of type {model_type!r} from "
+            f"{file}: {_first_line(error)} Give package.module:callable for a model of your own."
+        ) from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _from_code(text: str) -> nn.Module:
+    module_name, _, attribute = text.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise LoadingError(
+            f"can't import {module_name!r} (from the current folder or an installed package): {_first_line(error)}"
+        ) from error
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise LoadingError(f"module {module_name!r} has no {attribute!r}") from error
+    if not callable(found):
+        raise LoadingError(f"{text} is {_kind(found)}, not a class or a function that returns a model")
+    try:
+        model = found()
+    except Exception as error:
+        raise LoadingError(
+            f"{text}() failed with {_first_line(error)} It is called without arguments and on the meta device."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise LoadingError(f"{text}() returned {_kind(model)}, not a torch.nn.Module")
+    return model
+
+
+def _kind(value: object) -> str:
+    return f"an object of type {type(value).__name__}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    shown = lines[0] if lines else ""
+    return f"{type(error).__name__}: {shown.rstrip('.')}."

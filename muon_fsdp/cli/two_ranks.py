@@ -1,0 +1,46 @@
+"""One of two ranks of `doctor`: `python -m muon_fsdp.cli.two_ranks RANK STORE` prints how far a sharded step is off."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from muon_fsdp import MuonOptimizer
+
+
+def main(rank: int, store: str, world_size: int = 2) -> float:
+    """The largest difference between two sharded steps and the same on one device; all ranks call it."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=150)
+    )
+    try:
+        mesh = init_device_mesh("cpu", (world_size,))
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((9, 16), (16, 8), (8, 8))
+        whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        sharded = [nn.Parameter(distribute_tensor(weight.detach().clone(), mesh, [Shard(0)])) for weight in whole]
+        optimizers = [MuonOptimizer(weights, strategy="owner", nesterov=True) for weights in (whole, sharded)]
+        for _ in range(2):
+            for weight, shard in zip(whole, sharded, strict=True):
+                weight.grad = torch.randn(weight.shape, generator=generator)
+                shard.grad = distribute_tensor(weight.grad, mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+        worst = 0.0
+        for weight, shard in zip(whole, sharded, strict=True):
+            assert isinstance(shard.data, DTensor)
+            worst = max(worst, float((shard.data.full_tensor() - weight.detach()).abs().max()))
+        return worst
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(main(int(sys.argv[1]), sys.argv[2]))
