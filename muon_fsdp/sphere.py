@@ -1,41 +1,25 @@
-"""Weights on spheres of spectral norm: their top singular triples, found on shards, and what a step does with them.
-
-W is never assembled. Every rank multiplies the vectors of all matrices with the parts of W that it holds, and the
-products are added up, for all matrices that lie on the same ranks at once. Vectors are whole on every rank and small.
-"""
+"""Weights on spheres of spectral norm: what a step does with the singular triples that a survey finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import product
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from muon_fsdp.distributed import add_up, layout_of, local, my_rank
+from muon_fsdp.distributed import add_up, my_rank
 from muon_fsdp.fused import lr_is_on_device, pinned
 from muon_fsdp.layout import Layout, Tile
+from muon_fsdp.parts import local_parts, segments_of
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.recorder import Recorder
-from muon_fsdp.rules.base import Spectrum, State, num_vectors, working_dtype
+from muon_fsdp.rules.base import Spectrum, State, working_dtype
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
-from muon_fsdp.spectral import (
-    COLD_STEPS,
-    SMALLEST_NORM,
-    best_in_krylov_space,
-    normalized_or,
-    num_products,
-    refine,
-    retraction,
-    start_vectors,
-    target_radius,
-)
-from muon_fsdp.views import ATTN_MATRICES, MatrixView, matrix_view
+from muon_fsdp.spectral import retraction, target_radius
+from muon_fsdp.survey import SphereClass, make_sets
+from muon_fsdp.views import MatrixView
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_elementwise import TensorList
@@ -43,312 +27,8 @@ if TYPE_CHECKING:
 # Steps in which a matrix without a cached vector is looked for. The second, because a matrix that began at zero has a
 # direction only then.
 COLD_SURVEYS = 2
-COLD_ROUNDS = 4  # in which a subspace is found around a first vector
 _STATE = {spec.name: spec for spec in SpectralSphere.state}
 _FACTORS = ("factor", "radius")
-
-
-# ------------------------------------------------------------------------------------------------ matrices and shards
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """Part of a shard as rows of the stack of matrices that a parameter is, cut to some columns."""
-
-    rows: Tensor  # (R,) numbers of rows in the stack
-    first_col: int
-    width: int
-    of: Callable[[Tensor], Tensor]  # of a shard, (R, width)
-
-
-def local_parts(view: MatrixView, tile: Tile) -> list[LocalPart]:
-    """A tile of a parameter as rows of its stack of matrices."""
-    if tile.numel == 0:
-        return []
-    ranges = [torch.arange(start, start + size) for start, size in zip(tile.offset, tile.shape, strict=True)]
-    if view.kind == "attn":
-        width = view.shape[1] // ATTN_MATRICES
-        parts = []
-        for number in range(ATTN_MATRICES):  # a row of the parameter is four rows of the stack
-            start, stop = max(tile.offset[1], number * width), min(ranges[1][-1].item() + 1, (number + 1) * width)
-            if start < stop:
-                columns = slice(int(start - tile.offset[1]), int(stop - tile.offset[1]))
-                rows = ATTN_MATRICES * ranges[0] + number
-                parts.append(_part(rows, int(start - number * width), columns))
-        return parts
-    if view.kind == "flatten":
-        inner = view.shape[1:]
-        if tile.shape[2:] == inner[1:]:
-            each = prod(inner[1:])
-            first, width = tile.offset[1] * each, tile.shape[1] * each
-            return [LocalPart(ranges[0], first, width, lambda shard: shard.reshape(len(shard), -1))]
-        parts = []
-        for index in product(*map(range, tile.shape[1:-1])):
-            at = [offset + i for offset, i in zip(tile.offset[1:], (*index, 0), strict=True)]
-            first = sum(i * prod(inner[axis + 1 :]) for axis, i in enumerate(at))
-            parts.append(_row_part(ranges[0], first, tile.shape[-1], index))
-        return parts
-    if view.transposed:
-        return [LocalPart(ranges[1], tile.offset[0], tile.shape[0], lambda shard: shard.mT)]
-    rows = ranges[-2]
-    for axis in range(len(ranges) - 3, -1, -1):
-        rows = (ranges[axis][:, None] * prod(view.shape[axis + 1 : -1]) + rows).flatten()
-    return [LocalPart(rows, tile.offset[-1], tile.shape[-1], lambda shard: shard.reshape(-1, shard.shape[-1]))]
-
-
-def _part(rows: Tensor, first_col: int, columns: slice) -> LocalPart:
-    return LocalPart(rows, first_col, columns.stop - columns.start, lambda shard: shard[:, columns])
-
-
-def _row_part(rows: Tensor, first_col: int, width: int, index: tuple[int, ...]) -> LocalPart:
-    return LocalPart(rows, first_col, width, lambda shard: shard.movedim(0, -1)[index].movedim(-1, 0))
-
-
-@dataclass(frozen=True)
-class Block:
-    """Equally large parts of consecutive matrices of one class, held by this rank in one parameter."""
-
-    position: int
-    kind: int  # index of the class
-    matrices: slice  # of the class
-    rows: slice  # of every matrix
-    cols: slice
-    part: LocalPart
-    part_rows: slice
-
-    def of(self, shard: Tensor) -> Tensor:  # (count, rows, cols)
-        rows = self.part.of(shard)[self.part_rows]
-        return rows.reshape(self.matrices.stop - self.matrices.start, -1, self.part.width)
-
-
-@dataclass(eq=False)
-class SphereClass:
-    """Matrices of one shape in one group, and their vectors and numbers in this step."""
-
-    group: int
-    rows: int
-    cols: int
-    members: list[tuple[int, int, int]] = field(default_factory=list)  # (position, block of its view, first matrix)
-    count: int = 0
-    shares: list[float] = field(default_factory=list)  # per matrix, 1 / number of ranks that hold the same part of it
-    subspace: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, num_vectors, cols)
-    right: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, cols)
-    left: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, rows)
-    norm: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,), as are all below
-    radius: Tensor = field(default_factory=lambda: torch.empty(0))
-    saved_radius: Tensor = field(default_factory=lambda: torch.empty(0))
-    factor: Tensor = field(default_factory=lambda: torch.empty(0))
-    multiplier: Tensor = field(default_factory=lambda: torch.empty(0))
-    slope: Tensor = field(default_factory=lambda: torch.empty(0))
-    calls: Tensor = field(default_factory=lambda: torch.empty(0))
-    failed: Tensor = field(default_factory=lambda: torch.empty(0))
-    found: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, 4): what this rank has found of these
-    touched: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,) bool: whether there is a gradient
-    lr: Tensor = field(default_factory=lambda: torch.empty(0))  # ()
-    present: tuple[bool, ...] = ()  # what `touched` says, per member
-
-    @cached_property
-    def weight(self) -> Tensor:  # (count,)
-        return torch.tensor(self.shares, dtype=self.subspace.dtype, device=self.subspace.device)
-
-    @property
-    def regular(self) -> Tensor:
-        return self.norm >= SMALLEST_NORM
-
-
-class SphereSet:
-    """All matrices that lie on the same ranks and are surveyed together."""
-
-    def __init__(self, ranks: tuple[int, ...], steps: int) -> None:
-        self.ranks, self.steps = ranks, num_products(steps)
-        self.classes: list[SphereClass] = []
-        self.blocks: list[Block] = []
-        self.shares = False  # whether ranks hold different parts
-        self.cuts_rows = False  # whether a rank may hold a part of a row only
-        self._recorder = Recorder()
-
-    def survey(self, shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool) -> None:
-        """Find the top singular triples of all matrices, from the subspaces that the classes have."""
-        self._recorder = recorder
-        starts = [start_vectors(kind.subspace) for kind in self.classes]
-
-        def left(vectors: Sequence[Tensor]) -> list[Tensor]:
-            return self._left(shards, vectors)
-
-        def right(lefts: Sequence[Tensor]) -> list[Tensor]:
-            return self._right(shards, lefts)
-
-        if cold:
-
-            def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
-                return [product[:, 0] for product in right(left([vector[:, None] for vector in vectors]))]
-
-            steps = min(COLD_STEPS, 1 + max(min(kind.rows, kind.cols) for kind in self.classes))
-            tops = best_in_krylov_space(gram, [start[:, 0] for start in starts], steps)
-            starts = [torch.cat([top[:, None], start[:, 1:]], dim=1) for top, start in zip(tops, starts, strict=True)]
-            for _ in range(COLD_ROUNDS):
-                starts = [found.subspace for found in refine(left, right, self._inner, starts, self.steps)]
-        subspaces = [normalized_or(kind.subspace, start) for kind, start in zip(self.classes, starts, strict=True)]
-        refined = refine(left, right, self._inner, subspaces, self.steps)
-        lefts = [found.left for found in refined]
-        if self.shares and not self.cuts_rows:
-            lefts = self._add_up(lefts)
-        for kind, found, whole in zip(self.classes, refined, lefts, strict=True):
-            kind.subspace, kind.right, kind.norm = found.subspace, found.right, torch.linalg.vector_norm(whole, dim=-1)
-            kind.left = normalized_or(whole, torch.zeros_like(whole))
-
-    def _left(self, shards: Mapping[int, Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-        """W x (G, b, m) for vectors (G, b, n): whole, or of the rows that this rank holds."""
-        result = [x.new_zeros(kind.count, x.shape[1], kind.rows) for kind, x in zip(self.classes, vectors, strict=True)]
-        for block in self.blocks:
-            vector = vectors[block.kind][block.matrices, :, block.cols]
-            weights = block.of(shards[block.position]).to(vector.dtype)
-            result[block.kind][block.matrices, :, block.rows] += vector @ weights.mT
-        return self._add_up(result) if self.cuts_rows else result
-
-    def _right(self, shards: Mapping[int, Tensor], lefts: Sequence[Tensor]) -> list[Tensor]:
-        """W^T y (G, b, n), whole."""
-        result = [y.new_zeros(kind.count, y.shape[1], kind.cols) for kind, y in zip(self.classes, lefts, strict=True)]
-        for block in self.blocks:
-            vector = lefts[block.kind][block.matrices, :, block.rows]
-            weights = block.of(shards[block.position]).to(vector.dtype)
-            result[block.kind][block.matrices, :, block.cols] += vector @ weights
-        return self._add_up(result) if self.shares else result
-
-    def _inner(self, lefts: Sequence[Tensor]) -> list[Tensor]:
-        products = [y @ y.mT for y in lefts]
-        return self._add_up(products) if self.shares and not self.cuts_rows else products
-
-    def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over the ranks, of which several may hold the same part."""
-        weighted = [
-            part * kind.weight.view(-1, *[1] * (part.ndim - 1)) for kind, part in zip(self.classes, parts, strict=True)
-        ]
-        return add_up(weighted, self.ranks, self._recorder)
-
-
-def _segments(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None:
-    """(start, length, matrix) of every run of a contiguous shard that is part of one matrix; None if there are gaps."""
-    matrices = sum(count for count, _, _ in view.block_shapes)
-    if matrices == 1:
-        return [(0, tile.numel, 0)] if tile.numel > 0 else []
-    parts = local_parts(view, tile)
-    if view.transposed or len(parts) > 1:
-        return None
-    matrix_of, _ = view.row_numbers()
-    segments = []
-    start = 0
-    for part in parts:
-        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
-        for number, rows in zip(numbers.tolist(), lengths.tolist(), strict=True):
-            segments.append((start, rows * part.width, number))
-            start += rows * part.width
-    return segments
-
-
-def _make_sets(
-    positions: Sequence[tuple[int, MatrixView, Layout, int, int, object]],  # .., group, steps, (device, dtype)
-) -> list[SphereSet]:
-    sets: dict[tuple[object, ...], SphereSet] = {}
-    for position, view, layout, group, steps, placement in positions:
-        own = sets.setdefault((layout.ranks, steps, placement), SphereSet(layout.ranks, steps))
-        base: list[tuple[int, int]] = []  # per block: its class, and the first of its matrices there
-        for block, (count, rows, cols) in enumerate(view.block_shapes):
-            known = [i for i, c in enumerate(own.classes) if (c.group, c.rows, c.cols) == (group, rows, cols)]
-            if not known:
-                own.classes.append(SphereClass(group, rows, cols))
-            index = known[0] if known else len(own.classes) - 1
-            kind = own.classes[index]
-            kind.members.append((position, block, kind.count))
-            base.append((index, kind.count))
-            kind.count += count
-        tiles = layout.tiles(view.shape)
-        tile = tiles[layout.index_of[my_rank()]]
-        own.shares |= any(other.shape != view.shape for other in tiles)
-        own.cuts_rows |= any(not _has_whole_rows(view, other) for other in tiles if other.numel > 0)
-        own.blocks += _blocks(position, view, tile, base)
-        share = 1 / sum(other == tile for other in tiles)
-        for (index, _), (count, _, _) in zip(base, view.block_shapes, strict=True):
-            own.classes[index].shares += [share] * count
-    return [own for _, own in sorted(sets.items(), key=lambda item: (item[0][0], item[0][1], str(item[0][2])))]
-
-
-def _has_whole_rows(view: MatrixView, tile: Tile) -> bool:
-    if view.kind == "flatten":
-        return tile.shape[1:] == view.shape[1:]
-    axis = -2 if view.transposed else -1
-    return tile.shape[axis] == view.shape[axis]
-
-
-def _blocks(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[int, int]]) -> list[Block]:
-    matrix_of, row_of = view.row_numbers()
-    counts = [count for count, _, _ in view.block_shapes]
-    place = [  # of every matrix of the parameter: its class and number there
-        (kind, first + index) for (kind, first), count in zip(base, counts, strict=True) for index in range(count)
-    ]
-    blocks: list[Block] = []
-    for part in local_parts(view, tile):
-        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
-        at = 0
-        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
-            kind, matrix = place[number]
-            rows = row_of[part.rows[at : at + length]]
-            step = int(rows[1] - rows[0]) if length > 1 else 1
-            block = Block(
-                position,
-                kind,
-                slice(matrix, matrix + 1),
-                slice(int(rows[0]), int(rows[-1]) + 1, step),
-                slice(part.first_col, part.first_col + part.width),
-                part,
-                slice(at, at + length),
-            )
-            blocks.append(block)
-            at += length
-    return _merged(blocks)
-
-
-def _merged(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of consecutive matrices that are cut alike become one."""
-    merged: list[Block] = []
-    for block in blocks:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.part is block.part
-            and (last.kind, last.rows, last.cols) == (block.kind, block.rows, block.cols)
-            and last.matrices.stop == block.matrices.start
-        ):
-            merged[-1] = Block(
-                last.position,
-                last.kind,
-                slice(last.matrices.start, block.matrices.stop),
-                last.rows,
-                last.cols,
-                last.part,
-                slice(last.part_rows.start, block.part_rows.stop),
-            )
-        else:
-            merged.append(block)
-    return merged
-
-
-def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
-    """The spectral norm of a sharded matrix, or of every matrix of a sharded stack; a collective."""
-    shape = tuple(parameter.shape)
-    view = matrix_view(shape, name="given", kind="matrix" if len(shape) == 2 else "stacked")
-    shard = local(parameter.detach())
-    layout = layout_of(parameter, None)
-    (only,) = _make_sets([(0, view, layout, 0, 1, None)])
-    for kind in only.classes:
-        size = (kind.count, num_vectors(kind.rows, kind.cols), kind.cols)
-        kind.subspace = torch.zeros(size, dtype=working_dtype(shard.dtype), device=shard.device)
-    with torch.no_grad():
-        only.survey({0: shard}, Recorder(), cold=True)
-    return only.classes[0].norm.view(shape[:-2])
-
-
-# ------------------------------------------------------------------------------------------------------------- a step
 
 
 class Sphere:
@@ -377,7 +57,7 @@ class Sphere:
             placement = (parameter.device, working_dtype(parameter.dtype))
             steps = groups[group_of[position]]["power_iteration_steps"]
             entries.append((position, view, layout, group_of[position], steps, placement))
-        self.sets = _make_sets(entries)
+        self.sets = make_sets(entries)
         self._kinds = [kind for own in self.sets for kind in own.classes]
         counts = [kind.count for kind in self._kinds]
         self._first_of = {id(kind): sum(counts[:index]) for index, kind in enumerate(self._kinds)}
@@ -388,7 +68,7 @@ class Sphere:
                     self._class_of[(position, block)] = (kind, first)
         # Parameters in whose shards the elements of a matrix are not one run of memory.
         self.scattered = {
-            position for position in self._views if _segments(self._views[position], self._tiles[position]) is None
+            position for position in self._views if segments_of(self._views[position], self._tiles[position]) is None
         }
         self._chunks: dict[int, tuple[TensorList, Tensor, bool]] = {}
         self._maps: dict[int, Tensor | None] = {}
@@ -548,7 +228,7 @@ class Sphere:
                     for kind, first in [self._class_of[(position, block)]]
                     for i in range(count)
                 ]
-                for start, length, matrix in _segments(view, tile) or ():
+                for start, length, matrix in segments_of(view, tile) or ():
                     segments.append((index, start, length, numbers[matrix]))
             chunks, aligned = triton_elementwise.cut_into_chunks(segments, updates.device)
             known = self._chunks[id(tensors)] = (tensors, chunks, aligned)

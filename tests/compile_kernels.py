@@ -6,6 +6,7 @@ The interpreter accepts what a compiler does not, and says nothing about shared 
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from muon_fsdp.kernels import Product, triton_elementwise, triton_norms, triton_pair, triton_products, triton_spectral
+from muon_fsdp.kernels import (
+    Product,
+    triton_elementwise,
+    triton_norms,
+    triton_pair,
+    triton_products,
+    triton_spectral,
+    triton_subspace,
+)
 from muon_fsdp.kernels.select import _candidates, _hopper_tiles
 from muon_fsdp.kernels.triton_products import TileConfig
 
@@ -161,6 +170,48 @@ def spectral() -> None:
     )
     shifted: list[str | None] = ["*bf16!", "*fp32!", "*fp32!", "*fp32!", "*fp32!", "*i32", "*fp16!", *numbers]
     elementwise(triton_spectral._shifted_cast_kernel, shifted, tiles)
+    for along_rows, aligned, dtype in product((False, True), (False, True), (tl.float32, tl.bfloat16)):
+        products_with_weights(along_rows, aligned, dtype)
+    subspaces()
+
+
+def products_with_weights(along_rows: bool, aligned: bool, dtype: Any) -> None:
+    kernel = triton_spectral._along_rows_kernel if along_rows else triton_spectral._along_columns_kernel
+    constants = {"TYPE": dtype, "ADD": not aligned, "ROUND": dtype == tl.float32, "UNIT": aligned, "ALIGNED": aligned}
+    constants |= {"ALIGNED_ROWS": aligned, "FIELDS": triton_spectral.FIELDS, "VECTORS": triton_spectral.MAX_VECTORS}
+    constants |= triton_spectral._tiles(along_rows)
+    result = compiled(kernel, ["*i32", "*i64", "*fp32!", "*fp32!"], constants, HOPPER, num_warps=4, num_stages=3)
+    wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", result.asm["ptx"]))
+    assert bool(wide) == aligned, (kernel.fn.__name__, "is read element by element")
+    assert ".tf32.tf32" in result.asm["ptx"]
+    print(90, kernel.fn.__name__, dtype, wide, "copies of 16 bytes, shared memory", result.metadata.shared, flush=True)
+
+
+def subspaces() -> None:
+    sizes = {"VECTORS": triton_spectral.MAX_VECTORS, "CHUNK": triton_subspace.CHUNK, "BLOCK": triton_subspace.BLOCK}
+    fields = {"FIELDS": triton_subspace.FIELDS}
+    tables: list[str | None] = ["*i64!", "*i32!"]
+    for second, size in ((None, 16), ("*fp32!", 32)):
+        has_second = {"HAS_SECOND": second is not None}
+        in_float64(triton_subspace._inner_kernel, [*tables, "*fp32!", second, "*fp64!"], has_second | sizes | fields)
+        for single in (False, True):
+            constants = {"SINGLE": single, "ROUND": not single, **has_second, **sizes, **fields}
+            types: list[str | None] = [*tables, "*fp64!", "*fp32!", second, "*fp32!"]
+            in_float64(triton_subspace._combine_kernel, types, constants)
+        in_registers = {"KNOWN": size - 16, "SIZE": size}
+        compiled(triton_subspace._orthonormal_kernel, ["*fp64!", "*i32!", "*fp64!"], in_registers, HOPPER, num_warps=1)
+    squares = {"SQUARINGS": triton_subspace.SQUARINGS, "VECTORS": 16, "SIZE": 32}
+    in_float64(triton_subspace._ritz_kernel, ["*fp64!", "*i32!", "*fp64!", "*fp64!"], squares)
+    compiled(triton_subspace._sum_kernel, ["*fp64!", "*i32!", "*fp64!"], {"SIZE": 32}, HOPPER)
+    lanes = {"BLOCK": 1024, **fields}
+    compiled(triton_subspace._fill_kernel, ["*i64!", "*fp32!", "*fp32!"], {"VECTORS": 16, **lanes}, HOPPER)
+    compiled(triton_subspace._unit_kernel, ["*i64!", "*i64!", "*fp32!", "*fp32!", "*fp32!"], lanes, HOPPER)
+
+
+def in_float64(kernel: Any, types: list[str | None], constants: dict[str, Any]) -> None:
+    result = compiled(kernel, types, constants, HOPPER, num_warps=4, num_stages=3)
+    assert re.search(r"mma\S*\.f64", result.asm["ptx"]), kernel.fn.__name__
+    print(90, kernel.fn.__name__, "in float64, shared memory", result.metadata.shared, flush=True)
 
 
 def main() -> None:

@@ -14,9 +14,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from muon_fsdp import SpectralSphereOptimizer
+from muon_fsdp import SpectralSphereOptimizer, shard_products
 from muon_fsdp import distributed as muon_distributed
+from muon_fsdp.distributed import layout_of
+from muon_fsdp.recorder import Recorder
 from muon_fsdp.spectral import compute_spectral_norm
+from muon_fsdp.survey import make_sets
+from muon_fsdp.views import matrix_view
 from tests.distributed_cases import lay_out, make_model, train
 
 
@@ -97,6 +101,30 @@ def norms_of_shards() -> tuple[list[float], list[float]]:
         found.append(float(compute_spectral_norm(distribute_tensor(whole, mesh, [placement]))))
         expected.append(float(torch.linalg.matrix_norm(whole.double(), 2)))
     return found, expected
+
+
+def surveys_by_kernels() -> list[tuple[Tensor, Tensor]]:
+    """Singular triples and subspaces of sharded matrices, by kernels in the interpreter and by the library."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for placement in (Shard(0), Shard(1), Replicate()):  # rows of W x on one rank each, parts of them, and all of them
+        matrix = torch.randn(9, 20, generator=generator)
+        parameter = distribute_tensor(matrix, mesh, [placement])
+        subspace = torch.randn(1, 9, 20, generator=generator)
+        found = []
+        for reason in (None, "compared with"):
+            with patch.object(shard_products, "unusable", lambda device, reason=reason: reason):
+                view = matrix_view((9, 20), name="it", kind="matrix")
+                (own,) = make_sets([(0, view, layout_of(parameter, None), 0, 10, None)])
+                (kind,) = own.classes
+                kind.subspace = subspace
+                own.survey({0: parameter.to_local()}, Recorder(), cold=False)
+                spanned = kind.subspace.mT @ kind.subspace  # a projection: signs of vectors may differ
+                parts = (kind.norm, kind.norm * kind.left[0, :, None] * kind.right[0, None, :], spanned)
+                found.append(torch.cat([part.flatten() for part in parts]))
+        results.append((found[0], found[1]))
+    return results
 
 
 def missing_gradient() -> dict[str, Any]:

@@ -18,17 +18,17 @@ from torch.distributed.tensor import Shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
 from muon_fsdp.layout import Layout, Tile
+from muon_fsdp.parts import blocks_of, segments_of
 from muon_fsdp.spectral import (
     COLD_STEPS,
     MAX_CALLS,
     compute_spectral_norm,
-    num_products,
     power_iteration,
     retract,
     solve_lambda,
     target_radius,
 )
-from muon_fsdp.sphere import _blocks, _segments
+from muon_fsdp.subspaces import num_products
 from muon_fsdp.views import matrix_view
 from tests import distributed_cases as cases
 from tests import sso_cases
@@ -547,11 +547,11 @@ def test_a_shard_is_the_parts_of_matrices_that_it_says(shape_and_view, mesh_shap
     found = [torch.full_like(block, torch.nan) for block in expected]
     for tile in layout.tiles(shape):
         shard = whole[tile.within(Tile((0,) * len(shape), shape))]
-        for block in _blocks(0, view, tile, base):
+        for block in blocks_of(0, view, tile, base):
             target = found[block.kind][block.matrices, block.rows, block.cols]
             assert torch.isnan(target).all()  # every element is in one part
             target.copy_(block.of(shard))
-        segments = _segments(view, tile)
+        segments = segments_of(view, tile)
         if segments is not None:
             assert sum(length for _, length, _ in segments) == tile.numel
             marked = [torch.arange(block.shape[0])[:, None, None].expand(block.shape).float() for block in expected]
@@ -617,6 +617,13 @@ def test_kernels_do_the_same(ranks: RankPool):
             np.testing.assert_allclose(losses, expected, rtol=1e-5)
             for name, value in weights.items():
                 np.testing.assert_allclose(found[name], value, atol=2e-4, err_msg=name)
+
+
+def test_kernels_survey_shards(ranks: RankPool):
+    (first, second) = ranks.run(2, sso_cases.surveys_by_kernels)
+    for (found, expected), (other, _) in zip(first, second, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=5e-3)
+        assert torch.equal(found, other)  # ranks do not drift apart
 
 
 @pytest.mark.parametrize("radius_mode", ["spectral_mup", "initialize"])

@@ -1,6 +1,9 @@
-"""Kernels of a step on the spectral sphere: u^T A v, and A + c u v^T, for batches of matrices."""
+"""Kernels of a step on the spectral sphere: u^T A v and A + c u v^T for batches, W x and W^T y for lists of weights."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -8,7 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import is_aligned, launch
+from muon_fsdp.kernels.triton_elementwise import TYPES
 from muon_fsdp.kernels.triton_norms import ALIGNMENT, INT32_MAX
+
+MAX_VECTORS = 16  # per matrix; the least that a tensor core takes, so fewer cost as much
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "programs_each"], do_not_specialize_on_alignment=["partials", "active"])
@@ -107,3 +113,208 @@ def _grid(rows: int, cols: int, matrices: Tensor) -> tuple[int, dict[str, int | 
     at_once = 8
     aligned = cols % ALIGNMENT == 0 and all(is_aligned(matrices))
     return triton.cdiv(rows, at_once), {"ALIGNED": aligned, "ROWS": at_once, "BLOCK": 512}
+
+
+# ------------------------------------------------------------------------------------------- products with all weights
+#
+# In TF32: W is rounded to 11 bits. That moves its norm by at most 2^-11 of that of |W|, far less where the errors
+# of entries do not conspire (1e-5 for Gaussian ones); spectral norms are needed to 0.5%. Tensor cores by themselves cut
+# bits off, which makes all of W smaller by 3e-4 on average: in W x, of which norms are taken, it is rounded before.
+
+
+class Operand(NamedTuple):
+    """One part of a weight in memory, and where the vectors along its two sides are in flat buffers of them.
+
+    A part of W^T whose entries along a column lie side by side is given as that of W, with sides swapped.
+    """
+
+    address: int
+    row_stride: int
+    col_stride: int
+    rows: int
+    cols: int
+    row_start: int  # of the first vector's number for the first row
+    row_step: int  # from one row to the next
+    row_vector: int  # from one vector to the next
+    col_start: int
+    col_step: int
+    col_vector: int
+    num_vectors: int
+
+    @property
+    def unit(self) -> bool:
+        return self.col_stride == self.col_step == 1
+
+    @property
+    def aligned(self) -> bool:
+        numbers = (self.address, self.row_stride, self.cols, self.col_start, self.col_vector)
+        return self.unit and not any(number % ALIGNMENT for number in numbers)
+
+    @property
+    def aligned_rows(self) -> bool:
+        return self.row_step == 1 and self.row_start % ALIGNMENT == 0 and self.row_vector % ALIGNMENT == 0
+
+
+FIELDS = len(Operand._fields)
+
+
+@triton.jit
+def rounded(values):  # type: ignore[no-untyped-def]
+    """To the nearest number of TF32; NaN stays."""
+    bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+
+
+@triton.jit
+def _operand(operands, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = operands + FIELDS * number
+    base = tl.load(at).to(tl.pointer_type(TYPE))
+    row_stride, cols = tl.load(at + 1), tl.load(at + 4)
+    if ALIGNED:  # without this the compiler reads element by element
+        base, row_stride, cols = tl.multiple_of(base, 16), tl.multiple_of(row_stride, 16), tl.multiple_of(cols, 16)
+    return base, row_stride, tl.load(at + 2), tl.load(at + 3), cols
+
+
+@triton.jit
+def _side(operands, number, FIELD: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = operands + FIELDS * number + FIELD
+    start, step, vector = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    if UNIT:
+        step = 1
+    if ALIGNED:
+        start, vector = tl.multiple_of(start, 16), tl.multiple_of(vector, 16)
+    return start, step, vector
+
+
+@triton.jit(do_not_specialize_on_alignment=["programs", "operands"])
+def _along_columns_kernel(  # type: ignore[no-untyped-def]
+    programs, operands, vectors, out,
+    TYPE: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(programs + 2 * tl.program_id(0))
+    first = tl.multiple_of(tl.load(programs + 2 * tl.program_id(0) + 1), 16)
+    base, row_stride, col_stride, rows, cols = _operand(operands, number, TYPE, ALIGNED, FIELDS)
+    row_start, row_step, row_vector = _side(operands, number, 5, ALIGNED_ROWS, ALIGNED_ROWS, FIELDS)
+    col_start, col_step, col_vector = _side(operands, number, 8, UNIT, ALIGNED, FIELDS)
+    if UNIT:
+        col_stride = 1
+    vector = tl.arange(0, VECTORS)
+    has_vector = (vector < tl.load(operands + FIELDS * number + 11))[None, :]
+    row = first + tl.arange(0, ROWS)
+    targets = out + row_start + vector[None, :] * row_vector + row[:, None] * row_step
+    mask = (row < rows)[:, None] & has_vector
+    total = tl.zeros((ROWS, VECTORS), dtype=tl.float32)
+    for first_col in range(0, cols, COLS):
+        col = first_col + tl.arange(0, COLS)
+        there = (row < rows)[:, None] & (col < cols)[None, :]
+        at = base + row[:, None] * row_stride + col[None, :] * col_stride
+        weights = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        if ROUND:
+            weights = rounded(weights)
+        sources = vectors + col_start + vector[None, :] * col_vector + col[:, None] * col_step
+        values = tl.load(sources, mask=(col < cols)[:, None] & has_vector, other=0.0)
+        total = tl.dot(weights, values, total, input_precision="tf32")
+    if ADD:
+        total += tl.load(targets, mask=mask, other=0.0)
+    tl.store(targets, total, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["programs", "operands"])
+def _along_rows_kernel(  # type: ignore[no-untyped-def]
+    programs, operands, vectors, out,
+    TYPE: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(programs + 2 * tl.program_id(0))
+    first = tl.multiple_of(tl.load(programs + 2 * tl.program_id(0) + 1), 16)
+    base, row_stride, col_stride, rows, cols = _operand(operands, number, TYPE, ALIGNED, FIELDS)
+    row_start, row_step, row_vector = _side(operands, number, 5, ALIGNED_ROWS, ALIGNED_ROWS, FIELDS)
+    col_start, col_step, col_vector = _side(operands, number, 8, UNIT, ALIGNED, FIELDS)
+    if UNIT:
+        col_stride = 1
+    vector = tl.arange(0, VECTORS)
+    has_vector = (vector < tl.load(operands + FIELDS * number + 11))[:, None]
+    col = first + tl.arange(0, COLS)
+    targets = out + col_start + vector[:, None] * col_vector + col[None, :] * col_step
+    mask = has_vector & (col < cols)[None, :]
+    total = tl.zeros((VECTORS, COLS), dtype=tl.float32)
+    for first_row in range(0, rows, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        there = (row < rows)[:, None] & (col < cols)[None, :]
+        at = base + row[:, None] * row_stride + col[None, :] * col_stride
+        weights = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        if ROUND:
+            weights = rounded(weights)
+        sources = vectors + row_start + vector[:, None] * row_vector + row[None, :] * row_step
+        values = tl.load(sources, mask=has_vector & (row < rows)[None, :], other=0.0)
+        total = tl.dot(values, weights, total, input_precision="tf32")
+    if ADD:
+        total += tl.load(targets, mask=mask, other=0.0)
+    tl.store(targets, total, mask=mask)
+
+
+class Multiplication(NamedTuple):
+    """Products of vectors with parts of weights in one launch; no two of them write to the same place."""
+
+    operands: Tensor  # (P, fields of `Operand`) int64
+    programs: Tensor  # (num_programs, 2) int32: operand, first row or column of the result
+    dtype: torch.dtype
+    along_rows: bool
+    adds: bool  # to what is there
+    rounds: bool
+    unit: bool
+    aligned: bool
+    aligned_rows: bool
+
+    @classmethod
+    def of(
+        cls,
+        operands: Sequence[Operand],  # all alike in what the other fields say
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        along_rows: bool,
+        adds: bool,
+        rounds: bool,
+    ) -> Multiplication:
+        rows, cols = (torch.tensor([getattr(each, name) for each in operands]) for name in ("rows", "cols"))
+        length, tile = (cols, _tiles(along_rows)["COLS"]) if along_rows else (rows, _tiles(along_rows)["ROWS"])
+        longest_first = torch.argsort(rows if along_rows else cols, descending=True, stable=True)
+        counts = ((length + tile - 1) // tile)[longest_first]
+        number = torch.repeat_interleave(longest_first, counts)
+        starts = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
+        firsts = tile * (torch.arange(len(number)) - starts)
+        first = operands[0]
+        return cls(
+            torch.tensor(operands, dtype=torch.int64).to(device),
+            torch.stack([number, firsts], dim=1).to(torch.int32).to(device),
+            dtype,
+            along_rows,
+            adds,
+            rounds and dtype == torch.float32,  # half precision is exact in TF32
+            all(each.unit for each in operands),
+            first.aligned,
+            first.aligned_rows,
+        )
+
+    def run(self, vectors: Tensor, out: Tensor) -> None:
+        """Both flat and float32; `vectors` have 11 bits where the result is to be rounded only once."""
+        constants = {
+            "TYPE": TYPES[self.dtype],
+            "ADD": self.adds,
+            "ROUND": self.rounds,
+            "UNIT": self.unit,
+            "ALIGNED": self.aligned,
+            "ALIGNED_ROWS": self.aligned_rows,
+            "FIELDS": FIELDS,
+            "VECTORS": MAX_VECTORS,
+            **_tiles(self.along_rows),
+        }
+        kernel = _along_rows_kernel if self.along_rows else _along_columns_kernel
+        kind = (vectors.device, is_aligned(vectors, out))
+        launch(kernel, len(self.programs), (self.programs, self.operands, vectors, out), constants, kind)
+
+
+def _tiles(along_rows: bool) -> dict[str, int]:
+    return {"ROWS": 64, "COLS": 128 if along_rows else 64}
