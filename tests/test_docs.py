@@ -1,21 +1,25 @@
-"""Every Python snippet of the README runs, in order and in one namespace; the marked ones on two ranks."""
+"""Every Python snippet of a page runs, in order and in one namespace; the marked ones on two ranks."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from tests.pool import RankPool
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = {"docs/integrations.md": (5, 4)}  # the numbers of their snippets for one device and for ranks
 MARK = "<!-- distributed"
 
 
-def snippets(distributed: bool) -> list[str]:
-    found = re.findall(r"(<!-- distributed[^\n]*\n)?```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def snippets(distributed: bool, page: Path = README) -> list[str]:
+    found = re.findall(r"(<!-- distributed[^\n]*\n)?```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     return [code for mark, code in found if bool(mark) == distributed]
 
 
@@ -41,3 +45,39 @@ def test_snippets_for_one_device(capsys):
 
 def test_snippets_for_two_ranks(ranks: RankPool):
     assert ranks.run(2, run_distributed) == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*many workers", "ignore:'pin_memory'", "ignore:.*log_every_n")
+@pytest.mark.parametrize("name", DOCS)
+def test_snippets_of_a_page(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    codes = snippets(distributed=False, page=ROOT / name)
+    assert len(codes) == DOCS[name][0]
+    names: dict[str, object] = {}
+    for code in codes:
+        exec(compile(code, name, "exec"), names)
+
+
+def run_page_distributed(name: str, folder: str) -> int:
+    """With what a launcher says to a program; Accelerate is told to use FSDP on CPUs."""
+    from tests.integration_cases import fsdp_on_cpus, launched
+
+    codes = snippets(distributed=True, page=ROOT / name)
+    names: dict[str, object] = {"__name__": name}
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with launched(), fsdp_on_cpus():
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+            for code in codes:
+                exec(compile(code, name, "exec"), names)
+    finally:
+        os.chdir(before)
+    return len(codes)
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_distributed_snippets_of_a_page(ranks: RankPool, name, tmp_path):
+    count = DOCS[name][1]
+    assert ranks.run(2, run_page_distributed, name, str(tmp_path)) == [count, count]
