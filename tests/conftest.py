@@ -14,6 +14,15 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, w
 from tests.pool import RankPool
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny models: on a busy machine several threads spend most of the time waiting for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Real gloo ranks: `ranks.run(world_size, function, *args)`."""

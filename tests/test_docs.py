@@ -48,6 +48,7 @@ def test_snippets_for_two_ranks(ranks: RankPool):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*many workers", "ignore:'pin_memory'", "ignore:.*log_every_n")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", DOCS)
 def test_snippets_of_a_page(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
