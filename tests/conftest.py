@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before Transformers is imported, here and on ranks: nothing is downloaded
+
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, which must be known before they are made
     os.environ["TRITON_INTERPRET"] = "1"
 

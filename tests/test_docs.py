@@ -52,7 +52,6 @@ def test_snippets_for_two_ranks(ranks: RankPool):
 @pytest.mark.parametrize("name", DOCS)
 def test_snippets_of_a_page(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     codes = snippets(distributed=False, page=ROOT / name)
     assert len(codes) == DOCS[name][0]
     names: dict[str, object] = {}

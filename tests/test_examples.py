@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
 import pytest
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import muon_fsdp
 from examples import finetune, mixed_adamw, train_sso
