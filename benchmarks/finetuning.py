@@ -20,8 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -87,7 +86,7 @@ SIZES = {
     ),
     "h200": Size(
         512, 1408, 10, 8, 512, pretraining_steps=400, pretraining_batch=32, steps=80, batch=32, num_answers=256,
-        num_windows=64, adamw_rates=(3e-4, 1e-3, 3e-3), muon_rates=(1e-3, 3e-3, 1e-2),
+        num_windows=64, adamw_rates=(3e-4, 1e-3, 3e-3), muon_rates=(1e-3, 3e-3, 1e-2, 3e-2),
     ),
 }  # fmt: skip
 
@@ -201,26 +200,28 @@ def finetune(size: Size, pretraining: str, name: str, rate: float, seed: int, fo
 
 
 def run_all(
-    function: Callable[..., dict[str, Any]],
-    jobs: Sequence[tuple[Any, ...]],
-    pool: ProcessPoolExecutor | None,
-    end: float,
+    function: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], pool: Executor, at_once: int, end: float
 ) -> Iterator[dict[str, Any]]:
     """Results as they come; after the time `end` no further job is started."""
-    if pool is None:
-        for job in jobs:
-            if time.perf_counter() < end:
-                yield function(*job)
-        return
-    futures: list[Future[dict[str, Any]]] = [pool.submit(function, *job) for job in jobs]
-    for future in as_completed(futures):
-        try:
+    waiting = iter(jobs)
+    running: set[Future[dict[str, Any]]] = set()
+    while True:
+        while len(running) < at_once and time.perf_counter() < end and (job := next(waiting, None)) is not None:
+            running.add(pool.submit(function, *job))
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
             yield future.result()
-        except CancelledError:
-            continue
-        if time.perf_counter() >= end:
-            for waiting in futures:
-                waiting.cancel()
+
+
+class ThisProcess(Executor):
+    """Runs a job when it is submitted."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
 
 
 def best_rates(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, list[dict[str, Any]]]]:
@@ -286,7 +287,8 @@ def write_plot(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]], 
                     (rate, mean([r for r in mine if r["rate"] == rate], key))
                     for rate in sorted({r["rate"] for r in mine})
                 ]
-                axis.plot(*zip(*points, strict=True), marker="o", label=name) if points else None
+                style = {"linestyle": "--", "zorder": 3} if name == "Muon v1" else {}  # else hidden by v4
+                axis.plot(*zip(*points, strict=True), marker="o", label=name, **style) if points else None
             before = mean([base for base in bases if base["pretraining"] == pretraining], "text_loss")
             axis.axhline(before, color="grey", linestyle=":", label="before") if key == "text_loss" else None
             axis.set_xscale("log")
@@ -337,10 +339,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     bases: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
-    workers = ProcessPoolExecutor(args.processes, mp_context=context) if args.processes > 1 else nullcontext()
+    workers = ProcessPoolExecutor(args.processes, mp_context=context) if args.processes > 1 else ThisProcess()
     with tempfile.TemporaryDirectory() as folder, workers as pool:
         jobs = [(size, name, seed, folder) for seed in range(args.seeds) for name in PRETRAINERS]
-        for base in run_all(pretrain, jobs, pool, math.inf):  # the rest needs all of them
+        for base in run_all(pretrain, jobs, pool, args.processes, math.inf):  # the rest needs all of them
             bases.append(base)
             print(
                 f"pre-trained {len(bases)}/{len(jobs)}: {base['pretraining']} seed {base['seed']}: "
@@ -355,8 +357,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name in FINETUNERS
             for rate in size.rates(name)
         ]
-        for row in run_all(finetune, cells, pool, end):
-            rows.append(row)
+        before = {(base["pretraining"], base["seed"]): base for base in bases}
+        for row in run_all(finetune, cells, pool, args.processes, end):
+            base = before[row["pretraining"], row["seed"]]
+            rows.append({**row, **{f"{key}_before": base[key] for key in ("answer_loss", "text_loss")}})
             print(
                 f"{len(rows)}/{len(cells)} {row['pretraining']} -> {row['finetuning']} rate {row['rate']:g} "
                 f"seed {row['seed']}: answers {row['answer_loss']:.4f}, text {row['text_loss']:.4f}, "

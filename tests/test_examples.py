@@ -10,6 +10,8 @@ import pytest
 import muon_fsdp
 from examples import finetune, mixed_adamw, train_sso
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_mixed_adamw(capsys):
     assert mixed_adamw.create_hybrid_optimizer is muon_fsdp.create_hybrid_optimizer
@@ -33,7 +35,6 @@ def losses_of(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"validation loss \w+: ([\d.]+)", text)]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_finetune_from_scratch_and_from_a_folder(capsys, tmp_path):
     first = finetune.main(
         ["--steps", "12", "--batch-size", "8", "--max-length", "128", "--output", str(tmp_path / "a")]

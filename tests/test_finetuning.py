@@ -42,6 +42,7 @@ def test_every_cell_runs_and_is_reported(tmp_path, capsys, monkeypatch):
     cells = {(row["pretraining"], row["finetuning"], float(row["rate"])) for row in rows}
     assert len(cells) == len(rows) == 2 * 5 * 2
     assert all(math.isfinite(float(row["answer_loss"])) and math.isfinite(float(row["text_loss"])) for row in rows)
+    assert len({row["text_loss_before"] for row in rows}) == 2  # one for each way of pre-training
     assert (tmp_path / "finetuning.png").stat().st_size > 10_000
     assert text.count("\n| Muon | Muon v") == 4
     by_cell = {(row["pretraining"], row["finetuning"], row["rate"]): row for row in rows}
