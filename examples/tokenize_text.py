@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.shards.mkdir(parents=True, exist_ok=True)
     if args.tokenizer is None:
         sample = documents[:: -(-len(documents) // args.training_texts)]
-        print(f"training a tokenizer of {args.vocab_size} tokens on {len(sample)} of {len(documents)} texts", flush=True)
+        print(
+            f"training a tokenizer of {args.vocab_size} tokens on {len(sample)} of {len(documents)} texts", flush=True
+        )
         tokenizer = train_tokenizer(iter(sample), args.vocab_size)
         tokenizer.save(str(args.shards / "tokenizer.json"))
     else:

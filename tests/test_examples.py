@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import muon_fsdp
-from examples import mixed_adamw, train_sso
+from examples import finetune, mixed_adamw, train_sso
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_mixed_adamw(capsys):
@@ -41,3 +47,56 @@ def test_train_gpt_under_torchrun(tmp_path):
     assert "FSDP2 on 2 rank(s)" in done.stdout
     assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks
     assert (tmp_path / "out" / "checkpoints" / "step-00000003").is_dir()
+
+
+def losses_of(text: str) -> list[float]:
+    """The validation losses before and after."""
+    return [float(number) for number in re.findall(r"validation loss \w+: ([\d.]+)", text)]
+
+
+def test_finetune_from_scratch_and_from_a_folder(capsys, tmp_path):
+    first = finetune.main(
+        ["--steps", "12", "--batch-size", "8", "--max-length", "128", "--output", str(tmp_path / "a")]
+    )
+    before, after = losses_of(capsys.readouterr().out)
+    assert after == pytest.approx(first, abs=1e-4)
+    assert after < before - 0.5
+    lines = [json.dumps({"q": f"What is {i}?", "a": "The number " + "i" * i}) for i in range(1, 13)]
+    (tmp_path / "pairs.jsonl").write_text("\n\n".join(lines))
+    common = ["--model", str(tmp_path / "a"), "--steps", "6", "--batch-size", "4", "--output", str(tmp_path / "b")]
+    fields = ["--data", str(tmp_path / "pairs.jsonl"), "--question", "q", "--answer", "a"]
+    for optimizer in (["--optimizer", "adamw", "--lr", "3e-3"], ["--scale", "v2", "--lr", "0.02"]):
+        finetune.main([*common, *fields, *optimizer])
+        text = capsys.readouterr().out
+        assert "11 pairs, 1 held out" in text
+        before, after = losses_of(text)
+        assert after < before
+
+
+def test_finetune_counts_the_answer_only():
+    tokenizer = finetune.ByT5Tokenizer(extra_ids=0)
+    examples = finetune.encode(tokenizer, [("Why?", "So."), ("Why not at all?", "No.")], max_length=64)
+    batch = finetune.collate(examples, padding=0, device="cpu")
+    for row, (answer, pair) in enumerate([(" So.", examples[0]), (" No.", examples[1])]):
+        labels = batch["labels"][row]
+        assert tokenizer.decode(labels[labels != -100][:-1]) == answer
+        assert labels[labels != -100][-1] == tokenizer.eos_token_id
+        assert int(batch["attention_mask"][row].sum()) == len(pair[0])
+    assert int((batch["labels"][0, examples[0][1] + 5 :] != -100).sum()) == 0  # padding
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: not an object"),
+        ('{"question": "a"}', "line 2: field 'answer' must be"),
+        ('{"question": "a", "answer": " "}', "line 2: field 'answer' must be"),
+        ("", "has 1 pair"),
+    ],
+)
+def test_finetune_names_a_bad_line(line, message, tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text('{"question": "a", "answer": "b"}\n' + line)
+    with pytest.raises(SystemExit):
+        finetune.main(["--data", str(tmp_path / "pairs.jsonl")])
+    assert message in capsys.readouterr().err

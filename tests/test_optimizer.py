@@ -460,22 +460,53 @@ def test_scheduler_changes_take_effect_at_once():
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.1, 0.01], total_steps=10),
         lambda o: torch.optim.lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=2),
         lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
         lambda o: torch.optim.lr_scheduler.SequentialLR(
             o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
         ),
     ],
 )
-def test_torch_schedulers(make):
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_torch_schedulers(make, number):
     model = mlp()
-    optimizer = MuonOptimizer(model)
+    optimizer = MuonOptimizer(model, lr=number(0.02), adamw_lr=number(3e-4))
     scheduler = make(optimizer)
     seen = set()
     for _ in range(5):
         train(optimizer, model, 1)
         scheduler.step()
-        seen.add((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        seen.add((float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["momentum"]))
     assert len(seen) > 2
     assert all(w.isfinite().all() for w in weights(model))
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_scheduler_on_a_plateau(number):
+    model = mlp()
+    optimizer = MuonOptimizer(model, lr=number(0.02), adamw_lr=number(4e-3))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    for loss in (3.0, 2.0, 2.0, 2.0):  # no better for longer than the patience
+        train(optimizer, model, 1)
+        scheduler.step(loss)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.01, 2e-3])
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_one_cycle_with_a_peak_for_each_group(number):
+    """Momentum is cycled where a rule has one; a peak for all groups would give AdamW the rate of matrices."""
+    optimizer = MuonOptimizer(mlp(), lr=number(0.02), adamw_lr=number(3e-4))
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=10, pct_start=0.3)
+    rates, momenta = [], []
+    for _ in range(9):
+        optimizer.step()
+        scheduler.step()
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        momenta.append(optimizer.param_groups[0]["momentum"])
+    assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(peaks)
+    assert momenta[1] == pytest.approx(0.85)  # lowest at the peak
+    assert momenta[-1] == pytest.approx(0.95)
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
 
 
 def test_cyclic_momentum_is_that_of_the_matrices():

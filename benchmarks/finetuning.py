@@ -1,0 +1,381 @@
+"""Fine-tuning with AdamW and with Muon at its four scales, of models that were pre-trained with AdamW and with Muon.
+
+python -m benchmarks.finetuning                                                # a model of 1M parameters, on a CPU
+python -m benchmarks.finetuning --size h200 --seconds 180 --output docs/experiments     # 32M parameters, on a GPU
+
+A small Llama learns bytes of Python's standard library and then answers questions about it (examples/finetune.py).
+Reported are the loss of held-out answers and, to see what was forgotten, that of held-out text. Muon's rates are
+given as at scale v4; the other versions take those at which a square matrix moves as far, so v1, which is 5 times v4,
+gives the same run, and v2 and v3 differ from it in matrices that are not square.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
+from muon_fsdp.training.loop import LoopConfig, warmup_cosine
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from examples.finetune import Example, encode, make_optimizer, shuffled, standard_library_pairs, validate
+from examples.finetune import collate as collate_pairs
+
+PRETRAINERS = ("AdamW", "Muon")
+FINETUNERS = ("AdamW", "Muon v1", "Muon v2", "Muon v3", "Muon v4")
+REST_LR = 1e-3  # of embedding, head and vectors, when Muon fine-tunes
+PRETRAINING_RATES = {"AdamW": (2e-3, 2e-3), "Muon": (0.02, 4e-3)}  # of matrices and, with Muon at v2, of the rest
+BYTE_OFFSET = 3  # the tokenizer's: padding, end and unknown come first
+MAX_LENGTH = 160
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how long it is trained."""
+
+    width: int
+    hidden: int
+    num_layers: int
+    num_heads: int
+    sequence_length: int
+    pretraining_steps: int
+    pretraining_batch: int
+    steps: int
+    batch: int
+    num_answers: int  # held-out answers and windows of text that are looked at
+    num_windows: int
+    adamw_rates: tuple[float, ...]
+    muon_rates: tuple[float, ...]  # at scale v4
+
+    def model(self) -> LlamaForCausalLM:
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=256 + BYTE_OFFSET, hidden_size=self.width, intermediate_size=self.hidden,
+                num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads,
+                max_position_embeddings=max(self.sequence_length, MAX_LENGTH), bos_token_id=None, eos_token_id=1,
+                pad_token_id=0, use_cache=False,
+            )
+        )  # fmt: skip
+
+    def rates(self, name: str) -> tuple[float, ...]:
+        return self.adamw_rates if name == "AdamW" else self.muon_rates
+
+
+SIZES = {
+    "small": Size(
+        128, 352, 5, 4, 128, pretraining_steps=120, pretraining_batch=8, steps=30, batch=8, num_answers=64,
+        num_windows=16, adamw_rates=(1e-3, 3e-3, 1e-2), muon_rates=(3e-3, 1e-2, 3e-2),
+    ),
+    "h200": Size(
+        512, 1408, 10, 8, 512, pretraining_steps=400, pretraining_batch=32, steps=80, batch=32, num_answers=256,
+        num_windows=64, adamw_rates=(3e-4, 1e-3, 3e-3), muon_rates=(1e-3, 3e-3, 1e-2, 3e-2),
+    ),
+}  # fmt: skip
+
+
+def muon_rate(scale: str, rate: float, width: int) -> float:
+    """The rate at which a (width, width) matrix moves as far as at scale v4 with `rate`."""
+    v4 = 0.2 * math.sqrt(width)
+    return rate * v4 / {"v1": math.sqrt(width), "v2": 1.0, "v3": 1.0, "v4": v4}[scale]
+
+
+def device_and_threads() -> str:
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@cache  # once in a process
+def text() -> Tensor:
+    return load_tokens()
+
+
+@cache
+def pairs() -> tuple[list[Example], list[Example]]:
+    """Examples to learn from, and held-out ones; which are held out is the same in all runs."""
+    found = standard_library_pairs()
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
+    examples = encode(ByT5Tokenizer(extra_ids=0), [found[index] for index in order], MAX_LENGTH)
+    num_held_out = len(examples) // 5
+    return examples[num_held_out:], examples[:num_held_out]
+
+
+@torch.no_grad()
+def text_loss(model: LlamaForCausalLM, size: Size, device: str) -> float:
+    """The loss of text that was held out of pre-training."""
+    _, held_out = split_tokens(text(), size.sequence_length)
+    losses = []
+    for inputs, targets in validation_batches(held_out, size.pretraining_batch, size.sequence_length, size.num_windows):
+        losses.append(float(next_byte_loss(model, inputs, targets, device)))
+    return statistics.mean(losses)
+
+
+def next_byte_loss(model: LlamaForCausalLM, inputs: Tensor, targets: Tensor, device: str) -> Tensor:
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits = model(input_ids=inputs.to(device) + BYTE_OFFSET).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten() + BYTE_OFFSET)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, next_loss: Callable[[], Tensor]) -> None:
+    """With warm-up, a cosine and clipping, as all runs."""
+    factor = warmup_cosine(LoopConfig(steps=steps))
+    initial = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, lr in zip(optimizer.param_groups, initial, strict=True):
+            group["lr"] = lr * factor(step)
+        next_loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pretrain(size: Size, name: str, seed: int, folder: str) -> dict[str, Any]:
+    """Learn the text and leave the weights in `folder`."""
+    device, start = device_and_threads(), time.perf_counter()
+    torch.manual_seed(seed)
+    model = size.model().to(device)
+    lr, rest_lr = PRETRAINING_RATES[name]
+    optimizer = make_optimizer(model, name.lower(), lr, "v2", rest_lr)
+    tokens, _ = split_tokens(text(), size.sequence_length)
+    generator = torch.Generator().manual_seed(seed)
+    batches = training_batches(tokens, size.pretraining_batch, size.sequence_length, generator)
+    train(model, optimizer, size.pretraining_steps, lambda: next_byte_loss(model, *next(batches), device))
+    torch.save(model.state_dict(), Path(folder) / f"{name}-{seed}.pt")
+    _, held_out = pairs()
+    return {
+        "pretraining": name,
+        "seed": seed,
+        "text_loss": round(text_loss(model, size, device), 5),
+        "answer_loss": round(validate(model, held_out[: size.num_answers], size.batch, 0, device), 5),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def finetune(size: Size, pretraining: str, name: str, rate: float, seed: int, folder: str) -> dict[str, Any]:
+    device, start = device_and_threads(), time.perf_counter()
+    torch.manual_seed(seed)
+    model = size.model()
+    model.load_state_dict(torch.load(Path(folder) / f"{pretraining}-{seed}.pt", map_location="cpu", weights_only=True))
+    model.to(device)
+    optimizer_name, _, scale = name.lower().partition(" ")
+    lr = muon_rate(scale, rate, size.width) if scale else rate
+    optimizer = make_optimizer(model, optimizer_name, lr, scale, REST_LR)
+    examples, held_out = pairs()
+    batches = shuffled(examples, size.batch, seed)
+
+    def next_loss() -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss: Tensor = model(**collate_pairs(next(batches), 0, device)).loss
+        return loss
+
+    train(model, optimizer, size.steps, next_loss)
+    return {
+        "pretraining": pretraining,
+        "finetuning": name,
+        "rate": rate,
+        "lr": float(f"{lr:.4g}"),
+        "seed": seed,
+        "answer_loss": round(validate(model, held_out[: size.num_answers], size.batch, 0, device), 5),
+        "text_loss": round(text_loss(model, size, device), 5),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def run_all(
+    function: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], pool: Executor, at_once: int, end: float
+) -> Iterator[dict[str, Any]]:
+    """Results as they come; after the time `end` no further job is started."""
+    waiting = iter(jobs)
+    running: set[Future[dict[str, Any]]] = set()
+    while True:
+        while len(running) < at_once and time.perf_counter() < end and (job := next(waiting, None)) is not None:
+            running.add(pool.submit(function, *job))
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
+
+
+class ThisProcess(Executor):
+    """Runs a job when it is submitted."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+def best_rates(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, list[dict[str, Any]]]]:
+    """For every pair of optimizers the rate with the lowest mean loss of held-out answers, and its runs."""
+    best = {}
+    for pretraining in PRETRAINERS:
+        for name in FINETUNERS:
+            by_rate: dict[float, list[dict[str, Any]]] = {}
+            for row in rows:
+                if (row["pretraining"], row["finetuning"]) == (pretraining, name):
+                    by_rate.setdefault(row["rate"], []).append(row)
+            most = max(map(len, by_rate.values()), default=0)
+            complete = {rate: runs for rate, runs in by_rate.items() if len(runs) == most}
+            if complete:
+                rate = min(complete, key=lambda rate: mean(complete[rate], "answer_loss"))
+                best[pretraining, name] = (rate, complete[rate])
+    return best
+
+
+def mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    values = [row[key] for row in rows]
+    return statistics.mean(values) if all(map(math.isfinite, values)) else math.inf
+
+
+def table(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| pre-trained | fine-tuned | best rate (lr of matrices) | answers, mean (spread) | text (change) | runs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for pretraining in PRETRAINERS:
+        mine = [base for base in bases if base["pretraining"] == pretraining]
+        if mine:
+            answers, words = mean(mine, "answer_loss"), mean(mine, "text_loss")
+            lines.append(f"| {pretraining} | - | - | {answers:.4f} | {words:.4f} | {len(mine)} |")
+    for (pretraining, name), (rate, runs) in best_rates(rows).items():
+        tried = {row["rate"] for row in rows if row["finetuning"] == name}
+        edge = ", at the edge" if len(tried) > 1 and rate in (min(tried), max(tried)) else ""
+        values = [run["answer_loss"] for run in runs]
+        words, before = (
+            mean(runs, "text_loss"),
+            mean([b for b in bases if b["pretraining"] == pretraining], "text_loss"),
+        )
+        lines.append(
+            f"| {pretraining} | {name} | {rate:g} ({runs[0]['lr']:g}{edge}) | {mean(runs, 'answer_loss'):.4f} "
+            f"({max(values) - min(values):.4f}) | {words:.4f} ({words - before:+.4f}) | {len(runs)} |"
+        )
+    return "\n".join(lines)
+
+
+def write_plot(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True, sharey="row")
+    for column, pretraining in enumerate(PRETRAINERS):
+        for line, (key, label) in enumerate([("answer_loss", "held-out answers"), ("text_loss", "held-out text")]):
+            axis = axes[line, column]
+            for name in FINETUNERS:
+                mine = [row for row in rows if (row["pretraining"], row["finetuning"]) == (pretraining, name)]
+                points = [
+                    (rate, mean([r for r in mine if r["rate"] == rate], key))
+                    for rate in sorted({r["rate"] for r in mine})
+                ]
+                style = {"linestyle": "--", "zorder": 3} if name == "Muon v1" else {}  # else hidden by v4
+                axis.plot(*zip(*points, strict=True), marker="o", label=name, **style) if points else None
+            before = mean([base for base in bases if base["pretraining"] == pretraining], "text_loss")
+            axis.axhline(before, color="grey", linestyle=":", label="before") if key == "text_loss" else None
+            axis.set_xscale("log")
+            axis.set_title(f"pre-trained with {pretraining}: loss of {label}", fontsize=10)
+            axis.grid(alpha=0.3)
+    axes[1, 0].legend(fontsize=8)
+    axes[1, 0].set_xlabel("learning rate (Muon's as at scale v4)")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Size]:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.finetuning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=list(SIZES), default="small")
+    parser.add_argument("--seeds", type=int, default=3 if on_gpu else 2)
+    parser.add_argument("--adamw-rates", type=float, nargs="+")
+    parser.add_argument("--muon-rates", type=float, nargs="+", help="at scale v4; the others take equal steps")
+    parser.add_argument("--pretraining-steps", type=int)
+    parser.add_argument("--steps", type=int, help="of fine-tuning")
+    parser.add_argument("--processes", type=int, default=8 if on_gpu else 2, help="1: all in this one")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time; seeds come last")
+    parser.add_argument("--output", type=Path, default=Path("finetuning_output"))
+    args = parser.parse_args(argv)
+    size = SIZES[args.size]
+    given = {key: getattr(args, key) for key in ("pretraining_steps", "steps", "adamw_rates", "muon_rates")}
+    return args, replace(size, **{key: value for key, value in given.items() if value is not None})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, size = parse(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    end = start + args.seconds
+    bases: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    workers = ProcessPoolExecutor(args.processes, mp_context=context) if args.processes > 1 else ThisProcess()
+    with tempfile.TemporaryDirectory() as folder, workers as pool:
+        jobs = [(size, name, seed, folder) for seed in range(args.seeds) for name in PRETRAINERS]
+        for base in run_all(pretrain, jobs, pool, args.processes, math.inf):  # the rest needs all of them
+            bases.append(base)
+            print(
+                f"pre-trained {len(bases)}/{len(jobs)}: {base['pretraining']} seed {base['seed']}: "
+                f"answers {base['answer_loss']:.4f}, text {base['text_loss']:.4f}, {base['seconds']:.1f} s; "
+                f"{time.perf_counter() - start:.0f} s in all",
+                flush=True,
+            )
+        cells = [
+            (size, pretraining, name, rate, seed, folder)
+            for seed in range(args.seeds)
+            for pretraining in PRETRAINERS
+            for name in FINETUNERS
+            for rate in size.rates(name)
+        ]
+        before = {(base["pretraining"], base["seed"]): base for base in bases}
+        for row in run_all(finetune, cells, pool, args.processes, end):
+            base = before[row["pretraining"], row["seed"]]
+            rows.append({**row, **{f"{key}_before": base[key] for key in ("answer_loss", "text_loss")}})
+            print(
+                f"{len(rows)}/{len(cells)} {row['pretraining']} -> {row['finetuning']} rate {row['rate']:g} "
+                f"seed {row['seed']}: answers {row['answer_loss']:.4f}, text {row['text_loss']:.4f}, "
+                f"{row['seconds']:.1f} s; {time.perf_counter() - start:.0f} s in all",
+                flush=True,
+            )
+            rows.sort(key=lambda r: (r["pretraining"], r["finetuning"], r["rate"], r["seed"]))
+            write_csv(rows, args.output / "finetuning.csv")
+    if len(rows) < len(cells):
+        print(f"{len(cells) - len(rows)} of {len(cells)} runs were left out: {args.seconds:g} s had passed")
+    num_parameters = sum(p.numel() for p in size.model().parameters())
+    title = f"Llama of {num_parameters / 1e6:.1f}M parameters, {size.pretraining_steps} + {size.steps} steps"
+    write_plot(rows, bases, args.output / "finetuning.png", title)
+    print("\n" + table(rows, bases))
+
+
+if __name__ == "__main__":
+    main()
