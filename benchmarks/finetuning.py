@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
-from muon_fsdp.training.loop import LoopConfig, warmup_cosine
+from muon_fsdp.training.schedule import make_schedule
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
@@ -136,7 +136,7 @@ def next_byte_loss(model: LlamaForCausalLM, inputs: Tensor, targets: Tensor, dev
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, next_loss: Callable[[], Tensor]) -> None:
     """With warm-up, a cosine and clipping, as all runs."""
-    factor = warmup_cosine(LoopConfig(steps=steps))
+    factor = make_schedule("cosine", steps)
     initial = [group["lr"] for group in optimizer.param_groups]
     for step in range(steps):
         for group, lr in zip(optimizer.param_groups, initial, strict=True):

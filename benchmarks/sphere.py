@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.steps import CPU_MODELS, MODELS
-from benchmarks.timing import describe_machine, milliseconds, synchronize, table
 from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.benchmarks.steps import CPU_MODELS, MODELS
+from muon_fsdp.benchmarks.timing import describe_machine, milliseconds, synchronize, table
 
 LR = 0.02
 WARM_UP = 6  # steps: two in which first vectors are looked for, one before a graph is captured, and that
