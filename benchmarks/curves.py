@@ -15,10 +15,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
 
 RATES = {"muon": (0.01, 0.02, 0.04), "adamw": (1e-3, 2e-3, 4e-3), "sso": (0.01, 0.02)}
@@ -78,58 +79,63 @@ def write_csv(path: Path, runs: Sequence[Finished]) -> None:
 
 
 def write_plot(path: Path, title: str, runs: Sequence[Finished]) -> None:
+    """By steps, and by time where optimizers are compared: ranks that share cores say nothing about it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.8), dpi=110, layout="constrained")
-    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    is_timed = len({finished.optimizer for finished in runs}) > 1
+    figure = Figure(figsize=(11 if is_timed else 7, 4.8), dpi=110, layout="constrained")
+    panels = figure.subplots(1, 2 if is_timed else 1, sharey=True, squeeze=False)[0]
     for index, finished in enumerate(runs):
         points = finished.result.evaluations[1:]
         label = f"{finished.label}: {finished.result.final_validation_loss:.3f}"
         width = max(1.0, 4.0 - 1.2 * index)
         losses = [point.loss for point in points]
-        by_steps.plot([point.step for point in points], losses, label=label, linewidth=width)
-        by_seconds.plot([finished.result.training_seconds(point.step) for point in points], losses, linewidth=width)
-    by_steps.set_ylabel("validation loss (nats per token)")
-    by_steps.set_xlabel("step")
-    by_seconds.set_xlabel("seconds of training, at the median time of a step")
-    by_steps.legend(title="final validation loss")
-    for axes in (by_steps, by_seconds):
+        steps = [point.step for point in points]
+        places = (steps, [finished.result.training_seconds(step) for step in steps])
+        for axes, at in zip(panels, places, strict=False):
+            axes.plot(at, losses, label=label, linewidth=width)
+    names = ("step", "seconds of training, at the median time of a step")
+    for axes, name in zip(panels, names, strict=False):
+        axes.set_xlabel(name)
         axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[0].legend(title="final validation loss")
     figure.suptitle(title)
     figure.savefig(path)
 
 
-def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> list[Finished]:
+def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
     """Every optimizer at several rates; the best of each is what is shown."""
-    runs = []
     for optimizer in args.optimizers.split(","):
         for rate in args.rates.get(optimizer, RATES[optimizer]):
             found = run(f"{NAMES[optimizer]} lr {rate:g}", optimizer, [*shared, "--lr", str(rate)], folder)
-            runs += [found] if found else []
-    return runs
+            if found:
+                yield found
 
 
-def compare_ranks(args: argparse.Namespace, shared: list[str], folder: Path) -> list[Finished]:
-    runs = []
+def compare_ranks(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
+    first = None
     for ranks in (1, 2, 4):
         more = [] if ranks == 1 else ["--processes", str(ranks), "--fsdp"]
         found = run(f"Muon {ranks} rank(s)", "muon", [*shared, *more], folder)
-        runs += [found] if found else []
-    for finished in runs[1:]:
-        pairs = zip(finished.result.train_losses, runs[0].result.train_losses, strict=True)
-        distance = max(abs(a - b) for a, b in pairs)
-        print(f"{finished.label}: training losses differ from one rank's by at most {distance:.2g}")
-    return runs
+        if not found:
+            continue
+        first = first or found
+        distance = largest_distance(found.result, first.result)
+        print(f"{found.label}: training losses differ from the first's by at most {distance:.2g}", flush=True)
+        yield found
 
 
-def compare_memory(args: argparse.Namespace, shared: list[str], folder: Path) -> list[Finished]:
-    runs = [found for name in ("adamw", "muon", "sso") if (found := run(NAMES[name], name, shared, folder))]
-    print(f"{'':8} {'state MB':>10} {'peak MB':>10}")
-    for finished in runs:
-        peak = finished.end.get("peak_memory_bytes")
-        state = finished.end["optimizer_state_bytes_per_rank"] / 1e6
-        print(f"{finished.label:8} {state:10.1f} {'-' if peak is None else f'{peak / 1e6:10.1f}':>10}")
-    return runs
+def compare_memory(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
+    for name in ("adamw", "muon", "sso"):
+        if found := run(NAMES[name], name, shared, folder):
+            peak = found.end.get("peak_memory_bytes")
+            state = found.end["optimizer_state_bytes_per_rank"] / 1e6
+            print(
+                f"{found.label:8} state {state:.1f} MB{'' if peak is None else f', peak {peak / 1e6:.1f} MB'}",
+                flush=True,
+            )
+            yield found
 
 
 QUESTIONS = {"optimizers": compare_optimizers, "ranks": compare_ranks, "memory": compare_memory}
@@ -157,17 +163,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments[: len(arguments) - len(more) - 1] if "--" in arguments else arguments)
     shared = ["--model", args.model, "--steps", str(args.steps), *more]
     args.output.mkdir(parents=True, exist_ok=True)
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
-        runs = QUESTIONS[args.question](args, shared, Path(folder))
-    if not runs:
-        return 1
-    write_csv(args.output / f"{args.name}.csv", runs)
-    shown = best_of(runs) if args.question == "optimizers" else runs
-    write_plot(args.output / f"{args.name}.png", f"{args.model}, {args.steps} steps", shown)
-    if args.question == "memory":
-        facts = {finished.label: finished.end for finished in runs}
-        (args.output / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    return 0
+        for finished in QUESTIONS[args.question](args, shared, Path(folder)):
+            runs.append(finished)  # written after each run: what was measured stays if a later one is interrupted
+            if args.question == "memory":
+                facts = {finished.label: finished.end for finished in runs}
+                (args.output / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+                continue
+            write_csv(args.output / f"{args.name}.csv", runs)
+            shown = best_of(runs) if args.question == "optimizers" else runs
+            write_plot(args.output / f"{args.name}.png", f"{args.model}, {args.steps} steps", shown)
+    return 0 if runs else 1
 
 
 if __name__ == "__main__":

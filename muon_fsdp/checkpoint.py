@@ -100,6 +100,11 @@ def _mismatches(
         for index, (parameter, route) in enumerate(zip(group["params"], group_routes, strict=True)):
             if saved_names and saved_names[index] != route.name:
                 mismatches.append(f"{route.name}: the saved parameter in its place is {saved_names[index]!r}")
+            elif "adjust_lr_fn" in saved:
+                mismatches.append(
+                    f"{route.name}: saved by torch.optim.Muon, whose momentum is 1 - momentum times ours: convert it, as "
+                    "docs/migration.md shows"
+                )
             elif saved.get("rule", group["rule"]) != group["rule"]:
                 mismatches.append(f"{route.name}: saved with rule {saved['rule']!r}, but takes {group['rule']!r} here")
             else:

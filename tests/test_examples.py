@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import muon_fsdp
-from examples import finetune, mixed_adamw, train_sso
+from examples import finetune, mixed_adamw, tokenize_text, train_sso
+from muon_fsdp.training.data import open_corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,3 +101,30 @@ def test_finetune_names_a_bad_line(line, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         finetune.main(["--data", str(tmp_path / "pairs.jsonl")])
     assert message in capsys.readouterr().err
+
+
+def test_tokenize_text_makes_shards_that_the_program_reads(capsys, tmp_path):
+    for i in range(60):
+        (tmp_path / f"{i}.txt").write_text(f"text number {i}, which is about the number {i} and no other number.\n" * 3)
+    (tmp_path / "copy.txt").write_text((tmp_path / "0.txt").read_text())
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    shards = tmp_path / "shards"
+    assert tokenize_text.main([str(tmp_path), str(shards), "--vocab-size", "300"]) == 0
+    assert "60 of 60 texts" in capsys.readouterr().out
+    tokenizer = tokenize_text.Tokenizer.from_file(str(shards / "tokenizer.json"))
+    corpus = open_corpus(shards, 16)
+    end = tokenizer.token_to_id(tokenize_text.END_OF_TEXT)
+    text = corpus.validation.read(0, corpus.validation.numel()).tolist()
+    assert tokenizer.decode(text[: text.index(end)]) == (tmp_path / "0.txt").read_text()
+    assert text.count(end) == 2  # of 60 texts
+    assert (
+        tokenize_text.main([str(tmp_path), str(tmp_path / "again"), "--tokenizer", str(shards / "tokenizer.json")]) == 0
+    )
+    assert (tmp_path / "again" / "train.bin").read_bytes() == (shards / "train.bin").read_bytes()
+    for arguments, message in (
+        ([str(tmp_path), str(shards), "--suffix", ".nothing"], "has 0 texts"),
+        ([str(tmp_path), str(shards), "--vocab-size", "70000"], "does not fit into 16 bits"),
+    ):
+        with pytest.raises(SystemExit):
+            tokenize_text.main(arguments)
+        assert message in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_the_default_of_nesterov_differs():
     assert compare(theirs, default)[0] < 0.999
 
 
-def test_state_of_torch_muon_is_loaded_and_wants_conversion():
+def test_state_of_torch_muon_is_refused_and_can_be_converted():
     generator = torch.Generator().manual_seed(2)
     weight = nn.Parameter(torch.randn(32, 16, generator=generator))
     theirs = torch.optim.Muon([weight], lr=LR, weight_decay=DECAY)
@@ -103,11 +103,12 @@ def test_state_of_torch_muon_is_loaded_and_wants_conversion():
 
     def next_change(scaled_by: float) -> Tensor:
         copy = nn.Parameter(start.clone())
-        optimizer = MuonOptimizer([copy], orthogonalization="keller")
-        optimizer.load_state_dict(theirs.state_dict())
-        assert optimizer.param_groups[0]["nesterov"]
-        assert optimizer.param_groups[0]["weight_decay"] == DECAY
-        optimizer.state[copy]["momentum_buffer"] *= scaled_by
+        optimizer = MuonOptimizer([copy], lr=LR, weight_decay=DECAY, nesterov=True, orthogonalization="keller")
+        with pytest.raises(
+            RuntimeError, match=r"saved by torch\.optim\.Muon, whose momentum is 1 - momentum times ours"
+        ):
+            optimizer.load_state_dict(theirs.state_dict())
+        optimizer.state[copy] = {"momentum_buffer": theirs.state[weight]["momentum_buffer"].float() * scaled_by}
         copy.grad = grad.clone()
         optimizer.step()
         return (copy.detach() - start * (1 - LR * DECAY)).flatten()

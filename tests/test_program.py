@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks import curves
 from muon_fsdp.training import checkpoint, model, program
 from muon_fsdp.training.config import ConfigError, TrainConfig, parse
 from muon_fsdp.training.model import GPTConfig
@@ -391,3 +392,17 @@ def test_the_second_ctrl_c_ends_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -> None:
+    common = ["--model", "demo", "--steps", "2", "--output", str(tmp_path / "out")]
+    program_flags = ["--", "--data", str(text), "--sequence-length", "16", "--batch-size", "4", "--eval-windows", "4"]
+    rates = "muon=0.02:adamw=0.001"
+    assert curves.main(["optimizers", *common, "--name", "one", "--rates", rates, *program_flags]) == 0
+    rows = [row.split(",") for row in (tmp_path / "out" / "one.csv").read_text().splitlines()]
+    assert rows[0] == ["run", "step", "train_loss", "validation_loss"]
+    assert [row[:2] for row in rows[1:]] == [[run, step] for run in ("AdamW lr 0.001", "Muon lr 0.02") for step in "02"]
+    assert (tmp_path / "out" / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
+    assert curves.main(["optimizers", *common, "--name", "none", "--rates", rates, "--", "--data", "nowhere"]) == 1
+    assert "no such file or folder" in capsys.readouterr().out

@@ -85,6 +85,7 @@ def connect(config: TrainConfig) -> Iterator[World]:
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
         tensor_size = config.tensor_parallel
         yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh)
+        dist.barrier()  # a rank that leaves early closes connections that others still use
     finally:
         if not joined:
             dist.destroy_process_group()
