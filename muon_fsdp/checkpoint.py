@@ -102,8 +102,8 @@ def _mismatches(
                 mismatches.append(f"{route.name}: the saved parameter in its place is {saved_names[index]!r}")
             elif "adjust_lr_fn" in saved:
                 mismatches.append(
-                    f"{route.name}: saved by torch.optim.Muon, whose momentum is 1 - momentum times ours: convert it, as "
-                    "docs/migration.md shows"
+                    f"{route.name}: saved by torch.optim.Muon, whose momentum is 1 - momentum times ours: convert it "
+                    "as docs/migration.md shows"
                 )
             elif saved.get("rule", group["rule"]) != group["rule"]:
                 mismatches.append(f"{route.name}: saved with rule {saved['rule']!r}, but takes {group['rule']!r} here")
