@@ -191,3 +191,25 @@ def test_every_error_has_its_line_in_the_faq():
                 missing.append(f"{path.relative_to(ROOT)}:{line}: {words!r}")
     assert count > 60
     assert not missing, "\n".join(["docs/faq.md has no line for", *missing])
+
+
+# ---------------------------------------------------------------------------------------------------- the translation
+
+
+def skeleton(text: str) -> dict[str, object]:
+    """What a translation has in common with its original."""
+    blocks = [re.sub(r"\s*#.*", "", block) for block in re.findall(r"```\w*\n.*?```", text, flags=re.DOTALL)]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return {
+        "code": blocks,
+        "levels of headings": re.findall(r"^(#+) ", prose, flags=re.MULTILINE),
+        "rows of tables": len(re.findall(r"^\|", prose, flags=re.MULTILINE)),
+        "links": [target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("README")],
+        "names": sorted(set(re.findall(r"`([^`\n]+)`", prose))),
+    }
+
+
+def test_the_translation_keeps_up():
+    original, translated = (skeleton((ROOT / page).read_text()) for page in ("README.md", "README.zh.md"))
+    for part, expected in original.items():
+        assert translated[part] == expected, part
