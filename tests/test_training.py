@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from muon_fsdp.training import data, demo, loop, model, report
+from muon_fsdp.training import data, demo, loop, model, program, report
 from muon_fsdp.training.data import DataError, Tokens
 from muon_fsdp.training.loop import Pace
 from muon_fsdp.training.model import GPT, GPTConfig, RotaryEmbedding
 from muon_fsdp.training.parallel import World
-from muon_fsdp.training.results import Evaluation, OptimizerGroup, RunResult, describe_groups
+from muon_fsdp.training.results import Evaluation, OptimizerGroup, RunResult, describe_groups, read_result
 from muon_fsdp.training.schedule import make_schedule
 
 TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
@@ -592,3 +592,15 @@ def test_demo_ends_where_a_run_ends(
     monkeypatch.setattr(demo, "train_main", fail)
     assert demo.main(["--data", str(text_file), "--output", str(tmp_path / "out")]) == code
     assert len(runs) == 1
+
+
+def test_the_share_of_the_optimizer_is_what_a_profiler_sees(text_file: Path, tmp_path: Path) -> None:
+    flags = ["--model", "demo", "--data", str(text_file), "--steps", "6", "--batch-size", "4", "--device", "cpu"]
+    flags += ["--sequence-length", "64", "--eval-windows", "4", "--output", str(tmp_path)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        assert program.main(flags) == 0
+    (update,) = [event for event in profile.key_averages() if event.key == "Optimizer.step#FSDPMuonOptimizer.step"]
+    result = read_result(tmp_path)
+    assert update.count == 6
+    assert sum(result.optimizer_seconds) == pytest.approx(update.cpu_time_total / 1e6, rel=0.1)
+    assert 0 < sum(result.optimizer_seconds) < sum(result.step_seconds)
