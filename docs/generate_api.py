@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 import muon_fsdp
 import muon_fsdp.distributed
 import muon_fsdp.elementwise
+import muon_fsdp.integrations
 import muon_fsdp.kernels
 import muon_fsdp.report
 import muon_fsdp.routing
@@ -49,6 +50,7 @@ PUBLIC_MODULES: tuple[ModuleType, ...] = (
     muon_fsdp.kernels,
     muon_fsdp.rules,
     muon_fsdp.elementwise,
+    muon_fsdp.integrations,
     muon_optimizer,
 )
 
@@ -562,6 +564,9 @@ def _sections() -> list[tuple[str, str]]:
             ),
         )
     )
+    adapter = _function(muon_fsdp.integrations.trainer_optimizer, "###")
+    text = f"## muon_fsdp.integrations\n\nUsed in [integrations.md](integrations.md).\n\n{adapter}"
+    sections.append(("muon_fsdp.integrations", text))
     return sections
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["trainer_optimizer"]
+
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # make(model, **options)
 
 
@@ -15,6 +17,10 @@ def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[...
 
     Given a class, Trainer calls it with groups of tensors, and embeddings and the head could not be told from other
     matrices. Given anything else, it takes it for a factory and calls `factory()(model, **options)`.
+
+    Args:
+        make: what makes the optimizer from a model: a class of ours, `create_hybrid_optimizer`, or your own function.
+        options: what it is told besides the model.
     """
 
     def factory(*groups: object, **_: object) -> MakeOptimizer:
