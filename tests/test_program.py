@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -205,6 +206,8 @@ def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path) -> None:
     os.kill(int(children[1]), signal.SIGKILL)
     assert process.wait(120) == 1
     assert "error: rank 1 was ended by SIGKILL" in log.read_text()
+    assert "error: another rank has ended; the last checkpoint is as it was" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def train_with_little_room(arguments: list[str]) -> tuple[int, str]:
@@ -256,6 +259,95 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(text: Path, tmp
     assert main(flags(text, output, 8, "--resume")) == 0
 
 
+_LOCKS = []
+
+
+def locked(folder: Path) -> Path:
+    """As another run leaves it while it trains."""
+    folder.mkdir()
+    _LOCKS.append((folder / "lock").open("w"))
+    fcntl.flock(_LOCKS[-1], fcntl.LOCK_EX)
+    return folder
+
+
+def test_a_manifest_that_is_json_and_nothing_else(text: Path, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "out"
+    assert main(flags(text, output, 2)) == 0
+    file = output / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for damage in ({"files": []}, {"step": 3}, {"step": "2"}, {"model": None}):
+        damaged = manifest | damage
+        if damaged["model"] is None:
+            del damaged["model"]
+        file.write_text(json.dumps(damaged))
+        capsys.readouterr()
+        assert main(flags(text, output, 3, "--resume")) == 1
+        assert "is damaged (manifest.json" in capsys.readouterr().err
+
+
+def test_the_length_of_a_resumed_run(text: Path, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "out"
+    assert main(flags(text, output, 4, "--save-every", "2")) == 0
+    assert main(flags(text, output, 3, "--resume")) == 2
+    assert "3 steps are fewer than the 4 of the checkpoint" in capsys.readouterr().err
+    assert main(flags(text, output, 4, "--resume")) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    shutil.rmtree(output / "checkpoints" / "step-00000004")
+    without = flags(text, output, 4, "--resume", "--clip-norm", "0.5")
+    position = without.index("--steps")
+    assert main(without[:position] + without[position + 2 :]) == 0
+    printed = capsys.readouterr().out
+    assert "other settings: clip_norm 1.0 -> 0.5\n" in printed
+    assert read_result(output).num_steps == 4  # as it was told at first, not the default of 100
+
+
+def test_queries_and_keys_without_norm(text: Path, tmp_path: Path, capsys) -> None:
+    assert main(flags(text, tmp_path / "out", 1, "--no-qk-norm")) == 0
+    assert lines(tmp_path / "out")[0]["model"]["qk_norm"] is False
+    assert main(flags(text, tmp_path / "out", 2, "--resume")) == 2
+    assert "qk_norm False there, True here" in capsys.readouterr().err
+
+
+def test_memory_that_there_is_not(text: Path, tmp_path: Path, capsys) -> None:
+    assert main(flags(text, tmp_path / "out", 1, "--vocab-size", str(10**12))) == 1
+    error = capsys.readouterr().err
+    assert "error: out of memory" in error
+    assert error.count("\n") == 1
+
+
+def fail_alike(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of the program on a rank of the pool, and what it said."""
+    model.PRESETS["small"] = TINY
+    said = io.StringIO()
+    with redirect_stderr(said):
+        return main(arguments), said.getvalue()
+
+
+def test_what_rank_0_finds_ends_every_rank(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "checkpoints").touch()  # where a folder has to be made
+    for arguments, code in ((flags(text, text, 2, "--fsdp"), 2), (flags(text, blocked, 2, "--fsdp"), 1)):
+        codes, said = zip(*ranks.run(2, fail_alike, arguments), strict=True)
+        assert codes == (code, code)
+        assert "File exists" in said[0]
+
+
+def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path) -> None:
+    """Rank 1 reads it; rank 0 would only see that its peer is gone."""
+    tokens = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    data, log = tmp_path / "tokens.bin", tmp_path / "log"
+    starts = torch.randint(3600 - 16, (2,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert abs(starts[0] - starts[1]) > 16
+    tokens[starts[1] + 3] = 300
+    data.write_bytes(bytes(tokens.view(torch.uint8).tolist()))
+    arguments = flags(data, tmp_path / "out", 2, "--vocab-size", "256", "--batch-size", "2", "--processes", "2")
+    assert start([*arguments, "--fsdp"], log).wait(120) in (1, 2)
+    assert "error: rank 1: the data holds token 300" in log.read_text()
+    assert "error: another rank has ended" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
 def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
 
@@ -276,6 +368,10 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
     )
     told(2, "--vocab-size 100 is too small: the data has 256 tokens", "--vocab-size", "100")
     told(2, "start a multiple of 2", "--replicas", "2")
+    told(2, "--cuda-graph needs a GPU", "--cuda-graph")
+    told(2, "another run writes", at=locked(tmp_path / "locked"))
+    told(2, "File exists", at=text)
+    told(2, "Not a directory", at=text / "out")
     if not torch.cuda.is_available():
         told(2, "torch sees no GPU", "--device", "cuda")
     told(1, "lower its learning rate", "--lr", "1e30", "--rest-lr", "1e30", at=tmp_path / "diverged")
@@ -288,6 +384,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
     (output / "metrics.jsonl").unlink()
     told(2, "does not tell of a run", "--resume")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    told(2, "MASTER_ADDR and MASTER_PORT are not set: start with torchrun", "--fsdp", at=tmp_path / "none")
     told(2, "2 processes were started: say --fsdp", at=tmp_path / "none")
     monkeypatch.setenv("RANK", "0")
     told(2, "leave it out under torchrun", "--processes", "2")
@@ -311,6 +408,10 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--warmup-fraction", "1.5"], "--warmup-fraction must be between 0 and 1"),
         (["--lr", "-1"], "--lr must not be negative"),
         (["--tp", "0"], "--tp must be at least 1"),
+        (["--epochs", "inf"], "--epochs must be finite"),
+        (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
+        (["--cuda-graph", "--optimizer", "adamw"], "--cuda-graph is of muon and sso"),
+        (["--proc", "2"], "unrecognized arguments: --proc"),
         (["--ddp", "--tp", "2"], "--replicas and --tp belong to --fsdp"),
         (["--model", "huge"], "invalid choice: 'huge'"),
         (["--processes", "0"], "--processes must be at least 1"),

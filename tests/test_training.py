@@ -427,6 +427,17 @@ def test_training_stops_on_a_loss_that_is_not_finite() -> None:
         train_with_sgd(gpt, Pace(steps=3, eval_every=3, log_every=3))
 
 
+def test_training_stops_before_a_gradient_that_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "clip_gradient", lambda model, largest: torch.tensor(math.inf))
+    with pytest.raises(FloatingPointError, match="the norm of the gradient of SGD is inf at step 1"):
+        train_with_sgd(tiny_gpt(), Pace(steps=1, eval_every=5))
+
+
+def test_training_stops_before_weights_that_are_not_finite_are_saved() -> None:
+    with pytest.raises(FloatingPointError, match="the validation loss of SGD is nan at step 1"):
+        train_with_sgd(tiny_gpt(), Pace(steps=1, eval_every=5), lambda step: math.inf)
+
+
 def finished_run(name: str, losses: list[float]) -> RunResult:
     """A run with an evaluation every ten steps of 0.1 s, a quarter of it in the optimizer; one step was disturbed."""
     evaluations = [Evaluation(10 * i, loss) for i, loss in enumerate(losses)]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from muon_fsdp.routing import RoutingReport
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MOST_RANKS = 1 << 16
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 EPILOG = (
@@ -92,14 +93,23 @@ def _mesh(mesh: str | None, world_size: int | None) -> tuple[int, ...]:
     if mesh is None:
         if world_size is None:
             fail("say how many ranks: --world-size 512, or --mesh REPLICAS,SHARDS as --mesh 8,64")
+        _refuse_too_many((world_size,))
         return (world_size,)
     sizes = [part.strip() for part in mesh.split(",")]
     if len(sizes) > 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         fail(f"--mesh {mesh} is not SHARDS or REPLICAS,SHARDS, as --mesh 8,64")
     shape = tuple(map(int, sizes))
+    _refuse_too_many(shape)
     if world_size is not None and math.prod(shape) != world_size:
         fail(f"--mesh {mesh} has {math.prod(shape)} ranks and --world-size is {world_size}: make them equal")
     return shape
+
+
+def _refuse_too_many(shape: tuple[int, ...]) -> None:
+    import math
+
+    if math.prod(shape) > MOST_RANKS:
+        fail(f"{math.prod(shape)} ranks are more than the {MOST_RANKS} that can be planned")
 
 
 def _size(option: str, text: str) -> int:

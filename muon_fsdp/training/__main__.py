@@ -1,5 +1,9 @@
 """`python -m muon_fsdp.training`, also under torchrun: the training program."""
 
-from muon_fsdp.training.program import main
+try:
+    from muon_fsdp.training.program import main
 
-raise SystemExit(main())
+    code = main()
+except KeyboardInterrupt:  # while torch is imported
+    code = 130
+raise SystemExit(code)

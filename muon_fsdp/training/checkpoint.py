@@ -60,16 +60,16 @@ def save(
             for leftover in folder.glob("*.partial"):
                 shutil.rmtree(leftover)
         except OSError as error:
-            failure = str(error)
-    world.barrier()
-    if not failure:
+            failure = _cause(error)
+    failures = everyone(failure, world)
+    if not any(failures):  # on any rank: the others would wait for it in the collectives of the save
         try:
             with _quiet():
                 state = _state(model, optimizer)
                 state_dict_saver.save(state, checkpoint_id=aside, no_dist=world.size == 1)
         except (Exception, CheckpointException) as error:
             failure = _cause(error)
-    failures = _everyone(failure, world)
+        failures = everyone(failure, world)
     if world.is_main and not any(failures):
         try:
             files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
@@ -82,7 +82,7 @@ def save(
                 shutil.rmtree(old)
         except OSError as error:
             failure = _cause(error)
-    failures = _everyone(failure, world)
+    failures = everyone(failure, world)
     if any(failures):
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
@@ -100,12 +100,15 @@ def read_manifest(path: Path, world: World) -> dict[str, Any]:
     failure, manifest = "", {}
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        step, *_ = (manifest[key] for key in ("step", "config", "model"))
+        if path.name != f"step-{step:08d}":
+            failure = f"{_MANIFEST} is of step {step}"
         for index, (name, fingerprint) in enumerate(manifest["files"].items()):
             if index % world.size == world.rank and _fingerprint(path / name) != fingerprint:
                 failure = f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         failure = f"{_MANIFEST}: {_cause(error)}"
-    failure = next(filter(None, _everyone(failure, world)), "")
+    failure = next(filter(None, everyone(failure, world)), "")
     if failure:
         earlier = [other.name for other in checkpoints(path.parent) if other.name < path.name]
         advice = f"delete it to go on from {earlier[-1]}" if earlier else "there is no earlier one: start anew"
@@ -124,7 +127,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: 
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
     except (Exception, CheckpointException) as error:
         failure = _cause(error)
-    failures = _everyone(failure, world)
+    failures = everyone(failure, world)
     if any(failures):
         raise CheckpointError(f"{path} could not be loaded: {next(filter(None, failures))}")
 
@@ -142,7 +145,7 @@ def _fingerprint(file: Path) -> list[int]:
     return [file.stat().st_size, checksum]
 
 
-def _everyone(failure: str, world: World) -> list[str]:
+def everyone(failure: str, world: World) -> list[str]:
     """Every rank's failure, so that all raise or none does."""
     if world.size == 1:
         return [failure]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ class TrainConfig:
     sequence_length: int | None = None
     vocab_size: int | None = None
     positions: str | None = None
+    qk_norm: bool | None = None
     data: Path | None = None
 
     steps: int | None = None
@@ -81,12 +83,18 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{_flag(name)} must be positive, got {value}")
+        if self.epochs is not None and math.isinf(self.epochs):
+            raise ConfigError("--epochs must be finite, got inf")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}")
         for name in ("lr", "rest_lr", "weight_decay"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {value}")
         if self.parallel == "ddp" and self.replicas * self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tp belong to --fsdp; leave out --ddp")
+        if self.cuda_graph and self.optimizer == "adamw":
+            raise ConfigError("--cuda-graph is of muon and sso; leave it out with --optimizer adamw")
 
     @property
     def label(self) -> str:
@@ -107,6 +115,8 @@ class TrainConfig:
             changes["sequence_length"] = self.sequence_length
         if self.positions is not None:
             changes["positions"] = self.positions
+        if self.qk_norm is not None:
+            changes["qk_norm"] = self.qk_norm
         try:
             return replace(base, **changes)
         except ValueError as error:
@@ -127,6 +137,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of every program that trains: each sets the field of `TrainConfig` that has its name."""
     parser = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,  # the launcher has to find --processes
         description="Train a GPT with Muon on one device, or on ranks with DDP, FSDP2, HSDP and tensor parallelism.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
     )
@@ -148,6 +159,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add(model, "--sequence-length", "tokens in a window (default: the preset's)", type=int)
     add(model, "--vocab-size", "rows of the embedding (default: the data's; the preset's for token shards)", type=int)
     add(model, "--positions", "default: the preset's", choices=["rope", "learned"])
+    add(model, "--qk-norm", "normalize queries and keys (default: the preset's)", action=argparse.BooleanOptionalAction)
     add(model, "--data", "text file, folder of texts, or folder of token shards *.bin with 16 bits a token "
         "(default: the source of Python's standard library)", type=Path)  # fmt: skip
 

@@ -140,13 +140,13 @@ def train(
         for seconds, update_seconds in clock.read():
             result.step_seconds.append(seconds)
             result.optimizer_seconds.append(update_seconds)
-        for behind, value in enumerate(values[0::2], start=done - len(waiting) + 1):
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"the loss of {result.name} is {value} at step {behind}; lower its learning rate"
-                )
+        first = done - len(waiting) + 1
+        for behind, (loss_there, norm_there) in enumerate(zip(values[0::2], values[1::2], strict=True), start=first):
+            _refuse_not_finite("loss", loss_there, result.name, behind)
+            _refuse_not_finite("norm of the gradient", norm_there, result.name, behind)
         if evaluates:
             result.evaluations.append(Evaluation(done, evaluate(model, validation, world)))
+            _refuse_not_finite("validation loss", result.final_validation_loss, result.name, done)
         on_log(result, [schedule(index) for index in range(done - len(waiting), done)])
         waiting.clear()
         if saves or stop:
@@ -155,6 +155,12 @@ def train(
             result.stopped = True
             break
     return result
+
+
+def _refuse_not_finite(what: str, value: float, name: str, step: int) -> None:
+    """Before a checkpoint is written: what follows from such a step is of no use, and would push out a good one."""
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the {what} of {name} is {value} at step {step}; lower its learning rate")
 
 
 def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: World) -> Tensor:

@@ -66,6 +66,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
     size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     rank = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if config.cuda_graph and device.type == "cpu":
+        raise ConfigError("--cuda-graph needs a GPU; leave it out on a CPU")
     if size > 1 and config.parallel == "none":
         raise ConfigError(f"{size} processes were started: say --fsdp to shard the model over them, or --ddp")
     per_replica = config.replicas * config.tensor_parallel
@@ -113,7 +115,10 @@ def _is_half(config: TrainConfig, device: torch.device) -> bool:
 
 def _join(device: torch.device, rank: int, size: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "MASTER_ADDR" not in os.environ:  # one process, no torchrun
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and size > 1:
+        raise ConfigError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set: start with torchrun")
+    if missing:  # one process, no torchrun
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return
     try:

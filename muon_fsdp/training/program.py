@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,55 @@ from muon_fsdp.training.model import GPT, GPTConfig
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import World, connect, place
 from muon_fsdp.training.progress import show_progress
-from muon_fsdp.training.results import Journal, RunResult, describe_groups, read_result, start_line, train_line
+from muon_fsdp.training.results import (
+    Journal,
+    RunResult,
+    check_tensorboard,
+    describe_groups,
+    read_result,
+    start_line,
+    train_line,
+)
 from muon_fsdp.training.schedule import make_schedule
 
 DEFAULT_STEPS = 100
 EVALUATIONS_PER_RUN = 20
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # in gloo's words
+
+
+class OneRankError(DataError):
+    """Of what this rank alone has read."""
 
 
 def run(config: TrainConfig) -> RunResult:
     """Train as `config` says, on this process and the others of its job; the result is the same on all."""
     with connect(config) as world, _stop_signals() as stop_wanted:
-        return _run(config, world, stop_wanted)
+        if config.tensorboard:
+            check_tensorboard()
+        model_config, corpus = _open_data(config)
+        _pace(config, model_config, corpus, world)  # a mistake is told before a folder is made
+        saved = _find_checkpoint(config, world)
+        with _own_folder(config.folder, world):
+            return _run(config, world, stop_wanted, model_config, corpus, saved)
 
 
-def _run(config: TrainConfig, world: World, stop_wanted: Callable[[], bool]) -> RunResult:
-    model_config, corpus = _open_data(config)
-    pace = _pace(config, model_config, corpus, world)
-    saved = _find_checkpoint(config, world)
+def _run(
+    config: TrainConfig,
+    world: World,
+    stop_wanted: Callable[[], bool],
+    model_config: GPTConfig,
+    corpus: Corpus,
+    saved: Path | None,
+) -> RunResult:
     manifest = {} if saved is None else checkpoint.read_manifest(saved, world)
     _check_same_run(manifest, config, model_config)
+    config = _as_long_as_before(config, manifest)
+    pace = _pace(config, model_config, corpus, world)
+    if manifest and pace.steps < manifest["step"]:
+        raise ConfigError(
+            f"{pace.steps} steps are fewer than the {manifest['step']} of the checkpoint: give more --steps, or "
+            "another --output"
+        )
 
     torch.manual_seed(config.seed)
     gpt = GPT(model_config)
@@ -56,7 +87,6 @@ def _run(config: TrainConfig, world: World, stop_wanted: Callable[[], bool]) -> 
         if world.is_main:
             _print_changes(manifest["config"], config)
     if world.is_main:
-        config.folder.mkdir(parents=True, exist_ok=True)
         _print_start(config, world, gpt, corpus, pace, result)
 
     schedule = make_schedule(
@@ -140,7 +170,10 @@ def _training_rows(
 
 def _checked(batches: Iterator[Batch], model_config: GPTConfig) -> Iterator[Batch]:
     for inputs, targets in batches:
-        check_tokens(inputs, targets, model_config.vocab_size)
+        try:
+            check_tokens(inputs, targets, model_config.vocab_size)
+        except DataError as error:
+            raise OneRankError(str(error)) from None
         yield inputs, targets
 
 
@@ -156,6 +189,43 @@ def _validation(config: TrainConfig, corpus: Corpus, model_config: GPTConfig, wo
     for inputs, targets in batches:
         check_tokens(inputs, targets, model_config.vocab_size)
     return batches
+
+
+@contextmanager
+def _own_folder(folder: Path, world: World) -> Iterator[None]:
+    """The folder, made and locked: two runs in one would mix their metrics and delete each other's checkpoints."""
+    failure, lock = "", None
+    if world.is_main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / "lock").open("w")
+            _lock(lock.fileno(), folder)
+        except BlockingIOError:
+            failure = f"another run writes to {folder}: wait until it ends, or give another --output"
+        except OSError as error:
+            failure = f"--output {folder} can't be written: {error.strerror or error}"
+    failure = checkpoint.everyone(failure, world)[0]
+    try:
+        if failure:
+            raise ConfigError(failure)
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _lock(file: int, folder: Path) -> None:
+    """Until the process ends, also by a kill. A file system may have no locks."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        print(f"note: {folder} can't be locked; start no second run in it", flush=True)
 
 
 # --- resuming ---
@@ -174,6 +244,13 @@ def _find_checkpoint(config: TrainConfig, world: World) -> Path | None:
     return found[-1] if found else None
 
 
+def _as_long_as_before(config: TrainConfig, manifest: dict[str, Any]) -> TrainConfig:
+    """A run that is resumed without a length keeps the one that it had."""
+    if not manifest or config.steps is not None or config.epochs is not None:
+        return config
+    return replace(config, steps=manifest["config"].get("steps"), epochs=manifest["config"].get("epochs"))
+
+
 def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config: GPTConfig) -> None:
     if not manifest:
         return
@@ -190,7 +267,10 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
 def _print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
     """What a resumed run does otherwise than before; where it runs does not matter."""
     given = as_json(config)
-    matters = ("steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "scale", "schedule")
+    matters = (
+        "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "scale", "lambda_mode",
+        "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
+    )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     if changes:
         print(f"note: this run goes on with other settings: {', '.join(changes)}", flush=True)
@@ -227,6 +307,7 @@ def _print_start(config: TrainConfig, world: World, gpt: GPT, corpus: Corpus, pa
         f"{pace.num_micro_batches} micro-batch(es) a step",
         *(str(group) for group in result.groups),
         *([f"going on from step {result.num_steps}"] if result.num_steps else []),
+        *(["that was its last: nothing is left to do"] if result.num_steps == pace.steps else []),
         sep="\n  ",
         flush=True,
     )
@@ -309,12 +390,22 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
         return launch(arguments, processes)
     try:
         result = run(config)
+    except OneRankError as error:
+        return _fail(str(error), 2, of_one_rank=True)
     except (ConfigError, DataError) as error:
         return _fail(str(error), 2)
-    except (FloatingPointError, CheckpointError, OSError) as error:
+    except (FloatingPointError, CheckpointError) as error:
         return _fail(str(error), 1)
-    except torch.OutOfMemoryError as error:
-        return _fail(f"out of memory: {str(error).splitlines()[0]} Lower --micro-batch-size or use --fsdp", 1)
+    except OSError as error:
+        return _fail(str(error), 1, of_one_rank=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in reason:
+            message = f"out of memory: {reason} Lower --micro-batch-size or use --fsdp"
+            return _fail(message, 1, of_one_rank=True)
+        if any(sign in reason for sign in _PEER_IS_GONE):
+            return _fail("another rank has ended; the last checkpoint is as it was", 1)
+        raise
     except KeyboardInterrupt:
         return _fail("stopped at once; the last checkpoint is as it was", 130)
     if _is_main():
@@ -330,7 +421,9 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, of_one_rank: bool = False) -> int:
     if _is_main():
         print(f"error: {message}", file=sys.stderr, flush=True)
+    elif of_one_rank:
+        print(f"error: rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
     return code

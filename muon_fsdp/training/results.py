@@ -151,9 +151,12 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     return found
 
 
-def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
+def check_tensorboard() -> None:
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError('--tensorboard needs tensorboard; install with: pip install "muon_fsdp[integrations]"')
+
+
+def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=None if resumed_from is None else resumed_from + 1)
