@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--suffix", default=".txt", help="of the files to read (%(default)s)")
     parser.add_argument("--validation-every", type=int, default=50, help="texts for one that is held out (%(default)s)")
     args = parser.parse_args(argv)
+    if min(args.vocab_size, args.training_texts, args.validation_every) < 1:
+        parser.error("--vocab-size, --training-texts and --validation-every must be at least 1")
     if not args.vocab_size <= LARGEST_VOCABULARY:
         parser.error(f"--vocab-size {args.vocab_size} does not fit into 16 bits")
     documents = list(texts(args.folder, args.suffix))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -177,16 +177,19 @@ def synchronize_gradients(model: nn.Module, wanted: bool) -> AbstractContextMana
 @torch.no_grad()
 def clip_gradient(model: nn.Module, largest: float) -> Tensor:
     """As `nn.utils.clip_grad_norm_`, which refuses parameters on several meshes; the norm before."""
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter.grad)
-    norms = []
-    for gradients in by_mesh.values():
-        norm = nn.utils.get_total_norm(gradients)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    factor = (largest / (total + 1e-6)).clamp(max=1.0)
-    for gradients in by_mesh.values():
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    squares: dict[DeviceMesh | None, Tensor] = {}
+    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
+        mesh, copies = None, 1
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            placements = enumerate(gradient.placements)
+            copies = math.prod(mesh.size(axis) for axis, placement in placements if placement.is_replicate())
+        squares[mesh] = squares.get(mesh, 0.0) + norm.float().square() / copies
+    for mesh, square in squares.items():
+        for group in [] if mesh is None else mesh.get_all_groups():
+            dist.all_reduce(square, group=group)
+    total = torch.stack(list(squares.values())).sum().sqrt()
+    torch._foreach_mul_(local, (largest / (total + 1e-6)).clamp(max=1.0))
     return total
