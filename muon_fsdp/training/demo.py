@@ -18,7 +18,7 @@ from muon_fsdp.training.program import main as train_main
 from muon_fsdp.training.report import largest_distance, print_table, write_metrics, write_plot
 from muon_fsdp.training.results import read_result
 
-DEFAULT_STEPS = 240
+DEFAULT_STEPS = 200
 BATCH_SIZE = 16
 EVALUATIONS_PER_RUN = 20
 
