@@ -22,7 +22,7 @@ from pathlib import Path
 from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
 
-RATES = {"muon": (0.01, 0.02, 0.04), "adamw": (1e-3, 2e-3, 4e-3), "sso": (0.01, 0.02)}
+RATES = {"muon": ("0.01", "0.02", "0.04"), "adamw": ("0.001", "0.002", "0.004"), "sso": ("0.01", "0.02")}
 NAMES = {"muon": "Muon", "adamw": "AdamW", "sso": "SSO"}
 
 
@@ -38,7 +38,7 @@ class Finished:
 
 def run(label: str, optimizer: str, flags: Sequence[str], folder: Path) -> Finished | None:
     """The training program in a process of its own; None if it failed, which a rate that is too large may."""
-    output = folder / label.replace(" ", "-").replace(",", "")
+    output = folder / label.replace(" ", "-").replace(",", "").replace("/", "-")
     command = [sys.executable, "-m", "muon_fsdp.training", "--output", str(output), "--optimizer", optimizer]
     # A flag for every run, but AdamW knows no graph.
     command += ["--name", label, *(flag for flag in flags if flag != "--cuda-graph" or optimizer != "adamw")]
@@ -109,7 +109,9 @@ def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path
     """Every optimizer at several rates; the best of each is what is shown."""
     for optimizer in args.optimizers.split(","):
         for rate in args.rates.get(optimizer, RATES[optimizer]):
-            found = run(f"{NAMES[optimizer]} lr {rate:g}", optimizer, [*shared, "--lr", str(rate)], folder)
+            lr, _, rest_lr = rate.partition("/")
+            flags = ["--lr", lr, *(["--rest-lr", rest_lr] if rest_lr else [])]
+            found = run(f"{NAMES[optimizer]} lr {rate}", optimizer, [*shared, *flags], folder)
             if found:
                 yield found
 
@@ -142,12 +144,9 @@ def compare_memory(args: argparse.Namespace, shared: list[str], folder: Path) ->
 QUESTIONS = {"optimizers": compare_optimizers, "ranks": compare_ranks, "memory": compare_memory}
 
 
-def _rates(text: str) -> dict[str, tuple[float, ...]]:
-    """muon=0.01,0.02:adamw=0.001"""
-    return {
-        name: tuple(float(rate) for rate in rates.split(","))
-        for name, rates in (part.split("=") for part in text.split(":"))
-    }
+def _rates(text: str) -> dict[str, tuple[str, ...]]:
+    """Of the hidden matrices, or of these and of the rest: muon=0.01,0.02:adamw=0.001/0.002"""
+    return {name: tuple(rates.split(",")) for name, rates in (part.split("=") for part in text.split(":"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="small")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--optimizers", default="adamw,muon")
-    parser.add_argument("--rates", type=_rates, default={}, help="such as muon=0.01,0.02:adamw=0.001")
+    parser.add_argument(
+        "--rates", type=_rates, default={}, help="such as muon=0.01,0.02:adamw=0.001/0.002, lr or lr/rest lr"
+    )
     parser.add_argument("--name", required=True, help="of the files")
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -498,11 +498,13 @@ def test_the_second_ctrl_c_ends_at_once() -> None:
 def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -> None:
     common = ["--model", "demo", "--steps", "2", "--output", str(tmp_path / "out")]
     program_flags = ["--", "--data", str(text), "--sequence-length", "16", "--batch-size", "4", "--eval-windows", "4"]
-    rates = "muon=0.02:adamw=0.001"
+    rates = "muon=0.02:adamw=0.001,0.001/0.1"
     assert curves.main(["optimizers", *common, "--name", "one", "--rates", rates, *program_flags]) == 0
     rows = [row.split(",") for row in (tmp_path / "out" / "one.csv").read_text().splitlines()]
     assert rows[0] == ["run", "step", "train_loss", "validation_loss"]
-    assert [row[:2] for row in rows[1:]] == [[run, step] for run in ("AdamW lr 0.001", "Muon lr 0.02") for step in "02"]
+    runs = ("AdamW lr 0.001", "AdamW lr 0.001/0.1", "Muon lr 0.02")
+    assert [row[:2] for row in rows[1:]] == [[run, step] for run in runs for step in "02"]
+    assert rows[2][3] != rows[4][3]  # the rate of the rest counts
     assert (tmp_path / "out" / "one.png").read_bytes().startswith(b"\x89PNG")
     assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
     assert curves.main(["optimizers", *common, "--name", "none", "--rates", rates, "--", "--data", "nowhere"]) == 1
