@@ -1,7 +1,7 @@
 """Fine-tuning with AdamW and with Muon at its four scales, of models that were pre-trained with AdamW and with Muon.
 
 python -m benchmarks.finetuning                                                # a model of 1M parameters, on a CPU
-python -m benchmarks.finetuning --size h200 --seconds 180 --output docs/experiments     # 32M parameters, on a GPU
+python -m benchmarks.finetuning --size h200 --seeds 2 --output docs/experiments     # 32M parameters, on a GPU
 
 A small Llama learns bytes of Python's standard library and then answers questions about it (examples/finetune.py).
 Reported are the loss of held-out answers and, to see what was forgotten, that of held-out text. Muon's rates are
@@ -86,7 +86,7 @@ SIZES = {
     ),
     "h200": Size(
         512, 1408, 10, 8, 512, pretraining_steps=400, pretraining_batch=32, steps=80, batch=32, num_answers=256,
-        num_windows=64, adamw_rates=(3e-4, 1e-3, 3e-3), muon_rates=(1e-3, 3e-3, 1e-2, 3e-2),
+        num_windows=64, adamw_rates=(3e-5, 1e-4, 3e-4, 1e-3), muon_rates=(1e-4, 3e-4, 1e-3, 3e-3),
     ),
 }  # fmt: skip
 
@@ -368,12 +368,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flush=True,
             )
             rows.sort(key=lambda r: (r["pretraining"], r["finetuning"], r["rate"], r["seed"]))
-            write_csv(rows, args.output / "finetuning.csv")
+            write_csv(rows, args.output / f"finetuning_{args.size}.csv")
     if len(rows) < len(cells):
         print(f"{len(cells) - len(rows)} of {len(cells)} runs were left out: {args.seconds:g} s had passed")
     num_parameters = sum(p.numel() for p in size.model().parameters())
     title = f"Llama of {num_parameters / 1e6:.1f}M parameters, {size.pretraining_steps} + {size.steps} steps"
-    write_plot(rows, bases, args.output / "finetuning.png", title)
+    write_plot(rows, bases, args.output / f"finetuning_{args.size}.png", title)
     print("\n" + table(rows, bases))
 
 

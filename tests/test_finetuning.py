@@ -37,13 +37,13 @@ def test_every_cell_runs_and_is_reported(tmp_path, capsys, monkeypatch):
     rates = ["--adamw-rates", "1e-3", "3e-3", "--muon-rates", "1e-3", "3e-3"]
     finetuning.main(["--seeds", "1", "--processes", "1", "--output", str(tmp_path), *rates])
     text = capsys.readouterr().out
-    with (tmp_path / "finetuning.csv").open() as file:
+    with (tmp_path / "finetuning_small.csv").open() as file:
         rows = list(csv.DictReader(file))
     cells = {(row["pretraining"], row["finetuning"], float(row["rate"])) for row in rows}
     assert len(cells) == len(rows) == 2 * 5 * 2
     assert all(math.isfinite(float(row["answer_loss"])) and math.isfinite(float(row["text_loss"])) for row in rows)
     assert len({row["text_loss_before"] for row in rows}) == 2  # one for each way of pre-training
-    assert (tmp_path / "finetuning.png").stat().st_size > 10_000
+    assert (tmp_path / "finetuning_small.png").stat().st_size > 10_000
     assert text.count("\n| Muon | Muon v") == 4
     by_cell = {(row["pretraining"], row["finetuning"], row["rate"]): row for row in rows}
     one, four = by_cell["Muon", "Muon v1", "0.001"], by_cell["Muon", "Muon v4", "0.001"]
@@ -61,7 +61,7 @@ def test_the_budget_leaves_runs_out_and_says_so(tmp_path, capsys, monkeypatch):
     finetuning.main(["--seeds", "1", "--processes", "1", "--seconds", "40", "--output", str(tmp_path)])
     text = capsys.readouterr().out
     assert "of 30 runs were left out: 40 s had passed" in text
-    with (tmp_path / "finetuning.csv").open() as file:
+    with (tmp_path / "finetuning_small.csv").open() as file:
         assert 0 < len(list(csv.DictReader(file))) < 30
 
 
