@@ -107,12 +107,32 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
     assert printed.err == 'error: muon-fsdp needs typer; install with: pip install "muon_fsdp[cli]"\n'
 
 
-def test_the_entry_point_exits_with_2_after_a_mistake(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["muon-fsdp", "plan", "gtp2-124m", "--world-size", "8"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("error: unknown model 'gtp2-124m'; did you mean gpt2-124m?")
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["plan", "gtp2-124m", "--world-size", "8"], "unknown model 'gtp2-124m'; did you mean gpt2-124m?"),
+        (["plan", "gpt2-124m", "--world-size", "many"], "Invalid value for '--world-size': "),
+        (["plan"], "Missing argument 'model' (see muon-fsdp plan --help)"),
+        (["doctor", "--jsn"], "No such option: --jsn"),
+        (["plam"], "No such command 'plam'"),
+    ],
+)
+def test_the_entry_point_exits_with_2_after_a_mistake(monkeypatch, capsys, args, says):
+    monkeypatch.setattr(sys, "argv", ["muon-fsdp", *args])
+    assert main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.lower().startswith(f"error: {says}".lower())
+
+
+def test_help_and_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["muon-fsdp", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"muon_fsdp {muon_fsdp.__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["muon-fsdp"])
+    assert main() == 0
+    assert "Usage: muon-fsdp" in capsys.readouterr().out
 
 
 def test_the_real_command():

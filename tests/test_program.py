@@ -509,3 +509,14 @@ def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -
     assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
     assert curves.main(["optimizers", *common, "--name", "none", "--rates", rates, "--", "--data", "nowhere"]) == 1
     assert "no such file or folder" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves(text: Path, tmp_path: Path) -> None:
+    """As `| head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", *flags(text, tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output was closed; the last checkpoint is as it was\n"

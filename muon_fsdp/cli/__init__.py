@@ -15,7 +15,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    from muon_fsdp.cli.app import app
+    from muon_fsdp.cli.app import call
 
-    app(prog_name="muon-fsdp")
-    return 0
+    return call(sys.argv[1:])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 _LAUNCHER = "MUON_FSDP_LAUNCHER_PID"
-_GRACE_SECONDS = 60.0  # for ranks whose peer has failed
+_GRACE_SECONDS = 15.0  # for ranks whose peer has failed
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:

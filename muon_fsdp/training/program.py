@@ -396,6 +396,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
         return _fail(str(error), 2)
     except (FloatingPointError, CheckpointError) as error:
         return _fail(str(error), 1)
+    except BrokenPipeError:
+        return _stdout_is_closed()
     except OSError as error:
         return _fail(str(error), 1, of_one_rank=True)
     except RuntimeError as error:
@@ -415,6 +417,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
         else:
             print(f"validation loss {result.final_validation_loss:.4f}; metrics and checkpoint in {config.folder}")
     return 130 if result.stopped else 0
+
+
+def _stdout_is_closed() -> int:
+    """As after `| head`; what is still buffered must not fail once more when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _fail("standard output was closed; the last checkpoint is as it was", 1)
 
 
 def _is_main() -> bool:
