@@ -1,8 +1,9 @@
 """The only module that calls collectives: assembling sharded matrices where they are computed, and scattering back.
 
-One stage goes through three phases. *Gather*: every holder sends its boxes to whoever computes the unit. *Compute* is
-the caller's. *Scatter*: results go to every holder, replicas included. Both transfers are one all-to-all with unequal
-splits, started asynchronously, so that the next stage is gathered and the last one scattered while this one computes.
+One stage goes through four phases. *Gather*: every holder sends its boxes to whoever computes the unit. *Compute* is
+the caller's. *Scatter*: results go to every holder in the replica of who computed them. *Forward*: each of these passes
+its part on to those who hold the same in other replicas. A transfer is one all-to-all with unequal splits, started
+asynchronously, so that the next stage is gathered and the last one scattered while this one computes.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class Transfer:
 
 
 class StageExchange:
-    """The two transfers of a stage. `shards` is the flat buffer of this rank's shards, in the precision that travels.
+    """The transfers of a stage. `shards` is the flat buffer of this rank's shards, in the precision that travels.
 
     Nothing is kept longer than it is needed: shards until they are sent, buffers until they have arrived.
     """
@@ -206,20 +207,17 @@ class StageExchange:
         self._name = f"{number % STAGES_IN_FLIGHT}"
         self._gather: Transfer | None = None
         self._scatter: Transfer | None = None
+        self._forward: Transfer | None = None
+        self._updates: Tensor | None = None
         self._kept: list[tuple[Piece, Tensor]] = []  # what stays on this rank: of its shards, then of the results
 
     def start_gather(self) -> None:
         exchange, shards = self._exchange, self._shards
         assert shards is not None
 
-        def parts(pieces: Sequence[Piece]) -> list[Tensor]:
-            slots = [self._stage.shard_slots[self._stage.units[piece.unit].position] for piece in pieces]
-            return [slot.of(shards)[piece.in_shard] for slot, piece in zip(slots, pieces, strict=True)]
-
-        kept = exchange.gather_receive[exchange.me]
-        self._kept = list(zip(kept, parts(kept), strict=True))
+        self._kept = [(piece, self._in_shard(piece, shards)) for piece in exchange.gather_receive[exchange.me]]
         if exchange.gathers:
-            outgoing = [parts(pieces) for pieces in exchange.gather_send]
+            outgoing = [[self._in_shard(piece, shards) for piece in pieces] for pieces in exchange.gather_send]
             self._gather = self._transfer("gather", outgoing, exchange.gather_receive)
         self._shards = None
 
@@ -243,15 +241,29 @@ class StageExchange:
         if exchange.scatters:
             self._scatter = self._transfer("scatter", outgoing, exchange.scatter_receive)
 
-    def finish_scatter(self) -> Tensor:
-        """The updates of all shards, in one flat buffer."""
+    def finish_scatter(self) -> None:
+        """Take the updates that came from this replica, and pass them on where there are others."""
+        exchange = self._exchange
         arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
         updates = torch.empty(self._stage.shard_numel, dtype=self._result_dtype, device=self._device)
         for piece, part in arrived:
-            slot = self._stage.shard_slots[self._stage.units[piece.unit].position]
-            slot.of(updates)[piece.in_shard].copy_(part)
-        self._scatter, self._kept = None, []
+            self._in_shard(piece, updates).copy_(part)
+        self._updates, self._scatter, self._kept = updates, None, []
+        if exchange.forwards:
+            outgoing = [[self._in_shard(piece, updates) for piece in pieces] for pieces in exchange.forward_send]
+            self._forward = self._transfer("forward", outgoing, exchange.forward_receive)
+
+    def finish_forward(self) -> Tensor:
+        """The updates of all shards, in one flat buffer."""
+        updates, self._updates = self._updates, None
+        assert updates is not None
+        for piece, part in self._forward.wait() if self._forward is not None else ():
+            self._in_shard(piece, updates).copy_(part)
+        self._forward = None
         return updates
+
+    def _in_shard(self, piece: Piece, shards: Tensor) -> Tensor:
+        return self._stage.shard_slots[self._stage.units[piece.unit].position].of(shards)[piece.in_shard]
 
     def _transfer(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Piece]]

@@ -1,4 +1,4 @@
-"""Running a plan: stages pass through prepare, gather, direction, scatter and apply, overlapping each other."""
+"""Running a plan: stages pass through prepare, gather, direction, scatter, forward and apply, and overlap."""
 
 from __future__ import annotations
 
@@ -67,9 +67,11 @@ def run_stages(
     recorder: Recorder,
     sphere: Sphere | None = None,
 ) -> None:
-    """Run every stage. While one computes, the next is being gathered and the one before it scattered."""
+    """Run every stage. While one computes, the next is being gathered, the one before it scattered and, where there are
+    replicas of several ranks, the one before that forwarded to them."""
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
+    forwarding: _StageRun | None = None
     num_travelling = 0
     for stage, label, part in zip(stages, labels, fused, strict=True):
         run = _StageRun(stage, label, groups, part, work, engine, recorder, sphere)
@@ -78,19 +80,33 @@ def run_stages(
         run.start(num_travelling)
         if not run.travels:  # nothing to wait for, and nothing is gained by keeping it in memory
             run.compute()
+            run.forward()
             run.finish()
             continue
         num_travelling += 1
         if gathering is not None:
             gathering.compute()
-        if scattering is not None:
-            scattering.finish()
+        forwarding = _pass_on(scattering, forwarding)
         gathering, scattering = run, gathering
     if gathering is not None:
         gathering.compute()
     for last in (scattering, gathering):
-        if last is not None:
-            last.finish()
+        forwarding = _pass_on(last, forwarding)
+    if forwarding is not None:
+        forwarding.finish()
+
+
+def _pass_on(scattering: _StageRun | None, forwarding: _StageRun | None) -> _StageRun | None:
+    """End the stage that is being forwarded and the scatter of the next; what is being forwarded then."""
+    if forwarding is not None:
+        forwarding.finish()
+    if scattering is None:
+        return None
+    scattering.forward()
+    if scattering.forwards:
+        return scattering
+    scattering.finish()
+    return None
 
 
 class _StageRun:
@@ -115,6 +131,7 @@ class _StageRun:
         self.present = {i for _, positions in self.single for i in positions} | fused.positions
         exchange = stage.exchange
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
+        self.forwards = exchange is not None and exchange.forwards
         self._groups, self._engine, self._recorder = groups, engine, recorder
         self._sphere = sphere if self.rule.spherical else None
         self._exchange: StageExchange | None = None
@@ -169,10 +186,15 @@ class _StageRun:
         else:
             self._buffer = results
 
-    def finish(self) -> None:
+    def forward(self) -> None:
         if self._exchange is not None:
             with record_function(f"muon_fsdp.scattered {self.label}"):
-                self._buffer = self._exchange.finish_scatter()
+                self._exchange.finish_scatter()
+
+    def finish(self) -> None:
+        if self._exchange is not None:
+            with record_function(f"muon_fsdp.forwarded {self.label}"):
+                self._buffer = self._exchange.finish_forward()
             self._exchange = None
         with record_function(f"muon_fsdp.apply {self.label}"):
             for group, tensors, members in self.fused.lists:

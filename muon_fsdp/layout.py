@@ -118,6 +118,24 @@ class Layout:
         )
 
     @cached_property
+    def shard_of(self) -> tuple[int, ...]:
+        """Per rank, the number of its place in its replica: ranks with the same number hold the same box."""
+        seen: dict[int, int] = defaultdict(int)
+        numbers = []
+        for replica in self.replica_of:
+            numbers.append(seen[replica])
+            seen[replica] += 1
+        return tuple(numbers)
+
+    @cached_property
+    def ranks_of_shard(self) -> tuple[tuple[int, ...], ...]:
+        """By the number of a shard, the places in `ranks` of those who hold it, one of every replica in their order."""
+        places: dict[int, list[int]] = defaultdict(list)
+        for index, shard in enumerate(self.shard_of):
+            places[shard].append(index)
+        return tuple(tuple(sorted(many, key=self.replica_of.__getitem__)) for _, many in sorted(places.items()))
+
+    @cached_property
     def num_replicas(self) -> int:
         return max(self.replica_of) + 1
 

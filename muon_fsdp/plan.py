@@ -123,15 +123,18 @@ class Exchange:
     me: int
     gather_send: tuple[tuple[Piece, ...], ...]  # my shards, to whoever computes
     gather_receive: tuple[tuple[Piece, ...], ...]  # others' shards of what I compute
-    scatter_send: tuple[tuple[Piece, ...], ...]  # results, to everyone who holds a part
+    scatter_send: tuple[tuple[Piece, ...], ...]  # results, to who holds a part in the replica of who computed them
     scatter_receive: tuple[tuple[Piece, ...], ...]  # results for my shards
+    forward_send: tuple[tuple[Piece, ...], ...]  # what I received so, to those who hold the same part in other replicas
+    forward_receive: tuple[tuple[Piece, ...], ...]
     gathers: bool  # whether anything travels on any rank: all of them take part in a collective, or none
     scatters: bool
+    forwards: bool
 
     def elements_sent(self) -> int:
-        """Elements that this rank hands to both transfers for others."""
-        lists = zip(self.gather_send, self.scatter_send, strict=True)
-        return sum(p.numel for other, both in enumerate(lists) if other != self.me for pieces in both for p in pieces)
+        """Elements that this rank hands to all transfers for others."""
+        lists = zip(self.gather_send, self.scatter_send, self.forward_send, strict=True)
+        return sum(p.numel for other, all_ in enumerate(lists) if other != self.me for pieces in all_ for p in pieces)
 
 
 @dataclass(frozen=True)
@@ -270,13 +273,19 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
         units = [(unit, spec) for spec in specs_by_ranks[ranks] for unit in _units_of(spec)]
         holders = [spec.layout.holders(spec.shape, unit.tile) for unit, spec in units]
         # Only what all ranks of the set know may decide: its own parameters, not the others that a rank sees.
-        wire_bytes = specs_by_ranks[ranks][0].wire_bytes
-        owners, after = _assign([unit for unit, _ in units], holders, before, wire_bytes)
+        first = specs_by_ranks[ranks][0]
+        in_turn = _replicas_in_turn(first.layout)
+        owners, after = _assign([unit for unit, _ in units], holders, {r: before[r] for r in in_turn}, first.wire_bytes)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
             owned = Unit(unit.position, unit.tile, unit.view, unit.batch_keys, unit.flops, owner)
             placed[spec.position].append(owned)
     return {position: tuple(many) for position, many in placed.items()}
+
+
+def _replicas_in_turn(layout: Layout) -> list[int]:
+    """Ranks in the order in which work is dealt out: each replica passes on what its ranks have computed."""
+    return [layout.ranks[index] for places in layout.ranks_of_shard for index in places]
 
 
 def _assign(
@@ -305,25 +314,29 @@ def _assign(
 def _balance(
     units: Sequence[Unit], candidates: Sequence[tuple[int, ...]], loads: dict[int, float]
 ) -> tuple[list[int], dict[int, float]]:
-    """Longest processing time first: the next largest unit goes to the least loaded of its candidates."""
+    """Longest processing time first: the next largest unit goes to the least loaded of its candidates, and among
+    equals to the first in `loads`."""
     loads = dict(loads)
     everybody = tuple(loads)
+    turn = {rank: number for number, rank in enumerate(everybody)}
     owners = [-1] * len(units)
-    heaps: dict[tuple[int, ...] | None, list[tuple[float, int]]] = {}  # None: everybody, whose tuple is long to hash
+    # By candidates; None: everybody, whose tuple is long to hash.
+    heaps: dict[tuple[int, ...] | None, list[tuple[float, int, int]]] = {}
     # Units with a choice of few ranks first: the others can even out what these leave.
     has_choice = [not 0 < len(who) < len(loads) for who in candidates]
     for index in sorted(range(len(units)), key=lambda i: (has_choice[i], -units[i].flops)):
         ranks = None if has_choice[index] else candidates[index]
         heap = heaps.get(ranks)
         if heap is None:
-            heap = heaps[ranks] = [(loads[rank], rank) for rank in (everybody if ranks is None else ranks)]
+            heap = heaps[ranks] = [(loads[rank], turn[rank], rank) for rank in (everybody if ranks is None else ranks)]
             heapq.heapify(heap)
-        while heap[0][0] != loads[heap[0][1]]:  # this rank was given work from another heap meanwhile
-            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-        load, rank = heap[0]
+        while heap[0][0] != loads[heap[0][2]]:  # this rank was given work from another heap meanwhile
+            _, number, rank = heap[0]
+            heapq.heapreplace(heap, (loads[rank], number, rank))
+        load, number, rank = heap[0]
         owners[index] = rank
         loads[rank] = load + units[index].flops
-        heapq.heapreplace(heap, (loads[rank], rank))
+        heapq.heapreplace(heap, (loads[rank], number, rank))
     return owners, loads
 
 
@@ -459,6 +472,14 @@ def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, .
     return chunks
 
 
+def is_relayed(unit: Unit, spec: ParameterSpec) -> bool:
+    """Whether results reach other replicas in a second hop: who computed the unit would have to send all of it to every
+    replica, so where its own is several ranks it sends to these alone, and each of them passes its part on."""
+    if unit.owner is None or spec.layout.num_replicas == 1:
+        return False
+    return not spec.layout.tiles(spec.shape)[spec.layout.index_of[unit.owner]].contains(unit.tile)
+
+
 def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: int) -> Exchange:
     """Every list is in the order of the units, on both sides of every message."""
     ranks = outline.ranks
@@ -467,7 +488,9 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
     gather_receive: list[list[Piece]] = [[] for _ in ranks]
     scatter_send: list[list[Piece]] = [[] for _ in ranks]
     scatter_receive: list[list[Piece]] = [[] for _ in ranks]
-    gathers = scatters = False
+    forward_send: list[list[Piece]] = [[] for _ in ranks]
+    forward_receive: list[list[Piece]] = [[] for _ in ranks]
+    gathers = scatters = forwards = False
     for number, unit in enumerate(outline.units):
         spec = specs[unit.position]
         tiles = spec.layout.tiles(spec.shape)
@@ -491,10 +514,23 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
             scatters = scatters or any(
                 rank != owner and tile.intersect(unit.tile).numel > 0 for rank, tile in enumerate(tiles)
             )
-            _append(scatter_receive[owner], number, unit.tile, tiles[me])
+            relays = is_relayed(unit, spec)
+            forwards |= relays
+            is_near = not relays or replica_of[me] == replica_of[owner]
+            if is_near:
+                _append(scatter_receive[owner], number, unit.tile, tiles[me])
             if owner == me:
                 for holder in range(len(ranks)):
-                    _append(scatter_send[holder], number, unit.tile, tiles[holder])
+                    if not relays or replica_of[holder] == replica_of[me]:
+                        _append(scatter_send[holder], number, unit.tile, tiles[holder])
+            if relays:
+                same_part = spec.layout.ranks_of_shard[spec.layout.shard_of[me]]
+                if is_near:
+                    for other in same_part:
+                        if other != me:
+                            _append(forward_send[other], number, unit.tile, tiles[me])
+                else:
+                    _append(forward_receive[same_part[replica_of[owner]]], number, unit.tile, tiles[me])
     in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # a process group numbers its ranks so
 
     def ordered(lists: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
@@ -507,8 +543,11 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
         gather_receive=ordered(gather_receive),
         scatter_send=ordered(scatter_send),
         scatter_receive=ordered(scatter_receive),
+        forward_send=ordered(forward_send),
+        forward_receive=ordered(forward_receive),
         gathers=gathers,
         scatters=scatters,
+        forwards=forwards,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,7 +12,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 from muon_fsdp.layout import Layout
 from muon_fsdp.options import EngineOptions
-from muon_fsdp.plan import ParameterSpec, StageOutline, Unit, make_outline, matrices_at_once, scratch_numel
+from muon_fsdp.plan import (
+    ParameterSpec,
+    StageOutline,
+    Unit,
+    is_relayed,
+    make_outline,
+    matrices_at_once,
+    scratch_numel,
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,16 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class StageBytes:
-    """What a stage takes on a rank, each figure that of the rank where it is largest."""
+class StageReport:
+    """What a stage takes: bytes, each figure that of the rank where it is largest, and FLOPs."""
 
+    flops_by_rank: Mapping[int | None, float]  # of who computes; None: each rank
+    numel: int  # of all its matrices
     shards: int  # of updates that a rank holds
     units: int  # of updates that a rank orthogonalizes
     scratch: int  # beside one batch of them
-    num_replicas: int
+    copies: int  # of a result that are sent by who computed it
+    forwarded: int  # to other replicas, by a rank that did not compute it
     travels: bool
 
     @property
@@ -60,17 +71,22 @@ class StageBytes:
         """Matrices, results and scratch; then results as they were computed, as they travel, and the buffers for it."""
         if not self.travels:
             return self.shards + self.units + self.scratch
-        return max(2 * self.units + self.scratch, (2 + self.num_replicas) * self.units + self.shards)
+        return max(2 * self.units + self.scratch, (2 + self.copies) * self.units + self.shards)
 
     @property
     def scattering(self) -> int:
         """Results, what is sent and received, and the updates of the shards."""
-        return (1 + self.num_replicas) * self.units + 2 * self.shards if self.travels else 0
+        return (1 + self.copies) * self.units + 2 * self.shards if self.travels else 0
+
+    @property
+    def forwarding(self) -> int:
+        """The updates of the shards, what is sent and what is received."""
+        return 2 * self.shards + self.forwarded if self.forwarded else 0
 
 
 @dataclass
 class Traffic:
-    """Bytes of a step by rank. In a gather whoever computes receives, and in a scatter sends."""
+    """Bytes of a step by rank. In a gather whoever computes receives, and in a scatter sends; others pass it on."""
 
     gathered: dict[int, int] = field(default_factory=dict)
     scattered: dict[int, int] = field(default_factory=dict)
@@ -99,7 +115,7 @@ class PlanReport:
         flops_by_rank: work of every rank in a step.
         balance: the busiest rank over the lower bound of what any assignment could reach; 1 is best.
         traffic: bytes that travel in a step, by rank.
-        stages: memory of every stage.
+        stages: memory and work of every stage.
     """
 
     num_ranks: int
@@ -108,7 +124,7 @@ class PlanReport:
     flops_by_rank: dict[int, float]
     balance: float
     traffic: Traffic
-    stages: tuple[StageBytes, ...]
+    stages: tuple[StageReport, ...]
 
     @property
     def num_matrices(self) -> int:
@@ -139,17 +155,14 @@ class PlanReport:
     def scratch_bytes(self) -> int:
         """At most so much is in use on a rank besides weights, gradients and state.
 
-        While a stage computes, the next is being gathered and the one before it scattered.
+        While a stage computes, the next is being gathered, the one before it scattered, and the one before that
+        forwarded.
         """
-        nothing = StageBytes(0, 0, 0, 1, False)
-        stages = (nothing, *self.stages, nothing)
-        return (
-            max(
-                before.scattering + now.computing + after.gathering
-                for before, now, after in zip(stages, stages[1:], stages[2:], strict=False)
-            )
-            if self.stages
-            else 0
+        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 0, False),)
+        stages = (*nothing, *self.stages, *nothing)
+        return max(
+            first.forwarding + before.scattering + now.computing + after.gathering
+            for first, before, now, after in zip(stages, stages[1:], stages[2:], stages[3:], strict=False)
         )
 
     def __str__(self) -> str:
@@ -213,27 +226,39 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
         flops_by_rank=loads,
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
-        stages=tuple(_stage_bytes(outline, engine.max_stage_bytes) for outline in outlines),
+        stages=tuple(_stage_report(outline, engine.max_stage_bytes) for outline in outlines),
     )
 
 
-def _stage_bytes(outline: StageOutline, max_stage_bytes: int) -> StageBytes:
+def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     specs = {spec.position: spec for spec in outline.specs}
     units: dict[int | None, int] = defaultdict(int)
+    flops: dict[int | None, float] = defaultdict(float)
     matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by who computes them, and by shape
+    copies, forwarded = 1, dict[int, int]()  # by replica
     for unit in outline.units:
-        units[unit.owner] += unit.tile.numel * specs[unit.position].bytes_per_element
+        spec = specs[unit.position]
+        units[unit.owner] += unit.tile.numel * spec.bytes_per_element
+        flops[unit.owner] += unit.flops
+        if is_relayed(unit, spec):
+            replica, part = _forwarded(unit, spec)
+            forwarded[replica] = forwarded.get(replica, 0) + part * spec.bytes_per_element
+        elif unit.owner is not None:
+            copies = max(copies, spec.layout.num_replicas)
         for count, rows, cols in unit.view.block_shapes:
             matrices[(unit.owner, rows, cols)] += count
     size = outline.specs[0].bytes_per_element
-    return StageBytes(
+    return StageReport(
+        flops_by_rank=flops,
+        numel=sum(math.prod(spec.shape) for spec in outline.specs),
         shards=sum(spec.layout.largest_tile(spec.shape) * spec.bytes_per_element for spec in outline.specs),
         units=max(units.values()),
         scratch=max(
             min(count, matrices_at_once(rows, cols, size, max_stage_bytes)) * scratch_numel(rows, cols) * size
             for (_, rows, cols), count in matrices.items()
         ),
-        num_replicas=outline.specs[0].layout.num_replicas,
+        copies=copies,
+        forwarded=max(forwarded.values(), default=0),
         travels=len(outline.ranks) > 1,
     )
 
@@ -262,14 +287,22 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
     layout = spec.layout
     units = [unit for _, many in members for unit in many]
     gathered, scattered = 0, 0
+    forwarded = [0] * layout.num_replicas
     for unit in units:
         gathers, scatter = _traffic(unit, layout, spec.shape)
         gathered += sum(gathers)
         scattered += scatter
         for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
             traffic.gathered[rank] += gather * spec.wire_bytes
+        if is_relayed(unit, spec):
+            replica, part = _forwarded(unit, spec)
+            forwarded[replica] += part
+            scatter -= (layout.num_replicas - 1) * unit.tile.numel
         if unit.owner is not None:
             traffic.scattered[unit.owner] += scatter * spec.wire_bytes
+    if any(forwarded):
+        for rank, replica in zip(layout.ranks, layout.replica_of, strict=True):
+            traffic.scattered[rank] += forwarded[replica] * spec.wire_bytes
     owners = {unit.owner for unit in units}
     replicated = None in owners and len(layout.ranks) > 1
     shards = len(members) * layout.largest_tile(spec.shape) * spec.wire_bytes
@@ -290,6 +323,16 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
         scattered * spec.wire_bytes,
         sum(unit.flops for unit in units),
     )
+
+
+def _forwarded(unit: Unit, spec: ParameterSpec) -> tuple[int, int]:
+    """The replica whose ranks pass a unit on, and how many elements the one with the largest part of it sends."""
+    layout = spec.layout
+    assert unit.owner is not None
+    shards = len(layout.ranks) // layout.num_replicas
+    whole = unit.tile.shape == spec.shape
+    part = layout.largest_tile(spec.shape) if whole else -(-unit.tile.numel // shards)
+    return layout.replica_of[layout.index_of[unit.owner]], (layout.num_replicas - 1) * part
 
 
 def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:

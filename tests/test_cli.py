@@ -254,13 +254,26 @@ def test_bytes_and_time_by_hand(folder):
     assert time["gather"] == pytest.approx(each / 4e9)
     assert time["elementwise"] == pytest.approx(24 * 2 * matrix / 1e9)
     whole = time["orthogonalize"] + time["elementwise"] + time["gather"] + time["scatter"]
-    assert time["one_after_another"] == pytest.approx(whole)
-    assert time["overlapped"] == pytest.approx(whole)  # one stage: there is nothing to overlap with
+    assert time["step"] == pytest.approx(whole)  # one stage: there is nothing to overlap with
     staged = run("plan", "my_nets:squares", "--world-size", "4", "--json", *args, "--max-stage-bytes", "8KiB")
     time = json.loads(staged.stdout)["time"]
     assert time["num_stages"] == 2
-    exposed = (time["gather"] + time["scatter"]) / 2
-    assert time["overlapped"] == pytest.approx(time["elementwise"] + exposed + max(time["orthogonalize"], exposed))
+    gather, scatter, compute = (time[name] / 2 for name in ("gather", "scatter", "orthogonalize"))
+    # Both gathers come first. The first scatter waits for them and for its matrices, the second for the first.
+    first = max(2 * gather, gather + compute) + scatter
+    second = max(first, gather + 2 * compute) + scatter
+    assert time["step"] == pytest.approx(time["elementwise"] + second)
+
+
+def test_stages_that_leave_ranks_idle_take_longer(folder):
+    """Two matrices a stage on four ranks: a third stage begins when the first has been sent."""
+    (folder / "my_nets.py").write_text(SQUARES)
+    args = ("--bandwidth", "1e9", "--memory-bandwidth", "1e9", "--strategy", "owner", "--json")
+    whole = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args))
+    staged = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args, "--max-stage-bytes", "8KiB"))
+    assert (whole["num_stages"], staged["num_stages"]) == (1, 4)
+    assert whole["time"]["step"] == pytest.approx(whole["time"]["orthogonalize"], rel=1e-3)
+    assert staged["time"]["step"] == pytest.approx(2 * whole["time"]["step"], rel=1e-3)
 
 
 def test_replicas_and_everywhere_by_hand(folder):

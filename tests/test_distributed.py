@@ -63,9 +63,11 @@ def test_bfloat16_on_the_wire(ranks: RankPool, layout, world_size):
 
 
 @pytest.mark.parametrize("max_stage_bytes", [1, 3000])
-def test_stages_and_their_overlap_do_not_change_the_curve(ranks: RankPool, max_stage_bytes):
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4)])
+def test_stages_and_their_overlap_do_not_change_the_curve(ranks: RankPool, layout, world_size, max_stage_bytes):
     expected, _ = one_device(31)
-    (losses, _), *_ = ranks.run(2, cases.curve, "fsdp", {"strategy": "owner", "max_stage_bytes": max_stage_bytes})
+    options = {"strategy": "owner", "max_stage_bytes": max_stage_bytes}
+    (losses, _), *_ = ranks.run(world_size, cases.curve, layout, options)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 

@@ -205,6 +205,17 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
                     spec = specs[unit.position]
                     result = wholes[unit.position][unit.tile.within(Tile((0,) * len(spec.shape), spec.shape))]
                     returned[unit.position][into.in_shard] = result[out.in_unit]
+            for source, pieces in zip(order, exchange.forward_receive, strict=True):
+                sent = stages[source].exchange.forward_send[exchange.me]
+                assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
+                for out, into in zip(sent, pieces, strict=True):
+                    assert exchange.forwards
+                    assert out.in_shard == into.in_shard
+                    # It can pass on what it was given, and nothing else.
+                    given = stages[source].exchange.scatter_receive
+                    assert any(piece == out for pieces_of_owner in given for piece in pieces_of_owner)
+                    position = stage.units[out.unit].position
+                    returned[position][into.in_shard] = shard(source, position)[out.in_shard]
             for position, value in returned.items():
                 assert torch.equal(value, shard(rank, position))
     assert set(computed.values()) == {1}

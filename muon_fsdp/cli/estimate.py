@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from muon_fsdp.layout import Layout
 from muon_fsdp.optimizer import MuonOptimizer
-from muon_fsdp.report import PlanReport
+from muon_fsdp.report import PlanReport, StageReport
 from muon_fsdp.routing import RoutingRow
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import Rule, working_dtype
@@ -79,24 +79,14 @@ def _state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of the busiest rank in a step."""
+    """Seconds of the busiest rank in each part of a step, and of the step."""
 
     orthogonalize: float
     elementwise: float  # momentum, AdamW, weights: bytes of device memory
     gather: float
     scatter: float
+    step: float
     num_stages: int
-
-    @property
-    def one_after_another(self) -> float:
-        return self.orthogonalize + self.elementwise + self.gather + self.scatter
-
-    @property
-    def overlapped(self) -> float:
-        """All but the gather of the first stage and the scatter of the last happens beside the computation."""
-        exposed = (self.gather + self.scatter) / max(1, self.num_stages)
-        hidden = self.gather + self.scatter - exposed
-        return self.elementwise + exposed + max(self.orthogonalize, hidden)
 
 
 def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, rates: Rates) -> Time:
@@ -110,13 +100,46 @@ def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, rates: Ra
             working = working_dtype(parameter.dtype).itemsize
             each = 3 * parameter.element_size() + 2 * moments * working + staged
             moved += each * _held(parameter, layout)
+    elementwise = moved / rates.memory_bytes
+    gather = report.traffic.busiest_gather / rates.network_bytes
+    scatter = report.traffic.busiest_scatter / rates.network_bytes
     return Time(
         orthogonalize=report.max_flops / rates.flops,
-        elementwise=moved / rates.memory_bytes,
-        gather=report.traffic.busiest_gather / rates.network_bytes,
-        scatter=report.traffic.busiest_scatter / rates.network_bytes,
+        elementwise=elementwise,
+        gather=gather,
+        scatter=scatter,
+        step=elementwise + _pipeline(report.stages, gather, scatter, rates.flops),
         num_stages=report.num_stages,
     )
+
+
+def _pipeline(stages: Sequence[StageReport], gather: float, scatter: float, flops: float) -> float:
+    """When the last stage has been scattered, if all ranks run as the engine does.
+
+    Transfers follow each other in one order: a stage is gathered before the one before it is scattered. A stage is
+    computed when it has been gathered, and scattered when all of its owners have computed it.
+    """
+    total = sum(stage.numel for stage in stages)
+    network = 0.0  # when it is free
+    free: dict[int | None, float] = defaultdict(float)  # when a rank is
+    gathered: list[float] = []
+
+    def compute(number: int) -> None:
+        nonlocal network
+        stage = stages[number]
+        for rank, work in stage.flops_by_rank.items():
+            free[rank] = max(free[rank], gathered[number]) + work / flops
+        computed = max(free[rank] for rank in stage.flops_by_rank)
+        network = max(network, computed) + scatter * stage.numel / total
+
+    for number, stage in enumerate(stages):
+        network += gather * stage.numel / total
+        gathered.append(network)
+        if number > 0:
+            compute(number - 1)
+    if stages:
+        compute(len(stages) - 1)
+    return network
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _as_json(figures: dict[str, Any], report: PlanReport) -> dict[str, Any]:
             "scatter_busiest": report.traffic.busiest_scatter,
         },
         "memory": {**asdict(memory), "total": memory.total, "adamw_total": memory.adamw_total},
-        "time": {**asdict(time), "one_after_another": time.one_after_another, "overlapped": time.overlapped},
+        "time": asdict(time),
     }
 
 
@@ -291,8 +291,7 @@ def _show_time(time: Time, assumed: dict[str, float]) -> None:
         ("element-wise", _seconds(time.elementwise)),
         ("gather", _seconds(time.gather)),
         ("scatter", _seconds(time.scatter)),
-        ("step, nothing overlapped", _seconds(time.one_after_another)),
-        ("step, overlapped", _seconds(time.overlapped)),
+        ("step, as these overlap", _seconds(time.step)),
     ]
     print_table("Time of the busiest rank, estimated", ("", "per step"), rows)
     print(
