@@ -498,5 +498,6 @@ def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -
     assert [row[:2] for row in rows[1:]] == [[run, step] for run in ("AdamW lr 0.001", "Muon lr 0.02") for step in "02"]
     assert (tmp_path / "out" / "one.png").read_bytes().startswith(b"\x89PNG")
     assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
+    rates = "muon=0.02"
     assert curves.main(["optimizers", *common, "--name", "none", "--rates", rates, "--", "--data", "nowhere"]) == 1
     assert "no such file or folder" in capsys.readouterr().out
