@@ -20,6 +20,12 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, w
 from tests.pool import RankPool
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `-n auto`: a GPU is for one, and with more than four each imports torch for few tests."""
+    return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Real gloo ranks: `ranks.run(world_size, function, *args)`."""
