@@ -12,7 +12,7 @@ demo: .venv/installed-cli
 	$(BIN)/python -m muon_fsdp.training.demo $(ARGS)
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest tests --cov=muon_fsdp $(ARGS)
+	$(BIN)/python -m pytest tests --cov=muon_fsdp -n auto --dist worksteal $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

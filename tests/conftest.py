@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+# Before torch is imported, here and in programs that tests start: matrices are tiny, several threads would spend their
+# time waiting for each other, and other tests run at the same time.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
@@ -16,13 +20,10 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, w
 from tests.pool import RankPool
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For tiny models: on a busy machine several threads spend most of the time waiting for each other."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `-n auto`: a GPU is for one, and with more than four each imports torch for few tests."""
+    return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session")

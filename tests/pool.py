@@ -18,11 +18,17 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Starts ranks as they are needed: importing torch takes seconds, a new process group milliseconds."""
+    """Starts ranks as they are needed: importing torch takes seconds, a new process group milliseconds.
+
+    Ranks of gloo are forked from a process that has imported what all of them need and has done nothing else. CUDA
+    does not survive a fork, so ranks of NCCL begin anew.
+    """
 
     def __init__(self, backend: str = "gloo") -> None:
         self._backend = backend
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            self._context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 

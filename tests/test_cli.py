@@ -31,15 +31,6 @@ from tests.model_shapes import MODELS
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices are tiny here, and threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(*args: str, code: int = 0):
     result = CliRunner().invoke(app, list(args))
     assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
@@ -74,7 +65,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def subprocess_run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     return subprocess.run(
         [sys.executable, *args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )

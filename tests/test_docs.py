@@ -69,7 +69,6 @@ def run_on_ranks(page: str, folder: str) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*many workers", "ignore:'pin_memory'", "ignore:.*log_every_n")
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", DOCS)
 def test_snippets_for_one_device(page: str, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -15,8 +15,6 @@ import muon_fsdp
 from examples import finetune, mixed_adamw, tokenize_text, train_sso
 from muon_fsdp.training.data import open_corpus
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_mixed_adamw(capsys):
     assert mixed_adamw.create_hybrid_optimizer is muon_fsdp.create_hybrid_optimizer
@@ -42,7 +40,7 @@ def test_train_gpt_under_torchrun(tmp_path):
     command += ["examples/train_gpt.py", "--model", "small", "--sequence-length", "16", "--steps", "3", "--fsdp"]
     command += ["--data", str(text), "--output", str(tmp_path / "out"), "--batch-size", "4", "--eval-windows", "4"]
     root = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "FSDP2 on 2 rank(s)" in done.stdout

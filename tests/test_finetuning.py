@@ -31,7 +31,6 @@ def test_rates_give_square_matrices_equal_updates(scale):
     assert float(size) == pytest.approx(0.2 * 0.01, rel=1e-4)  # v4: the usual size of AdamW's update
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_every_cell_runs_and_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(finetuning.SIZES, "small", TINY)
     rates = ["--adamw-rates", "1e-3", "3e-3", "--muon-rates", "1e-3", "3e-3"]
@@ -53,7 +52,6 @@ def test_every_cell_runs_and_is_reported(tmp_path, capsys, monkeypatch):
     assert by_cell["Muon", "AdamW", "0.001"]["answer_loss"] != by_cell["Muon", "AdamW", "0.003"]["answer_loss"]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_budget_leaves_runs_out_and_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(finetuning.SIZES, "small", TINY)
     clock = map(float, range(10_000))

@@ -78,7 +78,7 @@ def test_loss_falls(ranks: RankPool):
 
 @pytest.mark.parametrize("name", ["test_fsdp_integration.py", "test_fsdp.py"])
 def test_runs_under_torchrun(name):
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"tests/{name}"]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False

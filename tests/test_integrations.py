@@ -13,7 +13,6 @@ from tests import integration_cases as cases
 from tests.pool import RankPool
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # Of the libraries themselves.
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

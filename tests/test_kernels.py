@@ -150,7 +150,7 @@ def kernels_everywhere(monkeypatch):
     for module in (fused, newton_schulz):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     if DEVICE == "cpu":
-        choice = select_module.Choice("triton", TileConfig(32, 32, 32, 4, 2), "test")
+        choice = select_module.Choice("triton", TileConfig(64, 64, 64, 4, 2), "test")
         library = select_module.Choice("torch", None, "test")
         monkeypatch.setattr(
             products, "select", lambda product, _: library if product.dtype == torch.float64 else choice

@@ -16,15 +16,6 @@ SHAPES = [(64, 64), (64, 128), (128, 32)]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices are small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def changes(shape: tuple[int, int], steps: int, *makers: Make) -> list[Tensor]:
     """What optimizers add to equal weights for equal Gaussian gradients, decay taken out."""
     found = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,7 +238,9 @@ def test_benchmark_muon_optimizers():
     assert all(result[key] > 0 for key in KEYS)
 
 
-def test_benchmark_consistency():
+def test_benchmark_consistency(monkeypatch):
+    # Time of this process alone: on a busy machine it may wait longer than a short run takes.
+    monkeypatch.setattr(elementwise, "time", SimpleNamespace(perf_counter=time.process_time))
     result = benchmark_muon_optimizers(model_size=200, num_steps=20)
     assert result["muon_vs_adam_speedup"] == pytest.approx(result["torch_adam_time"] / result["triton_muon_time"])
     assert result["muonw_vs_adam_speedup"] == pytest.approx(result["torch_adam_time"] / result["triton_muonw_time"])

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -38,15 +37,11 @@ TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A preset that trains in a moment, one thread, and no job that this process belongs to."""
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset that trains in a moment, and no job that this process belongs to."""
     monkeypatch.setitem(model.PRESETS, "small", TINY)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -69,9 +64,7 @@ def start(arguments: list[str], log: Path, **environment: str) -> subprocess.Pop
     """The program as a process of its own, with the real preset "demo"."""
     command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", "--sequence-length", "16", *arguments]
     with log.open("w") as stream:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=stream, stderr=stream
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=stream, stderr=stream)
 
 
 def wait_for(what: object, process: subprocess.Popen, seconds: float = 120) -> None:
@@ -507,6 +500,7 @@ def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -
     assert rows[2][3] != rows[4][3]  # the rate of the rest counts
     assert (tmp_path / "out" / "one.png").read_bytes().startswith(b"\x89PNG")
     assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
+    rates = "muon=0.02"
     assert curves.main(["optimizers", *common, "--name", "none", "--rates", rates, "--", "--data", "nowhere"]) == 1
     assert "no such file or folder" in capsys.readouterr().out
 

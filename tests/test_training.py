@@ -27,14 +27,6 @@ from muon_fsdp.training.schedule import make_schedule
 TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tiny_gpt(config: GPTConfig = TINY) -> GPT:
     """A GPT with a head that is not zero, so that its logits say something."""
     torch.manual_seed(0)

@@ -48,12 +48,7 @@ def train(device, dtype=torch.float32, lrs=None, between=None, shapes=SHAPES, **
 
 @functools.cache
 def in_float64(mode):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # its thousands of small operations wait for threads longer than they run
-    try:
-        return train("cpu", torch.float64, shapes=SMALL_SHAPES, lambda_mode=mode)[0]
-    finally:
-        torch.set_num_threads(threads)
+    return train("cpu", torch.float64, shapes=SMALL_SHAPES, lambda_mode=mode)[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
