@@ -32,7 +32,7 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """`function(*args)` on `world_size` ranks of a fresh process group; the results by rank."""
         self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:

@@ -95,7 +95,7 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
     assert main() == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == 'error: muon-fsdp needs typer; install with: pip install "muon_fsdp[cli]"\n'
+    assert printed.err == 'error: muon-fsdp needs typer; install with: pip install -e ".[cli]"\n'
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_transformers_is_named_when_it_is_missing(folder, monkeypatch):
     (folder / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setitem(sys.modules, "transformers", None)
     line = error_of("plan", "config.json", "--world-size", "4")
-    assert 'pip install "muon_fsdp[integrations]"' in line
+    assert 'pip install -e ".[integrations]"' in line
 
 
 class FakeTransformers:

@@ -320,10 +320,10 @@ def test_what_rank_0_finds_ends_every_rank(text: Path, tmp_path: Path, ranks: Ra
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     (blocked / "checkpoints").touch()  # where a folder has to be made
-    for arguments, code in ((flags(text, text, 2, "--fsdp"), 2), (flags(text, blocked, 2, "--fsdp"), 1)):
-        codes, said = zip(*ranks.run(2, fail_alike, arguments), strict=True)
+    for output, code, message in ((text, 2, "it is a file"), (blocked, 1, "File exists")):
+        codes, said = zip(*ranks.run(2, fail_alike, flags(text, output, 2, "--fsdp")), strict=True)
         assert codes == (code, code)
-        assert "File exists" in said[0]
+        assert message in said[0]
 
 
 def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         assert message in captured.err
         assert captured.err.count("\n") == 1
 
-    told(1, "holds no checkpoint to go on from", "--resume")
+    told(2, "holds no checkpoint to go on from", "--resume")
     told(2, "no such file or folder", "--data", str(tmp_path / "nowhere"))
     told(
         2,
@@ -363,13 +363,13 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
     told(2, "start a multiple of 2", "--replicas", "2")
     told(2, "--cuda-graph needs a GPU", "--cuda-graph")
     told(2, "another run writes", at=locked(tmp_path / "locked"))
-    told(2, "File exists", at=text)
+    told(2, "it is a file", at=text)
     told(2, "Not a directory", at=text / "out")
     if not torch.cuda.is_available():
         told(2, "torch sees no GPU", "--device", "cuda")
     told(1, "lower its learning rate", "--lr", "1e30", "--rest-lr", "1e30", at=tmp_path / "diverged")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    told(2, 'needs tensorboard; install with: pip install "muon_fsdp[integrations]"', "--tensorboard")
+    told(2, 'needs tensorboard; install with: pip install -e ".[integrations]"', "--tensorboard")
     assert main(flags(text, output, 2)) == 0
     told(2, "holds a run with a checkpoint of step-00000002: say --resume to go on with it, or give another --output")
     told(2, "optimizer 'muon' there, 'adamw' here", "--resume", "--optimizer", "adamw")
@@ -479,10 +479,10 @@ def test_half_precision_on_a_cpu_is_autocast(text: Path, tmp_path: Path, monkeyp
 
 
 def test_the_second_ctrl_c_ends_at_once() -> None:
-    with program._stop_signals() as wanted:
-        assert not wanted()
+    with program._stop_signals() as stop:
+        assert not stop.wanted
         signal.raise_signal(signal.SIGINT)
-        assert wanted()
+        assert stop.wanted
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -506,11 +506,37 @@ def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -
 
 
 def test_a_reader_that_leaves(text: Path, tmp_path: Path) -> None:
-    """As `| head` does."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", *flags(text, tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert done.returncode == 1
-    assert done.stderr == "error: standard output was closed; the last checkpoint is as it was\n"
+    """As `| head` does: the run is saved and ends, and says so."""
+    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", *flags(text, tmp_path / "out", 1000)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while " step " not in process.stdout.readline():
+        assert process.poll() is None
+    process.stdout.close()
+    assert process.stderr.read() == "note: standard output was closed; stopping\n"
+    process.stderr.close()
+    assert process.wait() == 130
+    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
+
+
+def test_names_that_stdout_can_not_show(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "g\u0103\u76ee"
+    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", *flags(text, output, 1)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"g\\u0103\\u76ee" in done.stdout
+
+
+def test_speed_is_that_of_the_ranks_that_run_now(text: Path, tmp_path: Path, capsys) -> None:
+    """A resumed run tells its own times, not those of the run before."""
+    assert main(flags(text, tmp_path / "out", 4)) == 0
+    file = tmp_path / "out" / "metrics.jsonl"
+    slow = [line | ({"seconds": 9.0} if line["kind"] == "train" else {}) for line in lines(tmp_path / "out")]
+    file.write_text("".join(json.dumps(line) + "\n" for line in slow))
+    assert main(flags(text, tmp_path / "out", 6, "--resume")) == 0
+    assert lines(tmp_path / "out")[-1]["seconds_per_step"] < 4
+    result = read_result(tmp_path / "out")
+    assert (result.num_steps, result.num_steps_before, len(result.step_seconds)) == (6, 4, 6)
+    assert result.milliseconds_per_step < 4000
+    capsys.readouterr()
+    assert main(flags(text, tmp_path / "out", 6, "--resume")) == 0  # nothing is left to do, and nothing to time
+    assert "seconds_per_step" not in lines(tmp_path / "out")[-1]

@@ -11,7 +11,7 @@ def main() -> int:
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f'error: muon-fsdp needs {" and ".join(missing)}; install with: pip install "muon_fsdp[cli]"',
+            f'error: muon-fsdp needs {" and ".join(missing)}; install with: pip install -e ".[cli]"',
             file=sys.stderr,
         )
         return 2

@@ -65,7 +65,7 @@ def _from_config(path: Path) -> nn.Module:
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise LoadingError(f"{file} has no 'model_type': it is not the configuration of a Hugging Face model")
     if importlib.util.find_spec("transformers") is None:
-        raise LoadingError(f'{file} needs Transformers to be read; install with: pip install "muon_fsdp[integrations]"')
+        raise LoadingError(f'{file} needs Transformers to be read; install with: pip install -e ".[integrations]"')
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes need no network
     transformers: Any = importlib.import_module("transformers")
     model_type = content.pop("model_type")

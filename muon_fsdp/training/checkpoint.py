@@ -162,6 +162,8 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__ or error
     lines = str(error).strip().splitlines()
+    if lines and "inline_container" in lines[0]:  # torch's writer of files tells where it stood, not what happened
+        return "a file could not be written whole, as on a full disk"
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 

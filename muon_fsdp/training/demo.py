@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = missing_packages()
     if missing:
         print(
-            f'error: the demo needs {" and ".join(missing)}; install with: pip install "muon_fsdp[cli]"',
+            f'error: the demo needs {" and ".join(missing)}; install with: pip install -e ".[cli]"',
             file=sys.stderr,
         )
         return 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +48,20 @@ class OneRankError(DataError):
 
 def run(config: TrainConfig) -> RunResult:
     """Train as `config` says, on this process and the others of its job; the result is the same on all."""
-    with connect(config) as world, _stop_signals() as stop_wanted:
+    with connect(config) as world, _stop_signals() as stop:
         if config.tensorboard:
             check_tensorboard()
         model_config, corpus = _open_data(config)
         _pace(config, model_config, corpus, world)  # a mistake is told before a folder is made
         saved = _find_checkpoint(config, world)
         with _own_folder(config.folder, world):
-            return _run(config, world, stop_wanted, model_config, corpus, saved)
+            return _run(config, world, stop, model_config, corpus, saved)
 
 
 def _run(
     config: TrainConfig,
     world: World,
-    stop_wanted: Callable[[], bool],
+    stop: Stop,
     model_config: GPTConfig,
     corpus: Corpus,
     saved: Path | None,
@@ -104,7 +105,7 @@ def _run(
         checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, world, config.keep)
 
     try:
-        with _logger(journal, pace, tokens_per_step, result, base_lrs[0]) as on_log:
+        with _logger(journal, pace, tokens_per_step, result, base_lrs[0], stop) as on_log:
             train(
                 result,
                 model,
@@ -117,7 +118,7 @@ def _run(
                 base_lrs=base_lrs,
                 on_log=on_log,
                 on_save=save,
-                stop_wanted=lambda: stop_wanted() or launcher_is_gone(),
+                stop_wanted=lambda: stop.wanted or launcher_is_gone(),
             )
         if journal is not None:
             journal.write("end", _end_facts(result, optimizer, world))
@@ -137,13 +138,7 @@ def _open_data(config: TrainConfig) -> tuple[GPTConfig, Corpus]:
 
 
 def _pace(config: TrainConfig, model_config: GPTConfig, corpus: Corpus, world: World) -> Pace:
-    rows = config.batch_size // world.data_size
-    micro = config.micro_batch_size or rows
-    if rows == 0 or config.batch_size % world.data_size or rows % micro:
-        raise ConfigError(
-            f"--batch-size {config.batch_size} must be a multiple of {world.data_size} data-parallel rank(s)"
-            + (f" x --micro-batch-size {micro}" if config.micro_batch_size else "")
-        )
+    rows = _rows_of_a_rank(config, world.data_size)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
         tokens_per_step = config.batch_size * model_config.sequence_length
@@ -153,9 +148,20 @@ def _pace(config: TrainConfig, model_config: GPTConfig, corpus: Corpus, world: W
         eval_every=config.eval_every or max(5, steps // EVALUATIONS_PER_RUN),
         log_every=config.log_every or (1 if world.device.type == "cpu" else 10),
         save_every=config.save_every,
-        num_micro_batches=rows // micro,
+        num_micro_batches=rows // (config.micro_batch_size or rows),
         clip_norm=config.clip_norm,
     )
+
+
+def _rows_of_a_rank(config: TrainConfig, data_size: int) -> int:
+    rows = config.batch_size // data_size
+    micro = config.micro_batch_size or rows
+    if rows == 0 or config.batch_size % data_size or rows % micro:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} must be a multiple of {data_size} data-parallel rank(s)"
+            + (f" x --micro-batch-size {micro}" if config.micro_batch_size else "")
+        )
+    return rows
 
 
 def _training_rows(
@@ -203,7 +209,8 @@ def _own_folder(folder: Path, world: World) -> Iterator[None]:
         except BlockingIOError:
             failure = f"another run writes to {folder}: wait until it ends, or give another --output"
         except OSError as error:
-            failure = f"--output {folder} can't be written: {error.strerror or error}"
+            reason = "it is a file" if folder.is_file() else error.strerror or error
+            failure = f"--output {folder} can't be written: {reason}"
     failure = checkpoint.everyone(failure, world)[0]
     try:
         if failure:
@@ -235,7 +242,7 @@ def _find_checkpoint(config: TrainConfig, world: World) -> Path | None:
     found = checkpoint.checkpoints(config.folder / "checkpoints")
     world.barrier()  # all look before one writes
     if not found and config.resume:
-        raise CheckpointError(f"{config.folder} holds no checkpoint to go on from; leave out --resume to start anew")
+        raise ConfigError(f"{config.folder} holds no checkpoint to go on from yet; leave out --resume to start anew")
     if found and not config.resume:
         raise ConfigError(
             f"{config.folder} holds a run with a checkpoint of {found[-1].name}: say --resume to go on with it, "
@@ -255,6 +262,9 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
     if not manifest:
         return
     given, saved = asdict(model_config), manifest["model"]
+    preset = manifest["config"].get("model")
+    if preset != config.model:
+        raise ConfigError(f"the checkpoint is of --model {preset}, not {config.model}: say --model {preset}")
     differences = [
         f"{name} {saved.get(name)!r} there, {given[name]!r} here" for name in given if saved.get(name) != given[name]
     ]
@@ -284,7 +294,7 @@ def _earlier_result(config: TrainConfig, step: int, fresh: RunResult) -> RunResu
             f"{config.folder} tells of {result.num_steps} steps, but its checkpoint is of step {step}; "
             "its metrics were changed: start anew with another --output"
         )
-    result.name, result.groups = fresh.name, fresh.groups
+    result.name, result.groups, result.num_steps_before = fresh.name, fresh.groups, step
     return result
 
 
@@ -315,7 +325,7 @@ def _print_start(config: TrainConfig, world: World, gpt: GPT, corpus: Corpus, pa
 
 @contextmanager
 def _logger(
-    journal: Journal | None, pace: Pace, tokens_per_step: int, result: RunResult, lr: float
+    journal: Journal | None, pace: Pace, tokens_per_step: int, result: RunResult, lr: float, stop: Stop
 ) -> Iterator[Callable[[RunResult, Sequence[float]], None]]:
     """What the loop calls after each look: the journal and the progress line, on rank 0 alone."""
     if journal is None:
@@ -332,14 +342,18 @@ def _logger(
                 journal.write("validation", asdict(evaluation))
             written = len(result.evaluations)
             journal.flush()
-            show(result)
+            try:
+                show(result)
+            except BrokenPipeError:
+                stop.wanted = True
+                _stdout_is_closed()
 
         yield log
 
 
 def _end_facts(result: RunResult, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"stopped": result.stopped, "validation_loss": result.final_validation_loss}
-    if result.step_seconds:
+    if result.times()[0]:
         facts |= {"optimizer_share": result.optimizer_share, "seconds_per_step": result.milliseconds_per_step / 1e3}
     facts["optimizer_state_bytes_per_rank"] = state_bytes(optimizer)
     if world.device.type == "cuda":
@@ -358,23 +372,29 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
+@dataclass
+class Stop:
+    """Whether a checkpoint and a clean end are wanted before the last step."""
+
+    wanted: bool = False
+
+
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
+def _stop_signals() -> Iterator[Stop]:
     """The first Ctrl-C (or SIGTERM) asks for a checkpoint and a clean end; the second ends at once."""
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield stop
         return
-    wanted = False
 
     def note(number: int, frame: object) -> None:
-        nonlocal wanted
-        if wanted and number == signal.SIGINT:
+        if stop.wanted and number == signal.SIGINT:
             raise KeyboardInterrupt
-        wanted = True
+        stop.wanted = True
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: wanted
+        yield stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -382,11 +402,18 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.training") -> int:
     """0 after the last step, 1 when training failed, 2 for a mistake in what was asked, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal can't show must not end a run
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, processes = parse(arguments, prog)
     if processes is not None:
         if "RANK" in os.environ:
             return _fail("--processes starts processes itself: leave it out under torchrun", 2)
+        try:
+            _rows_of_a_rank(config, max(1, processes // config.tensor_parallel))
+        except ConfigError as error:
+            return _fail(str(error), 2)
         return launch(arguments, processes)
     try:
         result = run(config)
@@ -396,10 +423,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
         return _fail(str(error), 2)
     except (FloatingPointError, CheckpointError) as error:
         return _fail(str(error), 1)
-    except BrokenPipeError:
-        return _stdout_is_closed()
+    except BrokenPipeError:  # before the first step
+        _stdout_is_closed()
+        return 1
     except OSError as error:
-        return _fail(str(error), 1, of_one_rank=True)
+        where = "" if error.filename else f" ({config.folder})"
+        return _fail(f"{error}{where}", 1, of_one_rank=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in reason:
@@ -419,10 +448,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
     return 130 if result.stopped else 0
 
 
-def _stdout_is_closed() -> int:
-    """As after `| head`; what is still buffered must not fail once more when the interpreter ends."""
+def _stdout_is_closed() -> None:
+    """As after `| head`: the rest is printed nowhere, and what is still buffered must not fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return _fail("standard output was closed; the last checkpoint is as it was", 1)
+    print("note: standard output was closed; stopping", file=sys.stderr, flush=True)
 
 
 def _is_main() -> bool:

@@ -18,12 +18,16 @@ _RECENT_STEPS = 10  # speed and loss are of these, because single steps jump
 
 
 def describe(result: RunResult, tokens_per_step: int) -> str:
-    losses, seconds = result.train_losses[-_RECENT_STEPS:], median(result.step_seconds[-_RECENT_STEPS:])
-    share = median(result.optimizer_seconds[-_RECENT_STEPS:]) / seconds
+    losses, seconds = result.train_losses[-_RECENT_STEPS:], _recent_seconds(result)
+    share = median(result.times()[1][-_RECENT_STEPS:]) / seconds
     return (
         f"loss {sum(losses) / len(losses):.3f}  val {result.final_validation_loss:.3f}  "
         f"{tokens_per_step / seconds:,.0f} tokens/s  optimizer {share:.0%}"
     )
+
+
+def _recent_seconds(result: RunResult) -> float:
+    return median(result.times()[0][-_RECENT_STEPS:])
 
 
 @contextmanager
@@ -60,7 +64,7 @@ def _plain_lines(steps: int, tokens_per_step: int, every: int) -> Callable[[RunR
         if step // every == shown // every and step != steps:
             return
         shown = step
-        seconds_left = (steps - step) * median(result.step_seconds[-_RECENT_STEPS:])
+        seconds_left = (steps - step) * _recent_seconds(result)
         print(
             f"{result.name:<6} step {step:>4}/{steps}  {describe(result, tokens_per_step)}  {seconds_left:.0f} s left",
             flush=True,  # a pipe would hold the lines back until the end

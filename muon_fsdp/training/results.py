@@ -54,6 +54,7 @@ class RunResult:
     step_seconds: list[float] = field(default_factory=list)
     optimizer_seconds: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
+    num_steps_before: int = 0  # of the run that this one goes on with, whose times may be those of other ranks
     stopped: bool = False  # before its last step, by a signal
 
     @property
@@ -73,7 +74,7 @@ class RunResult:
     @property
     def milliseconds_per_step(self) -> float:
         """Median, as every time here: another program on the same cores makes some steps many times slower."""
-        return 1e3 * median(self.step_seconds)
+        return 1e3 * median(self.times()[0])
 
     @property
     def num_steps(self) -> int:
@@ -82,11 +83,16 @@ class RunResult:
     @property
     def optimizer_share(self) -> float:
         """The part of a step that is `optimizer.step()`, between 0 and 1."""
-        return median(self.optimizer_seconds) / median(self.step_seconds)
+        seconds, optimizer_seconds = self.times()
+        return median(optimizer_seconds) / median(seconds)
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Seconds of steps, and of the optimizer in them, since the run was last started."""
+        return self.step_seconds[self.num_steps_before :], self.optimizer_seconds[self.num_steps_before :]
 
     def training_seconds(self, num_steps: int) -> float:
         """How long so many steps take, evaluation left out."""
-        return num_steps * median(self.step_seconds)
+        return num_steps * median(self.times()[0])
 
     def first_reaching(self, loss: float) -> Evaluation | None:
         """The first evaluation whose validation loss is at most `loss`; None if there is none."""
@@ -153,7 +159,7 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 def check_tensorboard() -> None:
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError('--tensorboard needs tensorboard; install with: pip install "muon_fsdp[integrations]"')
+        raise ConfigError('--tensorboard needs tensorboard; install with: pip install -e ".[integrations]"')
 
 
 def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
@@ -170,7 +176,9 @@ def read_result(folder: Path, until: int | None = None) -> RunResult:
         raise ConfigError(f"{folder / METRICS_FILE} does not tell of a run")
     result = RunResult(starts[-1]["name"], groups=[OptimizerGroup(**group) for group in starts[-1]["groups"]])
     for line in lines:
-        if line["kind"] == "train":
+        if line["kind"] == "start":
+            result.num_steps_before = result.num_steps
+        elif line["kind"] == "train":
             result.train_losses.append(line["loss"])
             result.step_seconds.append(line["seconds"])
             result.optimizer_seconds.append(line["optimizer_seconds"])
