@@ -15,6 +15,7 @@ from muon_fsdp.fused import FusedStage
 from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.recorder import Recorder
+from muon_fsdp.row_moments import RowMoments
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.rules.base import State, working_dtype
 from muon_fsdp.sphere import Sphere
@@ -66,6 +67,7 @@ def run_stages(
     engine: EngineOptions,
     recorder: Recorder,
     sphere: Sphere | None = None,
+    moments: RowMoments | None = None,
 ) -> None:
     """Run every stage. While one computes, the next is being gathered, the one before it scattered and, where there are
     replicas of several ranks, the one before that forwarded to them."""
@@ -74,7 +76,7 @@ def run_stages(
     forwarding: _StageRun | None = None
     num_travelling = 0
     for stage, label, part in zip(stages, labels, fused, strict=True):
-        run = _StageRun(stage, label, groups, part, work, engine, recorder, sphere)
+        run = _StageRun(stage, label, groups, part, work, engine, recorder, sphere, moments)
         if not run.present:
             continue
         run.start(num_travelling)
@@ -123,6 +125,7 @@ class _StageRun:
         engine: EngineOptions,
         recorder: Recorder,
         sphere: Sphere | None,
+        moments: RowMoments | None,
     ) -> None:
         self.stage, self.label, self.rule = stage, label, RULES[stage.rule]
         self.fused, self.work = fused, work
@@ -134,6 +137,7 @@ class _StageRun:
         self.forwards = exchange is not None and exchange.forwards
         self._groups, self._engine, self._recorder = groups, engine, recorder
         self._sphere = sphere if self.rule.spherical else None
+        self._moments = moments if self.rule.normalizes_rows else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
@@ -179,7 +183,16 @@ class _StageRun:
         dtype = self.rule.result_dtype([batch.key for batch in self.stage.batches], units)
         results = torch.empty(self.stage.unit_numel, dtype=dtype, device=units.device)
         with record_function(f"muon_fsdp.orthogonalize {self.label}"):
-            _directions(self.rule, self.stage, self.present, units, results, self._inverse_norms, self._sphere)
+            _directions(
+                self.rule,
+                self.stage,
+                self.present,
+                units,
+                results,
+                self._inverse_norms,
+                self._sphere,
+                self._moments,
+            )
         if self._exchange is not None:
             with record_function(f"muon_fsdp.scatter {self.label}"):
                 self._exchange.start_scatter(results)
@@ -226,6 +239,7 @@ def _directions(
     results: Tensor,  # flat
     inverse_norms: Tensor | None,  # of all matrices, in the order of the batches
     sphere: Sphere | None,
+    moments: RowMoments | None,
 ) -> None:
     """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out."""
     first_matrix = 0
@@ -246,6 +260,7 @@ def _directions(
                 results[start:stop].view(shape),
                 norms,
                 sphere,
+                moments,
             )
         elif members:
             sources = [
@@ -253,7 +268,7 @@ def _directions(
             ]
             together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
             directions = torch.empty_like(together, dtype=results.dtype)
-            _direction(rule, stage, batch, members, together, directions, norms if complete else None, sphere)
+            _direction(rule, stage, batch, members, together, directions, norms if complete else None, sphere, moments)
             pieces = torch.split(directions, [member.stop - member.start for member in members])
             for member, piece in zip(members, pieces, strict=True):
                 _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)
@@ -268,9 +283,12 @@ def _direction(
     out: Tensor,
     inverse_norms: Tensor | None,
     sphere: Sphere | None,
+    moments: RowMoments | None,
 ) -> None:
     if sphere is None:
         rule.direction(batch.key, matrices, out, inverse_norms)
+        if moments is not None:
+            moments.normalize(rule, stage, batch.key, members, out)
         return
     spectrum, where = sphere.spectrum(stage, batch, members)
     rule.tangent(batch.key, matrices, out, inverse_norms, spectrum)

@@ -41,8 +41,8 @@ class FSDPMuonOptimizer(MuonOptimizer):
         nesterov: look ahead by one step of momentum.
         ns_steps: steps of the orthogonalizing iteration.
         ns_stepsize: further factor of the orthogonalized update.
-        beta2: decay of AdamW's second moment; `adamw_betas` takes its place.
-        eps: added to the root of AdamW's second moment; `adamw_eps` takes its place.
+        beta2: decay of the second moment of AdamW and of rule "normuon"; `adamw_betas` takes its place.
+        eps: added to the root of that moment; `adamw_eps` takes its place.
         gradient_accumulation_steps: N > 1 makes `step()` and `zero_grad()` do nothing on N - 1 of N calls while
             gradients add up in `p.grad`; the N-th uses their mean. Unscaling and clipping belong on the N-th.
             `model.zero_grad()` does clear gradients: use the optimizer's.

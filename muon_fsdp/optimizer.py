@@ -84,7 +84,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         weight_decay: decoupled weight decay of the matrices, times the unscaled lr.
         nesterov: look ahead by one step of momentum.
         ns_steps: steps of the orthogonalizing iteration, at least 1.
-        rule: the rule for matrices, "muon", "spectral_sphere" or "adamw".
+        rule: the rule for matrices, "muon", "normuon", "spectral_sphere" or "adamw".
         scale: size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)),
             "v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number.
         orthogonalization: coefficients "default", "keller", "polar_express", "quintic", or "exact" (SVD, slow).
@@ -100,8 +100,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         retract_alpha: see there.
         lambda_mode: see there.
         adamw_lr: learning rate of what AdamW takes.
-        adamw_betas: decay of its first and second moment.
-        adamw_eps: added to the root of its second moment.
+        adamw_betas: decay of its first and second moment; the second is that of "normuon" too.
+        adamw_eps: added to the root of its second moment, and of that of "normuon".
         adamw_weight_decay: its decoupled weight decay.
         nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
             The last two look at the gradients before anything is changed, which waits for the device.
@@ -493,7 +493,13 @@ class MuonOptimizer(torch.optim.Optimizer):
         """The plan, made anew when parameters or options have been exchanged since the last step."""
         parameters = self._parameters()
         self._all_routes()  # refuses groups that no longer fit
-        options = tuple(tuple(group[name] for name in _PLANNED_OPTIONS) for group in self.param_groups)
+        options = tuple(
+            (
+                *(group[name] for name in _PLANNED_OPTIONS),
+                (group["betas"], group["eps"]) if RULES[group["rule"]].normalizes_rows else None,
+            )
+            for group in self.param_groups
+        )
         key = (options, tuple((id(p), p.dtype, p.device) for p in parameters))
         if self._planned is None or self._planned.key != key:
             for group in self.param_groups:

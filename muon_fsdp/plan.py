@@ -66,6 +66,11 @@ class Unit:
     def num_matrices(self) -> int:
         return sum(count for count, _, _ in self.view.block_shapes)
 
+    def first_matrix(self, whole: MatrixView, block: int) -> int:
+        """The number of its first matrix in a block of the parameter, whose view is `whole`."""
+        is_part = self.view.shape != whole.shape  # some matrices of a stack
+        return self.tile.offset[0] * self.view.block_shapes[block][0] if is_part else 0
+
 
 @dataclass(frozen=True)
 class StageOutline:

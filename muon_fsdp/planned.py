@@ -19,6 +19,7 @@ from muon_fsdp.options import GROUP_OPTIONS, EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
 from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.routing import Route
+from muon_fsdp.row_moments import RowMoments
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import State, working_dtype
 from muon_fsdp.sphere import Sphere
@@ -57,6 +58,8 @@ class PlannedStep:
         spherical = [spec.position for spec in specs if RULES[spec.rule].spherical]
         flat_views = [view for views_of_group in views for view in views_of_group]
         self.sphere = Sphere(groups, flat_views, self.layouts, spherical) if spherical else None
+        normalized = [spec.position for spec in specs if RULES[spec.rule].normalizes_rows]
+        self.moments = RowMoments(self.parameters, flat_views, self.layouts, normalized) if normalized else None
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
         # Positions of parameters by the ranks that must agree about them; in one order on all ranks.
         members: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -98,15 +101,23 @@ class PlannedStep:
         fused.fill_tables(shards, states, gradients, groups, wanted, divisor)
         if self.sphere is not None:
             self.sphere.look_up(groups, shards, states, gradients, wanted)
+        if self.moments is not None:
+            self.moments.look_up(states, gradients, wanted)
         work = self._work(fused, shards, states, gradients, wanted, divisor)
 
         def run(recorder: Recorder) -> None:
             stages = self.plan.stages
             if self.sphere is not None:
                 self.sphere.begin(groups, shards, states, recorder)
-            run_stages(stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.sphere)
+            if self.moments is not None:
+                self.moments.begin()
+            run_stages(
+                stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.sphere, self.moments
+            )
             if self.sphere is not None:
                 self.sphere.finish(groups, states, recorder)
+            if self.moments is not None:
+                self.moments.finish(recorder)
 
         if not self._engine.cuda_graph:
             run(Recorder())
@@ -140,7 +151,7 @@ class PlannedStep:
             signature = signature_of(shards, states, gradients, groups, self._fused, excluded)
             if self._fused is not None and self._fused.signature == signature:
                 self._fused.accept(states)  # other tensors of the same kind: the tables will say where
-                if self.sphere is not None:  # which reads some of them where they lie
+                if self.sphere is not None or self.moments is not None:  # which read some of them where they lie
                     self.graph = self._graph_key = None
             else:
                 self._fused = make_fused_step(self.plan, shards, states, signature)

@@ -192,9 +192,7 @@ class Sphere:
         unit = stage.units[member.unit]
         kind, first = self._class_of[(unit.position, member.block)]
         first += self._shapes[_shape_of(kind)].first_of(kind)
-        whole = self._views[unit.position]
-        if unit.view.shape != whole.shape:  # some matrices of a stack
-            first += unit.tile.offset[0] * unit.view.block_shapes[member.block][0]
+        first += unit.first_matrix(self._views[unit.position], member.block)
         return range(first + member.start, first + member.stop)
 
     def factors(self, position: int, shard: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp import distributed as muon_distributed
 from muon_fsdp.rules import RULES
-from tests.reference import ReferenceAdamW, ReferenceMuon
+from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
 
@@ -187,7 +187,7 @@ def curve(
 # ----------------------------------------------------------------------------------- against the float64 reference
 
 
-def follow_reference(layout: str, strategy: str, steps: int = 5) -> float:
+def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> float:
     """Random gradients on a float64 model in a layout; the largest difference from the reference, over all weights."""
     model_options = {"hidden": 32} if layout == "fsdp_tp" else {}
     model = make_model(**model_options).double()
@@ -198,11 +198,17 @@ def follow_reference(layout: str, strategy: str, steps: int = 5) -> float:
             references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03)]
         else:
             muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
-            references[name] = [ReferenceMuon(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
+            reference = {"muon": ReferenceMuon, "normuon": ReferenceNorMuon}[rule]
+            references[name] = [reference(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
     module, _, _ = lay_out(model, layout)
     group = dist.group.WORLD if layout == "ddp" else None
     optimizer = MuonOptimizer(
-        module.named_parameters(), orthogonalization="exact", strategy=strategy, replicate_group=group, **OPTIONS
+        module.named_parameters(),
+        orthogonalization="exact",
+        strategy=strategy,
+        replicate_group=group,
+        rule=rule,
+        **OPTIONS,
     )
     worst = 0.0
     generator = torch.Generator().manual_seed(1)
@@ -279,11 +285,11 @@ def lone_matrix() -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------- rank agreement
 
 
-def missing_gradients(layout: str, missing_on: str) -> dict[str, bool]:
+def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[str, bool]:
     """Leave out gradients on no, some or all ranks; whether parameters and state changed, per parameter."""
     module, data_rank, data_size = lay_out(make_model(), layout)
     group = dist.group.WORLD if layout == "ddp" else None
-    optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, **OPTIONS)
+    optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, rule=rule, **OPTIONS)
     train(module, optimizer, range(1), data_rank, data_size)
     affected = ("blocks.0.up.weight", "blocks.0.up.bias", "wte.weight", "blocks.1.experts.weight")
     parameters = {name.replace("module.", ""): p for name, p in module.named_parameters()}

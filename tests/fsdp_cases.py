@@ -284,10 +284,10 @@ def ddp_counts() -> tuple[int, int, bool]:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def saved_in(folder: str, layout: str, options: dict[str, Any]) -> list[float]:
+def saved_in(folder: str, layout: str, options: dict[str, Any], rule: str = "muon") -> list[float]:
     """Train, save with torch.distributed.checkpoint, train on; the losses after the save."""
     module, data_rank, data_size = lay_out(make_model(hidden=32), layout)
-    optimizer = FSDPMuonOptimizer(module, **OPTIONS)
+    optimizer = FSDPMuonOptimizer(module, rule=rule, **OPTIONS)
     train(module, optimizer, range(5), data_rank, data_size)
     choice = StateDictOptions(**options)
     state = {
@@ -298,7 +298,7 @@ def saved_in(folder: str, layout: str, options: dict[str, Any]) -> list[float]:
     return train(module, optimizer, range(5, 10), data_rank, data_size)
 
 
-def resumed_from(folder: str, layout: str | None, options: dict[str, Any]) -> list[float]:
+def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule: str = "muon") -> list[float]:
     """Load what `saved_in` saved into another layout, and train on."""
     torch.manual_seed(1)
     model = make_model(hidden=32)
@@ -306,7 +306,7 @@ def resumed_from(folder: str, layout: str | None, options: dict[str, Any]) -> li
         for p in model.parameters():
             p.normal_()
     module, data_rank, data_size = (model, 0, 1) if layout is None else lay_out(model, layout)
-    optimizer = FSDPMuonOptimizer(module, **{**OPTIONS, "lr": 0.3})  # options come from the checkpoint
+    optimizer = FSDPMuonOptimizer(module, rule=rule, **{**OPTIONS, "lr": 0.3})  # options come from the checkpoint
     choice = StateDictOptions(**options)
     state = {
         "model": get_model_state_dict(module, options=choice),

@@ -1,4 +1,4 @@
-"""Muon and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
+"""Muon, NorMuon, SSO and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
 
 from __future__ import annotations
 
@@ -43,6 +43,31 @@ class ReferenceMuon:
         parts = np.split(u, np.cumsum(self.blocks)[:-1], axis=0)
         update = np.concatenate([scale_of(self.scale, *part.shape) * polar(part) for part in parts])
         self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * update
+        return self.w
+
+
+class ReferenceNorMuon(ReferenceMuon):
+    """Rows divided by the root of their second moment, and the Frobenius norm of each logical matrix restored."""
+
+    def __init__(self, w, *, beta2=0.95, eps=1e-8, **options):
+        super().__init__(w, **options)
+        self.beta2, self.eps = beta2, eps
+        self.v = np.zeros((self.w.shape[0], 1))
+
+    def step(self, grad) -> np.ndarray:
+        grad = np.asarray(grad, dtype=np.float64)
+        self.buf = self.momentum * self.buf + grad
+        u = grad + self.momentum * self.buf if self.nesterov else self.buf
+        updates = []
+        cuts = np.cumsum(self.blocks)[:-1]
+        for part, v in zip(np.split(u, cuts, axis=0), np.split(self.v, cuts, axis=0), strict=True):
+            o = polar(part)
+            v[:] = self.beta2 * v + (1 - self.beta2) * np.mean(o**2, axis=1, keepdims=True)
+            normalized = o / (np.sqrt(v) + self.eps)
+            if normalized.any():
+                normalized *= np.linalg.norm(o) / np.linalg.norm(normalized)
+            updates.append(scale_of(self.scale, *part.shape) * normalized)
+        self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * np.concatenate(updates)
         return self.w
 
 

@@ -39,7 +39,7 @@ def plan(
         str | None, typer.Option(help="SHARDS, or REPLICAS,SHARDS for HSDP. Default: one shard per rank.")
     ] = None,
     strategy: Annotated[str, typer.Option(help="Who orthogonalizes a matrix: auto, owner or replicate.")] = "auto",
-    rule: Annotated[str, typer.Option(help="Rule of the matrices: muon, spectral_sphere or adamw.")] = "muon",
+    rule: Annotated[str, typer.Option(help="Rule of the matrices: muon, normuon, spectral_sphere or adamw.")] = "muon",
     dtype: Annotated[
         str | None,
         typer.Option(help=f"Precision of the sharded weights: {', '.join(DTYPES)}. Default: float32, or as built."),

@@ -128,6 +128,13 @@ class Rule(ABC):
         """Write the update, tangent to the spheres of the weights, to `out`, and what was found to `spectrum`."""
         raise AssertionError(f"rule {self.name!r} has no spheres")
 
+    # Whether the rows of what `direction` gives are normalized by a second moment of each (state "second_moment").
+    normalizes_rows: ClassVar[bool] = False
+
+    def normalize_rows(self, key: Any, directions: Tensor, second_moment: Tensor) -> Tensor:
+        """Normalize the rows of `directions` (B, rows, cols) in place, given (B, rows); the moments after this step."""
+        raise AssertionError(f"rule {self.name!r} does not normalize rows")
+
     # A rule may come with kernels that do `prepare` and `apply` for a whole group in one launch.
     fused: ClassVar[bool] = False
 
