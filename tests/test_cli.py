@@ -669,8 +669,18 @@ def test_a_rank_that_fails_is_named(monkeypatch):
     assert (finding.status, finding.detail) == ("wrong", "RuntimeError: rank 0 failed: exit status 1")
 
 
+def test_a_build_for_gpus_that_sees_none(no_processes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    text = run("doctor", "--quick").stdout
+    assert "warning  GPU: none visible to torch, a build for CUDA 12.8\n         -> If there is one: " in text
+    assert text.endswith("Everything works.\n")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert checks.check_settings() == []
+
+
 def test_settings_that_leave_a_gpu_unused(monkeypatch):
-    assert checks.check_settings() == [] or torch.cuda.is_available()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(checks, "backends", lambda: {"gloo": False, "nccl": False})
     monkeypatch.setenv(checks.KERNELS_VARIABLE, "torch")
