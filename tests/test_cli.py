@@ -324,7 +324,7 @@ def test_the_page_of_the_command_is_true():
     for command in ("plan", "doctor", "bench"):
         options = get_command(app).commands[command].params
         named = [name for option in options for name in option.opts if name.startswith("--")]
-        assert [name for name in named if name not in page and name != "--threads"] == []
+        assert [name for name in named if name not in page] == []
 
 
 def test_large_jobs_are_planned_at_once():
@@ -748,6 +748,30 @@ def test_bench(small, tmp_path):
     assert figures["orthogonalization"][0]["floor_milliseconds"] == pytest.approx(1e3 * floor)
     result = run(*args, "--tables", "step", "--models", "tiny", "--json", "-")
     assert set(json.loads(result.stdout)) == {"date", "device", "torch", "ceilings", "step"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_threads_of_bench(small, monkeypatch):
+    def threads(*args: str) -> str:
+        result = run(
+            "bench", "--tables", "orthogonalization", "--shapes", "1x8x8", "--repeats", "1", "--json", "-", *args
+        )
+        return json.loads(result.stdout)["device"].partition("CPU, ")[2]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads() == "2 threads"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # as PyTorch does at its start
+    assert threads() == "1 thread"
+    assert threads("--threads", "2") == "2 threads"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_the_real_bench_has_the_threads_of_openmp():
+    args = ["--tables", "orthogonalization", "--shapes", "1x8x8", "--repeats", "1"]
+    done = subprocess_run("-m", "muon_fsdp.cli", "bench", *args, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert " CPU, 1 thread, " in done.stdout.splitlines()[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
