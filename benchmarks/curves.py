@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from muon_fsdp.training.config import NAMES
 from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
 
 RATES = {"muon": ("0.01", "0.02", "0.04"), "adamw": ("0.001", "0.002", "0.004"), "sso": ("0.01", "0.02")}
-NAMES = {"muon": "Muon", "adamw": "AdamW", "sso": "SSO"}
+RATES["normuon"] = RATES["muon"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def create_hybrid_optimizer(
     adamw_weight_decay: float = 0.01,
     **options: Any,
 ) -> MuonOptimizer:
-    """An optimizer that routes by module: embeddings, output head, vectors and scalars to AdamW, matrices to Muon.
+    """An optimizer that routes by module: matrices to Muon; embeddings, a language model's head and the rest to AdamW.
 
     `print(optimizer.routing_report())` shows what went where, and why.
 

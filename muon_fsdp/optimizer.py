@@ -63,7 +63,7 @@ NO_SCALE = "rule 'spectral_sphere' has no scale: the radius of a matrix takes it
 class MuonOptimizer(torch.optim.Optimizer):
     """Muon for matrices and AdamW for the rest, as one optimizer.
 
-        optimizer = MuonOptimizer(model, lr=0.02)               # routed by module: embeddings and head to AdamW
+        optimizer = MuonOptimizer(model, lr=0.02)               # routed by module: embeddings and LM head to AdamW
         optimizer = MuonOptimizer(model.named_parameters())     # routed by dimension and name
         optimizer = MuonOptimizer(model.parameters())           # routed by dimension alone
 

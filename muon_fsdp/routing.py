@@ -22,6 +22,7 @@ _HEAD_NAME = re.compile(
 )
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
+_DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # of Mamba, VMamba, S4D, RWKV
 _NORM_CLASS = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d; not LayerNormLinear, whose weight is a matrix
 
 
@@ -50,6 +51,7 @@ class _Facts:
     view: str = "auto"
     transposed: bool = False
     adamw_reason: str | None = None
+    matrix_reason: str | None = None
     guessed: bool = False
 
 
@@ -116,7 +118,7 @@ class Router:
         elif facts.adamw_reason is not None:
             rule, reason, guessed = "adamw", facts.adamw_reason, facts.guessed
         else:
-            reason = "matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight"
+            reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
         group_options = tuple(sorted((key, value) for key, value in options.items() if key != "rule"))
         return Route(name, rule, reason, guessed, view, facts.transposed, group_options)
 
@@ -157,8 +159,10 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
         facts.adamw_reason = "embedding, by name"
     elif _is_head_name(name):
         facts.adamw_reason = "output head, by name"
-    elif "conv" in owner and parameter.ndim == 3:
-        facts.view = "flatten"
+    elif _DECAY_NAME.search(leaf):
+        facts.adamw_reason = "decay rates, by name"
+    elif "conv" in owner and parameter.ndim >= 3:
+        facts.view, facts.matrix_reason = "flatten", "convolution, by name"
     return facts
 
 
@@ -174,10 +178,10 @@ def _facts_of_model(model: nn.Module, warnings: list[str]) -> dict[int, _Facts]:
         entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape))
         entry.owners.append(module)
         leaf = name.rpartition(".")[2]
+        if _is_convolution(module) and parameter.ndim >= 3:
+            entry.view, entry.matrix_reason = "flatten", "convolution"
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
             entry.view = getattr(module, _LABEL_ATTRIBUTE)[leaf]
-        elif _is_convolution(module) and parameter.ndim >= 3:
-            entry.view = "flatten"
         class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard puts a class of its own in front
         entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
         reason = None

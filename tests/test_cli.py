@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +24,7 @@ import muon_fsdp
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks import pair, peers, steps
 from muon_fsdp.benchmarks.timing import Ceilings
-from muon_fsdp.cli import checks, loading, main, output, two_ranks
+from muon_fsdp.cli import checks, main, output, two_ranks
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.models import named_models
 from muon_fsdp.training.model import PRESETS
@@ -215,6 +217,7 @@ class Narrow(nn.Module):
 def wrong(): return 3
 def needs(argument): pass
 def nothing(): return nn.Module()
+def long(): raise ValueError("wrong field:\\n\\n  the reason.\\nand more")
 def placed():
     import torch
     return nn.Linear(2, 2, device="cpu")
@@ -325,7 +328,7 @@ def test_the_page_of_the_command_is_true():
     for command in ("plan", "doctor", "bench"):
         options = get_command(app).commands[command].params
         named = [name for option in options for name in option.opts if name.startswith("--")]
-        assert [name for name in named if name not in page and name != "--threads"] == []
+        assert [name for name in named if name not in page] == []
 
 
 def test_large_jobs_are_planned_at_once():
@@ -370,23 +373,114 @@ def test_transformers_is_named_when_it_is_missing(folder, monkeypatch):
     assert 'pip install -e ".[integrations]"' in line
 
 
-class FakeTransformers:
-    """What of Transformers is used, refusing everything as it does."""
+VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 128}
+LAYER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+WHISPER = {"model_type": "whisper", "d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
+CLIP = {"model_type": "clip", "text_config": LAYER, "vision_config": {**LAYER, "image_size": 64}}
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 128}
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+GEMMA = {**LAYER, "model_type": "gemma", "head_dim": 16}
+SPEECH = {"model_type": "wav2vec2", **LAYER, "num_conv_pos_embedding_groups": 2}
 
-    __version__ = "5.0"
 
-    class AutoConfig:
-        @staticmethod
-        def for_model(model_type, **content):
-            raise ValueError(f"Unrecognized model identifier: {model_type}.\nShould contain one of ...")
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"a connection was opened: {args}")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def test_a_configuration_that_transformers_does_not_know(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "architecture", "built", "parameter", "route"),
+    [
+        (T5, "T5ForConditionalGeneration", "T5ForConditionalGeneration", "SelfAttention.q.weight", "muon: matrix"),
+        (T5, "T5WithLMHeadModel", "T5Model", "shared.weight", "adamw: embedding"),  # a name of old releases
+        (T5, None, "T5Model", "shared.weight", "adamw: embedding"),
+        (
+            BERT,
+            "BertForMaskedLM",
+            "BertForMaskedLM",
+            "word_embeddings.weight",
+            "adamw: embedding tied to the output head",
+        ),
+        (BERT, None, "BertLMHeadModel", "intermediate.dense.weight", "muon: matrix"),
+        (VIT, "ViTForImageClassification", "ViTForImageClassification", "projection.weight", "muon: convolution"),
+        (VIT, "LlamaForCausalLM", "ViTModel", "projection.weight", "muon: convolution"),
+        (VIT, "pipeline", "ViTModel", "projection.weight", "muon: convolution"),
+        (
+            WHISPER,
+            "WhisperForConditionalGeneration",
+            "WhisperForConditionalGeneration",
+            "conv1.weight",
+            "muon: convolution",
+        ),
+        (CLIP, "CLIPModel", "CLIPModel", "text_projection.weight", "muon: matrix"),
+        (MAMBA, "MambaForCausalLM", "MambaForCausalLM", "mixer.A_log", "adamw: decay rates, by name"),
+        (MAMBA, None, "MambaForCausalLM", "mixer.conv1d.weight", "muon: convolution"),
+        (GEMMA, None, "GemmaForCausalLM", "down_proj.weight", "muon: matrix"),
+        (SPEECH, "Wav2Vec2ForCTC", "Wav2Vec2ForCTC", "masked_spec_embed", "adamw: vector"),
+    ],
+)
+def test_what_a_configuration_names_is_built(folder, offline, config, architecture, built, parameter, route):
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": architecture and [architecture]}))
+    found = plan("config.json", "--world-size", "2", "--routing")
+    assert found["class"] == built
+    routes = [f"{row['rule']}: {row['reason']}" for row in found["parameters"] if row["name"].endswith(parameter)]
+    assert set(routes) == {route}
+
+
+def test_large_configurations_take_no_memory(folder, offline):
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    found = plan("config.json", "--world-size", "64")
+    assert (found["class"], found["elements"]) == ("Qwen3MoeForCausalLM", PUBLISHED["qwen3-30b-a3b"])
+
+
+def test_the_text_names_the_class_and_wraps_its_warnings(folder, offline):
+    (folder / "vit.json").write_text(json.dumps({**VIT, "architectures": ["ViTForImageClassification"]}))
+    title, built, *_ = text = run("plan", "vit.json", "--world-size", "1").stdout.splitlines()
+    assert title.endswith("parameters in float32, FSDP2, 1 shard")
+    assert built == "built by Transformers as ViTForImageClassification"
+    assert any(line.startswith("warning: classifier.weight is named like an output head") for line in text)
+    assert max(map(len, text)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [("1", "1 shard"), ("2", "2 shards"), ("1,1", "1 replica x 1 shard"), ("2,1", "2 replicas x 1 shard")],
+)
+def test_one_shard_is_singular(mesh, how):
+    assert run("plan", "demo", "--mesh", mesh).stdout.splitlines()[0].endswith(f"FSDP2, {how}")
+
+
+def test_a_type_that_transformers_does_not_know(folder, offline):
     (folder / "config.json").write_text('{"model_type": "martian"}')
-    monkeypatch.setattr(loading.importlib, "import_module", lambda name: FakeTransformers)
+    version = importlib.metadata.version("transformers")
+    assert error_of("plan", "config.json", "--world-size", "4") == (
+        f"error: Transformers {version} does not know the model type 'martian' of config.json: install a newer one, or "
+        "give package.module:callable for a model of your own."
+    )
+
+
+def test_a_configuration_that_can_not_be_built(folder, offline):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 0}))
     line = error_of("plan", "config.json", "--world-size", "4")
-    assert "can't build a causal language model of type 'martian'" in line
-    assert "Unrecognized model identifier: martian. Give package.module:callable" in line
+    assert "can't build a model of type 'llama' from config.json: ZeroDivisionError: " in line
+    assert line.endswith("Give package.module:callable for a model of your own.")
 
 
 @pytest.mark.parametrize(
@@ -408,6 +502,7 @@ def test_a_configuration_that_transformers_does_not_know(folder, monkeypatch):
         (["my_nets:number"], "is an object of type int, not a class or a function"),
         (["my_nets:wrong"], "returned an object of type int, not a torch.nn.Module"),
         (["my_nets:needs"], "failed with TypeError"),
+        (["my_nets:long"], "failed with ValueError: wrong field: the reason. It is called without"),
         (["my_nets:nothing"], "empty parameter list"),
         (["my_nets:placed"], "puts its parameter 'weight' on a device of its own"),
         (["broken.json"], "is not JSON"),
@@ -578,8 +673,18 @@ def test_a_rank_that_fails_is_named(monkeypatch):
     assert (finding.status, finding.detail) == ("wrong", "RuntimeError: rank 0 failed: exit status 1")
 
 
+def test_a_build_for_gpus_that_sees_none(no_processes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    text = run("doctor", "--quick").stdout
+    assert "warning  GPU: none visible to torch, a build for CUDA 12.8\n         -> If there is one: " in text
+    assert text.endswith("Everything works.\n")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert checks.check_settings() == []
+
+
 def test_settings_that_leave_a_gpu_unused(monkeypatch):
-    assert checks.check_settings() == [] or torch.cuda.is_available()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(checks, "backends", lambda: {"gloo": False, "nccl": False})
     monkeypatch.setenv(checks.KERNELS_VARIABLE, "torch")
@@ -647,6 +752,30 @@ def test_bench(small, tmp_path):
     assert figures["orthogonalization"][0]["floor_milliseconds"] == pytest.approx(1e3 * floor)
     result = run(*args, "--tables", "step", "--models", "tiny", "--json", "-")
     assert set(json.loads(result.stdout)) == {"date", "device", "torch", "ceilings", "step"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_threads_of_bench(small, monkeypatch):
+    def threads(*args: str) -> str:
+        result = run(
+            "bench", "--tables", "orthogonalization", "--shapes", "1x8x8", "--repeats", "1", "--json", "-", *args
+        )
+        return json.loads(result.stdout)["device"].partition("CPU, ")[2]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads() == "2 threads"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # as PyTorch does at its start
+    assert threads() == "1 thread"
+    assert threads("--threads", "2") == "2 threads"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_the_real_bench_has_the_threads_of_openmp():
+    args = ["--tables", "orthogonalization", "--shapes", "1x8x8", "--repeats", "1"]
+    done = subprocess_run("-m", "muon_fsdp.cli", "bench", *args, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert " CPU, 1 thread, " in done.stdout.splitlines()[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -124,11 +124,53 @@ def test_bare_parameters_by_dimension_and_named_ones_also_by_name():
         ("experts.gate_up_proj", (4, 8, 16), "muon"),
         ("layers.0.embedding_free.proj.weight", (8, 8), "muon"),
         ("member.weight", (8, 8), "muon"),
+        ("backbone.layers.3.mixer.A_log", (12, 4), "adamw"),
+        ("layers.0.ss2d.A_logs", (12, 4), "adamw"),
+        ("blocks.0.att.time_decay", (4, 8), "adamw"),
+        ("blocks.0.att.time_decay_w1", (8, 4), "muon"),
+        ("layers.0.data_log", (8, 4), "muon"),
+        ("layers.0.A_log.weight", (8, 4), "muon"),
     ],
 )
 def test_names(name, shape, rule):
     optimizer = MuonOptimizer([(name, nn.Parameter(torch.randn(shape))), ("other", nn.Parameter(torch.randn(3, 3)))])
     assert rules(optimizer)[name] == rule
+
+
+class Mixer(nn.Module):
+    """The parameters of a Mamba block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(6, 24, bias=False)
+        self.conv1d = nn.Conv1d(12, 12, 4, groups=12)
+        self.A_log = nn.Parameter(torch.zeros(12, 4))
+        self.D = nn.Parameter(torch.ones(12))
+
+
+def test_the_decay_rates_of_a_state_space_layer():
+    model = nn.ModuleDict({"mixer": Mixer()})
+    for optimizer in (MuonOptimizer(model, strict=True), MuonOptimizer(model.named_parameters(), strict=True)):
+        assert rules(optimizer)["mixer.A_log"] == "adamw"
+        assert reasons(optimizer)["mixer.A_log"] == "decay rates, by name"
+    assert rules(MuonOptimizer(model, overrides={"*A_log": "muon"}))["mixer.A_log"] == "muon"
+    assert rules(MuonOptimizer(model.parameters()))["param[2]"] == "muon"  # without a name there is no telling
+
+
+def test_convolutions_say_so():
+    """A depthwise one too, read as one (channels, taps) matrix."""
+    model = nn.ModuleDict(
+        {"conv": nn.Conv2d(3, 6, 2), "mixer": Mixer(), "experts": nn.ParameterList([torch.ones(2, 3, 4)])}
+    )
+    by_module, by_name = MuonOptimizer(model), MuonOptimizer(model.named_parameters())
+    for optimizer, reason in ((by_module, "convolution"), (by_name, "convolution, by name")):
+        rows = {row.name: (row.rule, row.reason, row.scale) for row in optimizer.routing_report().rows}
+        assert rows["conv.weight"] == ("muon", reason, "1")  # (6, 12)
+        assert rows["mixer.conv1d.weight"] == ("muon", reason, "1.732")  # (12, 4)
+        assert rows["experts.0"][:2] == ("muon", "3D weight")
+    label(model["mixer"].conv1d, "stacked")
+    (row,) = [row for row in MuonOptimizer(model).routing_report().rows if row.name == "mixer.conv1d.weight"]
+    assert (row.reason, row.scale) == ("convolution", "1")  # twelve (1, 4)
 
 
 def test_other_modules():

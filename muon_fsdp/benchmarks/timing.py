@@ -62,7 +62,8 @@ class Ceilings:
 
 
 def describe_machine(device: str, threads: int) -> dict[str, str]:
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {threads} threads"
+    cpu = f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu
     return {"date": date.today().isoformat(), "device": name, "torch": torch.__version__}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,10 @@ def bench(
         int | None,
         typer.Option(min=1, help="Timings of each; medians are shown. Default: 10 on a GPU, 3 on a CPU."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads, where there is no GPU.")] = 2,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU threads, where there is no GPU. Default: OMP_NUM_THREADS, or 2."),
+    ] = None,
     json: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the figures to this file; '-' prints them, and nothing else."),
@@ -59,7 +63,7 @@ def bench(
         shapes=batches or None,
         models=_split(models) or None,
         repeats=repeats or (10 if device == "cuda" else 3),
-        threads=threads,
+        threads=threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
     )
     if json == "-":
         print_json(figures)

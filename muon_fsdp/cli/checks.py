@@ -175,6 +175,9 @@ def check_settings() -> list[Finding]:
     found = []
     if not backends()["gloo"]:
         found.append(Finding("gloo", "warning", "not in this build of torch", "Ranks on CPUs need another build."))
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        advice = "If there is one: does nvidia-smi list it, is its driver new enough, what is CUDA_VISIBLE_DEVICES?"
+        found.append(Finding("GPU", "warning", f"none visible to torch, a build for CUDA {torch.version.cuda}", advice))
     if torch.cuda.is_available():
         if not backends()["nccl"]:
             advice = "Ranks on GPUs need a build of torch with NCCL."

@@ -68,17 +68,34 @@ def _from_config(path: Path) -> nn.Module:
         raise LoadingError(f'{file} needs Transformers to be read; install with: pip install -e ".[integrations]"')
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes need no network
     transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()  # advice about training is not about shapes
     model_type = content.pop("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise LoadingError(
+            f"Transformers {transformers.__version__} does not know the model type {model_type!r} of {file}: install a "
+            "newer one, or give package.module:callable for a model of your own."
+        )
     try:
-        config = transformers.AutoConfig.for_model(model_type, **content)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = _build(transformers, transformers.AutoConfig.for_model(model_type, **content))
     except Exception as error:  # each architecture has errors of its own
         raise LoadingError(
-            f"Transformers {transformers.__version__} can't build a causal language model of type {model_type!r} from "
-            f"{file}: {_first_line(error)} Give package.module:callable for a model of your own."
+            f"Transformers {transformers.__version__} can't build a model of type {model_type!r} from {file}: "
+            f"{_first_line(error)} Give package.module:callable for a model of your own."
         ) from error
     assert isinstance(model, nn.Module)
-    return model
+    return model.to("meta")  # wav2vec2 and others make a small tensor without asking for the device
+
+
+def _build(transformers: Any, config: Any) -> Any:
+    """The class that the configuration names; else the type's causal language model; else its model without a head."""
+    for name in config.architectures or ():
+        named: Any = getattr(transformers, name, None)
+        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        if is_model and isinstance(config, named.config_class):
+            return named(config)
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+    return auto.from_config(config, trust_remote_code=False)
 
 
 def _from_code(text: str) -> nn.Module:
@@ -114,6 +131,6 @@ def _kind(value: object) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    shown = lines[0] if lines else ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    shown = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {shown.rstrip('.')}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -163,6 +164,7 @@ def _figures(
     rates = estimate.Rates(tflops * 1e12, bandwidth * 1e9, memory_bandwidth * 1e12)
     figures: dict[str, Any] = {
         "model": name,
+        "class": type(model).__name__ if type(model).__module__.startswith("transformers.") else None,
         "elements": sum(parameter.numel() for parameter in parameters),
         "world_size": world_size,
         "mesh": mesh,
@@ -205,8 +207,10 @@ def _as_json(figures: dict[str, Any], report: PlanReport) -> dict[str, Any]:
 
 def _show(figures: dict[str, Any], report: PlanReport, warnings: tuple[str, ...]) -> None:
     mesh, dtypes = figures["mesh"], ", ".join(figures["dtypes"])
-    how = f"{mesh[0]} replicas x {mesh[1]} shards" if len(mesh) == 2 else f"{mesh[0]} shards"
-    print(f"{figures['model']}: {_count(figures['elements'])} parameters in {dtypes}, FSDP2, {how}\n")
+    shards = _numbered(mesh[-1], "shard")
+    how = f"{_numbered(mesh[0], 'replica')} x {shards}" if len(mesh) == 2 else shards
+    print(f"{figures['model']}: {_count(figures['elements'])} parameters in {dtypes}, FSDP2, {how}")
+    print(f"built by Transformers as {figures['class']}\n" if figures["class"] else "")
     _show_routing(figures["routing"], figures["elements"])
     _show_matrices(report)
     memory: Memory = figures["memory"]
@@ -219,7 +223,7 @@ def _show(figures: dict[str, Any], report: PlanReport, warnings: tuple[str, ...]
         )
     _show_time(figures["time"], figures["assumed"])
     for warning in warnings:
-        print(f"warning: {warning}")
+        print(textwrap.fill(f"warning: {warning}", 80, break_long_words=False, break_on_hyphens=False))
 
 
 def _show_routing(summary: list[RoutedTo], total: int) -> None:
@@ -299,6 +303,10 @@ def _show_time(time: Time, assumed: dict[str, float]) -> None:
         f"rank\n(--bandwidth), {assumed['memory_bandwidth_tb_s']:g} TB/s of device memory (--memory-bandwidth); no "
         "latencies."
     )
+
+
+def _numbered(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _count(number: int) -> str:

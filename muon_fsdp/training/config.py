@@ -11,10 +11,13 @@ from typing import Any, Literal, NoReturn, get_args
 
 from muon_fsdp.training.model import PRESETS, GPTConfig, preset
 
-OptimizerName = Literal["muon", "sso", "adamw"]
+OptimizerName = Literal["muon", "normuon", "sso", "adamw"]
 Parallelism = Literal["none", "ddp", "fsdp"]
 ScheduleName = Literal["cosine", "trapezoid"]
 Precision = Literal["auto", "float32", "bfloat16"]
+
+
+NAMES = {"muon": "Muon", "normuon": "NorMuon", "sso": "SSO", "adamw": "AdamW"}
 
 
 class ConfigError(ValueError):
@@ -94,11 +97,11 @@ class TrainConfig:
         if self.parallel == "ddp" and self.replicas * self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tp belong to --fsdp; leave out --ddp")
         if self.cuda_graph and self.optimizer == "adamw":
-            raise ConfigError("--cuda-graph is of muon and sso; leave it out with --optimizer adamw")
+            raise ConfigError("--cuda-graph is not of adamw; leave it out with --optimizer adamw")
 
     @property
     def label(self) -> str:
-        return self.name or {"muon": "Muon", "sso": "SSO", "adamw": "AdamW"}[self.optimizer]
+        return self.name or NAMES[self.optimizer]
 
     @property
     def folder(self) -> Path:
@@ -180,12 +183,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
     optimizer = parser.add_argument_group("optimizer")
     add(optimizer, "--optimizer", "of the hidden matrices; the rest takes AdamW", choices=list(get_args(OptimizerName)))
-    add(optimizer, "--lr", "of the matrices (default: 0.02 for muon and sso, 0.002 for adamw)", type=float)
+    add(optimizer, "--lr", "of the matrices (default: 0.002 for adamw, 0.02 for the others)", type=float)
     add(optimizer, "--rest-lr", "of embedding, head and vectors (default: 0.004)", type=float)
-    add(optimizer, "--weight-decay", "of the matrices (default: 0.01 for muon, 0.1 for adamw)", type=float)
+    add(optimizer, "--weight-decay", "of the matrices (default: 0.01 for muon and normuon, 0.1 for adamw)", type=float)
     add(optimizer, "--scale", "of Muon's update by shape", choices=["v1", "v2", "v3", "v4"])
     add(optimizer, "--lambda-mode", "of sso", choices=["bracketed", "bisection", "projection", "zero"])
-    add(optimizer, "--cuda-graph", "capture the optimizer's step (muon and sso on a GPU)", action="store_true")
+    add(optimizer, "--cuda-graph", "capture the optimizer's step (on a GPU, not of adamw)", action="store_true")
     add(optimizer, "--schedule", "of every lr", choices=list(get_args(ScheduleName)))
     add(optimizer, "--warmup-fraction", "of the steps", type=float)
     add(optimizer, "--decay-fraction", "of the steps, at the end of a trapezoid", type=float)
