@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import muon_fsdp
 from examples import finetune, mixed_adamw, tokenize_text, train_sso
@@ -58,6 +59,17 @@ def test_train_gpt_under_torchrun(tmp_path):
     assert (tmp_path / "out" / "checkpoints" / "step-00000003").is_dir()
 
 
+def one_line_error(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], object], *arguments: object) -> str:
+    """The only line on stderr of a program that ends with status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments])
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
 def losses_of(text: str) -> list[float]:
     """The validation losses before and after."""
     return [float(number) for number in re.findall(r"validation loss \w+: ([\d.]+)", text)]
@@ -83,7 +95,7 @@ def test_finetune_from_scratch_and_from_a_folder(capsys, tmp_path):
 
 
 def test_finetune_counts_the_answer_only():
-    tokenizer = finetune.ByT5Tokenizer(extra_ids=0)
+    tokenizer = ByT5Tokenizer(extra_ids=0)
     examples = finetune.encode(tokenizer, [("Why?", "So."), ("Why not at all?", "No.")], max_length=64)
     batch = finetune.collate(examples, padding=0, device="cpu")
     for row, (answer, pair) in enumerate([(" So.", examples[0]), (" No.", examples[1])]):
@@ -101,25 +113,75 @@ def test_finetune_counts_the_answer_only():
         ("[1]", "line 2: not an object"),
         ('{"question": "a"}', "line 2: field 'answer' must be"),
         ('{"question": "a", "answer": " "}', "line 2: field 'answer' must be"),
+        ('{"question": "a", "answer": "\xe9"}', "line 2: not UTF-8"),
         ("", "has 1 pair"),
     ],
 )
 def test_finetune_names_a_bad_line(line, message, tmp_path, capsys):
-    (tmp_path / "pairs.jsonl").write_text('{"question": "a", "answer": "b"}\n' + line)
-    with pytest.raises(SystemExit):
-        finetune.main(["--data", str(tmp_path / "pairs.jsonl")])
-    assert message in capsys.readouterr().err
+    (tmp_path / "pairs.jsonl").write_text('{"question": "a", "answer": "b"}\n' + line, encoding="latin-1")
+    output = tmp_path / "out"
+    assert message in one_line_error(capsys, finetune.main, "--data", tmp_path / "pairs.jsonl", "--output", output)
+    assert not output.exists()
 
 
-def one_line_error(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], object], *arguments: object) -> str:
-    """The only line on stderr of a program that ends with status 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments])
-    assert exit_.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line
+def test_finetune_reads_a_file_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"q": "é", "a": "b"}\n{"q": "c", "a": "d"}\n', encoding="utf-8-sig")
+    assert finetune.read_pairs(tmp_path / "pairs.jsonl", "q", "a") == [("é", "b"), ("c", "d")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lr", "-1"], "--lr must be positive and finite, got -1.0"),
+        (["--lr", "nan"], "--lr must be positive and finite, got nan"),
+        (["--adamw-lr", "inf"], "--adamw-lr must be positive and finite, got inf"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--max-length", "1"], "--max-length must be at least 2, got 1"),
+        (["--max-length", "10"], "0 pair(s) left; at least 2 are needed: raise --max-length 10"),
+        (["--scale", "v9"], "argument --scale: invalid choice: 'v9'"),
+        (["--data", "nowhere.jsonl"], "can't read nowhere.jsonl: No such file or directory"),
+        (["--data", "."], "can't read .: Is a directory"),
+        (["--output", "file"], "can't write to file: File exists; give --output another folder"),
+        (["--output", "file/out"], "can't write to file/out: Not a directory"),
+        (["--output", str(UNWRITABLE)], f"can't write to {UNWRITABLE}: "),
+        (["--model", "./nowhere"], "no such folder: ./nowhere; give --model a folder"),
+        (["--model", "someone/nowhere"], "AutoTokenizer can't load someone/nowhere: "),
+        (["--model", "file"], "file is a file; give --model the folder"),
+        (["--model", "tokenizer"], "tokenizer has no config.json"),
+        (["--model", "config"], "config has no tokenizer; write it there too"),
+        (["--model", "no_weights"], "AutoModelForCausalLM can't load no_weights: "),
+        (["--model", "no_end"], "no_end has no end token"),
+    ],
+)
+def test_finetune_tells_mistakes_in_a_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("text")
+    config = json.dumps({"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "num_attention_heads": 2})
+    for folder in ("config", "no_weights", "no_end"):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text(config)
+    for folder in ("tokenizer", "no_weights"):
+        ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    words = tokenize_text.Tokenizer(tokenize_text.models.WordLevel({"?": 0}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("no_end")
+    assert message in one_line_error(capsys, finetune.main, *arguments)
+
+
+def test_finetune_checks_before_it_imports_what_is_slow(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("{")
+    program = """
+import sys
+from examples import finetune
+try:
+    finetune.main(sys.argv[1:])
+except SystemExit as exit:
+    print(exit.code, sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", program, "--data", str(tmp_path / "pairs.jsonl")]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 []\n", done.stderr
 
 
 def test_tokenize_text_makes_shards_that_the_program_reads(capsys, tmp_path):
