@@ -236,7 +236,8 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_marks_each_once(tmp_path, mo
     tokenizer = tokenize_text.Tokenizer(tokenize_text.models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenize_text.pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.enable_truncation(2)
+    tokenizer.enable_truncation(1)  # neither is for training
+    tokenizer.enable_padding(length=9)
     shards = tokenize_text.tokenize(tokenizer, [["a a\n", "a\n"], ["b\n"]], validation_every=2)
     assert [list(tokens) for tokens in shards] == [[2, 0], [1, 1, 1, 0]]
 
