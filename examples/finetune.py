@@ -11,25 +11,19 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import random
+import re
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    get_cosine_schedule_with_warmup,
-)
-
-from muon_fsdp import create_hybrid_optimizer
-from muon_fsdp.training.data import DataError
+if TYPE_CHECKING:  # the others are imported where they are used: after flags and data have been checked
+    import torch
+    from torch import Tensor
 
 MODULES = (
     "argparse", "ast", "asyncio", "base64", "bisect", "calendar", "cmath", "codecs", "collections",
@@ -50,6 +44,16 @@ Pair = tuple[str, str]  # question, answer
 Example = tuple[list[int], int]  # tokens, and the number of them that are the question
 
 
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
 def standard_library_pairs() -> list[Pair]:
     """What every public function and class of the modules does, in the words of its documentation; no answer twice."""
     questions: dict[str, str] = {}  # by answer: many functions are found in several modules
@@ -66,22 +70,31 @@ def standard_library_pairs() -> list[Pair]:
 
 def read_pairs(path: Path, question: str, answer: str) -> list[Pair]:
     """The pairs of a JSONL file; a line that can't be used is an error that names it."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        fail(f"can't read {path}: {error.strerror}; give --data a JSONL file")
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            fail(f"{path}, line {number}: not UTF-8; save the file in this encoding")
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+            fail(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object a line")
         if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: not an object with fields {question!r} and {answer!r}")
+            fail(f"{path}, line {number}: not an object with fields {question!r} and {answer!r}")
         for field in (question, answer):
             if not isinstance(record.get(field), str) or not record[field].strip():
-                raise DataError(f"{path}, line {number}: field {field!r} must be a text that is not empty")
+                fail(
+                    f"{path}, line {number}: field {field!r} must be a text that is not empty; "
+                    "--question and --answer name the fields"
+                )
         pairs.append((record[question], record[answer]))
     if len(pairs) < 2:
-        raise DataError(f"{path} has {len(pairs)} pair(s); at least 2 are needed, one of them to validate on")
+        fail(f"{path} has {len(pairs)} pair(s); at least 2 are needed, one of them to validate on")
     return pairs
 
 
@@ -101,6 +114,8 @@ def encode(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> list[Examp
 
 def collate(examples: Sequence[Example], padding: int, device: str) -> dict[str, Tensor]:
     """Inputs (B, T), and labels that are -100 on questions and padding."""
+    import torch
+
     length = max(len(tokens) for tokens, _ in examples)
     rows = torch.full((3, len(examples), length), 0)
     rows[0], rows[2] = padding, -100
@@ -113,7 +128,8 @@ def collate(examples: Sequence[Example], padding: int, device: str) -> dict[str,
 
 def shuffled(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
     """Endless batches, every example once an epoch."""
-    order, generator = [], random.Random(seed)
+    order: list[int] = []
+    generator = random.Random(seed)
     while True:
         while len(order) < batch_size:
             order += generator.sample(range(len(examples)), len(examples))
@@ -121,15 +137,16 @@ def shuffled(examples: Sequence[Example], batch_size: int, seed: int) -> Iterato
         del order[:batch_size]
 
 
-@torch.no_grad()
 def validate(model: Any, examples: Sequence[Example], batch_size: int, padding: int, device: str) -> float:
     """The mean loss of a token of the answers."""
+    import torch
+
     model.eval()
     total, count = 0.0, 0
     for start in range(0, len(examples), batch_size):
         batch = collate(examples[start : start + batch_size], padding, device)
         num_tokens = int((batch["labels"][:, 1:] != -100).sum())
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             total += float(model(**batch).loss) * num_tokens
         count += num_tokens
     model.train()
@@ -137,6 +154,10 @@ def validate(model: Any, examples: Sequence[Example], batch_size: int, padding: 
 
 
 def make_optimizer(model: Any, name: str, lr: float, scale: str, rest_lr: float) -> torch.optim.Optimizer:
+    import torch
+
+    from muon_fsdp import create_hybrid_optimizer
+
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return create_hybrid_optimizer(
@@ -144,17 +165,52 @@ def make_optimizer(model: Any, name: str, lr: float, scale: str, rest_lr: float)
     )
 
 
-def tiny_model(vocabulary: int) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )
+def tiny_model(vocabulary: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def load(kind: Any, name: str) -> Any:
+    try:
+        return kind.from_pretrained(name)
+    except Exception as error:  # Transformers and what it loads with raise many kinds
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        fail(
+            f"{kind.__name__} can't load {name}: {reason}; "
+            "give --model a folder with a model and its tokenizer, or a name on the hub"
+        )
+
+
+def check_model(name: str) -> None:
+    """What can be known of `--model` before Transformers is imported."""
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists():
+            fail(f"{name} is a file; give --model the folder with the model and its tokenizer")
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # can't be one on the hub
+            fail(f"no such folder: {name}; give --model a folder with a model and its tokenizer, or a name on the hub")
+    elif not (folder / "config.json").is_file():
+        fail(f"{name} has no config.json; give --model a folder that save_pretrained has written a model to")
+    elif not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
+        fail(f"{name} has no tokenizer; write it there too, with its save_pretrained")
+
+
+def make_folder(path: Path) -> None:
+    """Find out before the training whether it can be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        fail(f"can't write to {path}: {error.strerror}; give --output another folder")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or a name on the hub; without it, a tiny model from scratch")
     parser.add_argument("--data", type=Path, help="a JSONL file; without it, questions about the standard library")
     parser.add_argument("--question", default="question", help="the field of a line that holds the question")
@@ -167,24 +223,43 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--output", type=Path, default=Path("finetuned"))
-    return parser, parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for flag, value, least in (
+        ("--steps", args.steps, 1),
+        ("--batch-size", args.batch_size, 1),
+        ("--max-length", args.max_length, 2),
+    ):
+        if value < least:
+            fail(f"{flag} must be at least {least}, got {value}")
+    for flag, rate in (("--lr", args.lr), ("--adamw-lr", args.adamw_lr)):
+        if rate is not None and not 0 < rate < math.inf:
+            fail(f"{flag} must be positive and finite, got {rate}")
+    if args.model is not None:
+        check_model(args.model)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser, args = parse(argv)
+    args = parse(argv)
+    pairs = read_pairs(args.data, args.question, args.answer) if args.data else standard_library_pairs()
+    make_folder(args.output)
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, get_cosine_schedule_with_warmup
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    try:
-        pairs = read_pairs(args.data, args.question, args.answer) if args.data else standard_library_pairs()
-    except (OSError, DataError) as error:
-        parser.error(str(error))
-    tokenizer: Any = AutoTokenizer.from_pretrained(args.model) if args.model else ByT5Tokenizer(extra_ids=0)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model) if args.model else tiny_model(len(tokenizer))
-    model.float().to(device).train()
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    tokenizer: Any = load(AutoTokenizer, args.model) if args.model else ByT5Tokenizer(extra_ids=0)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {args.model} has no end token to end answers with; set its eos_token and save it again")
     examples = encode(tokenizer, random.Random(0).sample(pairs, len(pairs)), args.max_length)
+    if len(examples) < 2:
+        fail(f"{len(examples)} pair(s) left; at least 2 are needed: raise --max-length {args.max_length}")
     num_held_out = max(1, len(examples) // 10)
     held_out, examples = examples[:num_held_out], examples[num_held_out:]
+    model: Any = load(AutoModelForCausalLM, args.model) if args.model else tiny_model(len(tokenizer))
+    model.float().to(device).train()
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     factor = 1 if args.model else FROM_SCRATCH
     lr = factor * RATES["adamw" if args.optimizer == "adamw" else args.scale] if args.lr is None else args.lr

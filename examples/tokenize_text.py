@@ -1,9 +1,10 @@
-"""Turn a folder of texts into token shards for `muon-fsdp train --data SHARDS`: 16 bits a token, in files `*.bin`.
+"""Turn texts into token shards for `muon-fsdp train --data SHARDS`: 16 bits a token, in files `*.bin`.
 
-python examples/tokenize_text.py FOLDER SHARDS                             # trains a byte-level BPE on the texts first
-python examples/tokenize_text.py FOLDER SHARDS --tokenizer tokenizer.json  # one that there is, as `tokenizers` saves it
-python examples/tokenize_text.py FOLDER SHARDS --suffix .py
+python examples/tokenize_text.py TEXTS SHARDS                              # trains a byte-level BPE on the texts first
+python examples/tokenize_text.py TEXTS SHARDS --tokenizer tokenizer.json   # one that there is, as `tokenizers` saves it
+python examples/tokenize_text.py TEXTS SHARDS --suffix .py
 
+TEXTS is a folder or one file. Every 50th text is held out; of fewer texts, the last tenth of their tokens.
 Needs the package `tokenizers`, which comes with Transformers.
 """
 
@@ -11,28 +12,89 @@ from __future__ import annotations
 
 import argparse
 import array
+import shlex
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # the bytes and the end of a text
 LARGEST_VOCABULARY = 1 << 16
+PART = 1 << 16  # characters; a text of any size is tokenized in batches of such parts, so that memory does not run out
+BATCH = 128
+WINDOW = 256  # of --model small
 
 
-def texts(folder: Path, suffix: str) -> Iterator[str]:
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", type=Path, help="a folder of texts, or one text")
+    parser.add_argument("shards", type=Path, help="a folder for the tokens")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it one is trained")
+    parser.add_argument("--vocab-size", type=int, default=50257, help="of a tokenizer that is trained (%(default)s)")
+    parser.add_argument("--training-texts", type=int, default=4000, help="to train a tokenizer on (%(default)s)")
+    parser.add_argument("--suffix", default=".txt", help="of the files to read in a folder (%(default)s)")
+    parser.add_argument("--validation-every", type=int, default=50, help="texts for one that is held out (%(default)s)")
+    args = parser.parse_args(argv)
+    if not SMALLEST_VOCABULARY <= args.vocab_size <= LARGEST_VOCABULARY:
+        fail(
+            f"--vocab-size must be between {SMALLEST_VOCABULARY} (the bytes and the end of a text) and "
+            f"{LARGEST_VOCABULARY} (16 bits a token), got {args.vocab_size}"
+        )
+    for name, least in (("training_texts", 1), ("validation_every", 2)):
+        if getattr(args, name) < least:
+            fail(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if not args.texts.exists():
+        fail(f"no such file or folder: {args.texts}; give a folder of texts or one text")
+    return args
+
+
+def read_texts(path: Path, suffix: str) -> list[str]:
     """Every text once, in a fixed order; files that are no UTF-8 are left out."""
-    seen: set[int] = set()
-    for path in sorted(folder.rglob(f"*{suffix}")):
-        if not path.is_file():
+    texts: dict[str, None] = {}
+    num_left_out = 0
+    for file in sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [path]:
+        if not file.is_file():
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
-            continue
-        if text and hash(text) not in seen:
-            seen.add(hash(text))
-            yield text
+            text = "\0"
+        if "\0" in text:  # a binary file can be UTF-8 by chance
+            num_left_out += 1
+        elif text:
+            texts[text] = None
+    left_out = f"; {num_left_out} file(s) left out: not UTF-8 text" if num_left_out else ""
+    if not texts:
+        kind = f"*{suffix} " if path.is_dir() else ""
+        fail(f"no text {kind}in {path}{left_out}; give other texts or another --suffix")
+    print(f"{len(texts)} text(s){left_out}", flush=True)
+    return list(texts)
+
+
+def make_folder(path: Path) -> None:
+    """Find out before the work whether it can be written to, and whether training would find other data there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        fail(f"can't write to {path}: {error.strerror}; give another folder for the shards")
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".bin", ".txt", ".md", ".py") and file.name not in ("train.bin", "val.bin"):
+            fail(f"{path} holds {file.name}, which training would take for its data; give the shards their own folder")
 
 
 def train_tokenizer(samples: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -45,46 +107,84 @@ def train_tokenizer(samples: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("shards", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it one is trained and saved there")
-    parser.add_argument("--vocab-size", type=int, default=50257, help="of a tokenizer that is trained (%(default)s)")
-    parser.add_argument("--training-texts", type=int, default=4000, help="that a tokenizer is trained on (%(default)s)")
-    parser.add_argument("--suffix", default=".txt", help="of the files to read (%(default)s)")
-    parser.add_argument("--validation-every", type=int, default=50, help="texts for one that is held out (%(default)s)")
-    args = parser.parse_args(argv)
-    if min(args.vocab_size, args.training_texts, args.validation_every) < 1:
-        parser.error("--vocab-size, --training-texts and --validation-every must be at least 1")
-    if not args.vocab_size <= LARGEST_VOCABULARY:
-        parser.error(f"--vocab-size {args.vocab_size} does not fit into 16 bits")
-    documents = list(texts(args.folder, args.suffix))
-    if len(documents) < args.validation_every:
-        parser.error(f"{args.folder} has {len(documents)} texts *{args.suffix}, too few to hold one out")
-    args.shards.mkdir(parents=True, exist_ok=True)
-    if args.tokenizer is None:
-        sample = documents[:: -(-len(documents) // args.training_texts)]
-        print(
-            f"training a tokenizer of {args.vocab_size} tokens on {len(sample)} of {len(documents)} texts", flush=True
-        )
-        tokenizer = train_tokenizer(iter(sample), args.vocab_size)
-        tokenizer.save(str(args.shards / "tokenizer.json"))
-    else:
-        tokenizer = Tokenizer.from_file(str(args.tokenizer))
-        if tokenizer.get_vocab_size() > LARGEST_VOCABULARY:
-            parser.error(f"{args.tokenizer} has {tokenizer.get_vocab_size()} tokens, which do not fit into 16 bits")
+def parts_of(text: str) -> Iterator[str]:
+    """At most PART characters each, cut after a line where there is one."""
+    start = 0
+    while start < len(text):
+        end = start + PART
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises no other kind
+        fail(f"can't read {path}: {error}; give --tokenizer a tokenizer.json")
+    if vocabulary_of(tokenizer) > LARGEST_VOCABULARY:
+        fail(f"{path} has {vocabulary_of(tokenizer)} tokens, which do not fit into 16 bits; give another --tokenizer")
+    return tokenizer
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> int:
+    return 1 + max(tokenizer.get_vocab().values(), default=0)  # numbers may be left out
+
+
+def tokenize(tokenizer: Tokenizer, documents: Sequence[Sequence[str]], validation_every: int) -> list[array.array[int]]:
+    """Tokens to train on, and those held out."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     end = tokenizer.token_to_id(END_OF_TEXT)
-    shards = {"train": array.array("H"), "val": array.array("H")}
-    for start in range(0, len(documents), 1000):
-        for i, encoding in enumerate(tokenizer.encode_batch(documents[start : start + 1000]), start):
-            shard = shards["val" if i % args.validation_every == 0 else "train"]
-            shard.extend(encoding.ids if end is None else [*encoding.ids, end])
-        print(f"{min(start + 1000, len(documents))} of {len(documents)} texts", flush=True)
-    for name, tokens in shards.items():
-        with (args.shards / f"{name}.bin").open("wb") as stream:
-            tokens.tofile(stream)
-        print(f"wrote {args.shards / name}.bin: {len(tokens):,} tokens")
+    after_text = tokenizer.encode("").ids if end is None else [end]  # else what this tokenizer marks a text with
+    train, held_out = array.array("H"), array.array("H")
+    few = len(documents) < validation_every
+    parts: list[tuple[str, array.array[int], list[int]]] = []  # with where tokens go, and what follows
+    for i, document in enumerate(documents):
+        tokens = train if few or i % validation_every else held_out
+        parts += [(part, tokens, []) for part in document[:-1]] + [(document[-1], tokens, after_text)]
+    for start in range(0, len(parts), BATCH):
+        batch = parts[start : start + BATCH]
+        encodings = tokenizer.encode_batch([part for part, _, _ in batch], add_special_tokens=False)
+        for encoding, (_, tokens, after) in zip(encodings, batch, strict=True):
+            tokens.extend(encoding.ids + after)
+        if start // BATCH % 10 == 9:
+            print(f"tokenized {(start + len(batch)) / len(parts):.0%}", flush=True)
+    if few:
+        cut = len(train) - len(train) // 10
+        train, held_out = train[:cut], train[cut:]
+    return [train, held_out]
+
+
+def write(folder: Path, shards: Sequence[array.array[int]], tokenizer: Tokenizer) -> None:
+    try:
+        for name, tokens in zip(("train.bin", "val.bin"), shards, strict=True):
+            (folder / name).write_bytes(tokens.tobytes())
+            print(f"wrote {folder / name}: {len(tokens):,} tokens")
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    except OSError as error:
+        fail(f"can't write to {error.filename or folder}: {error.strerror}; give another folder for the shards")
+    print(f"wrote {folder / 'tokenizer.json'}: a vocabulary of {vocabulary_of(tokenizer):,}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    tokenizer = read_tokenizer(args.tokenizer) if args.tokenizer else None
+    documents = [list(parts_of(text)) for text in read_texts(args.texts, args.suffix)]
+    make_folder(args.shards)
+    if tokenizer is None:
+        parts = [part for document in documents for part in document]
+        sample = parts[:: -(-len(parts) // args.training_texts)]
+        print(f"training a tokenizer of {args.vocab_size} tokens on {len(sample)} of {len(parts)} parts", flush=True)
+        tokenizer = train_tokenizer(iter(sample), args.vocab_size)
+    shards = tokenize(tokenizer, documents, args.validation_every)
+    fewest = min(len(tokens) for tokens in shards)
+    if fewest < 2:  # one to read, one to predict
+        fail(f"{args.texts} gives {sum(map(len, shards))} tokens, too few to hold some out; give more text")
+    write(args.shards, shards, tokenizer)
+    window = f" --sequence-length {fewest - 1}" if fewest <= WINDOW else ""
+    print(f"next: muon-fsdp train --model small --data {shlex.quote(str(args.shards))}{window}")
     return 0
 
 

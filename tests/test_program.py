@@ -102,7 +102,7 @@ def test_a_run_leaves_metrics_and_a_checkpoint(text: Path, tmp_path: Path, capsy
     assert list((tmp_path / "out" / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "sso", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "normuon", "sso", "adamw"])
 def test_a_resumed_run_is_the_same_bit_for_bit(optimizer: str, text: Path, tmp_path: Path, capsys) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = ("--optimizer", optimizer, "--save-every", "3", "--keep", "9", "--schedule", "trapezoid")
@@ -403,7 +403,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--tp", "0"], "--tp must be at least 1"),
         (["--epochs", "inf"], "--epochs must be finite"),
         (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
-        (["--cuda-graph", "--optimizer", "adamw"], "--cuda-graph is of muon and sso"),
+        (["--cuda-graph", "--optimizer", "adamw"], "--cuda-graph is not of adamw"),
         (["--proc", "2"], "unrecognized arguments: --proc"),
         (["--ddp", "--tp", "2"], "--replicas and --tp belong to --fsdp"),
         (["--model", "huge"], "invalid choice: 'huge'"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.training import data, demo, loop, model, program, report
+from muon_fsdp.training.config import TrainConfig
 from muon_fsdp.training.data import DataError, Tokens
 from muon_fsdp.training.loop import Pace
 from muon_fsdp.training.model import GPT, GPTConfig, RotaryEmbedding
@@ -260,6 +261,39 @@ def test_token_shards_with_and_without_header(tmp_path: Path) -> None:
     corpus = data.open_corpus(tmp_path, 16)
     assert (corpus.train.numel(), corpus.validation.numel()) == (1500, 100)
     assert corpus.validation.read(0, 1).item() == 30_000
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "expected"),
+    [
+        ({"a": 0, "b": 1}, [], 2),
+        ({"a": 0, "b": 1}, [0, 2], 3),  # a special token may be one of the model's
+        ({"a": 0, "b": 1899}, [5], 1900),
+        ([["a", 0.0], ["b", -1.0]], [2], 3),  # Unigram
+    ],
+)
+def test_a_tokenizer_beside_the_shards_tells_their_vocabulary(
+    vocabulary: object, added: list[int], expected: int, tmp_path: Path
+) -> None:
+    write_shard(tmp_path / "train.bin", range(1000))
+    tokenizer = {"added_tokens": [{"id": token} for token in added], "model": {"vocab": vocabulary}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert data.open_corpus(tmp_path, 16).vocab_size == expected
+    assert data.open_corpus(tmp_path / "train.bin", 16).vocab_size == expected
+
+
+@pytest.mark.parametrize(("in_data", "rows"), [(256, 256), (257, 320), (50_257, 50_304), (None, 50_304)])
+def test_the_models_vocabulary_is_that_of_the_data(in_data: int | None, rows: int) -> None:
+    assert TrainConfig(model="gpt2").model_config(in_data).vocab_size == rows
+    assert TrainConfig(model="gpt2", vocab_size=60_001).model_config(in_data).vocab_size == 60_001
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"vocab": []}, "added_tokens": []}', "\xff"])
+def test_a_bad_tokenizer_beside_the_shards_is_named(text: str, tmp_path: Path) -> None:
+    write_shard(tmp_path / "train.bin", range(1000))
+    (tmp_path / "tokenizer.json").write_text(text, encoding="latin-1")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer as `tokenizers` saves it: write it again"):
+        data.open_corpus(tmp_path, 16)
 
 
 def test_bad_shards_say_what_to_do(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ Parallelism = Literal["none", "ddp", "fsdp"]
 ScheduleName = Literal["cosine", "trapezoid"]
 Precision = Literal["auto", "float32", "bfloat16"]
 
+VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows: GPUs multiply odd sizes slowly
+
 
 NAMES = {"muon": "Muon", "normuon": "NorMuon", "sso": "SSO", "adamw": "AdamW"}
 
@@ -110,7 +112,8 @@ class TrainConfig:
     def model_config(self, data_vocabulary: int | None) -> GPTConfig:
         """The preset with what was changed; the vocabulary is the data's where it is known (256 for bytes)."""
         base = preset(self.model)
-        vocab_size = self.vocab_size or data_vocabulary or base.vocab_size
+        rounded = -(-(data_vocabulary or base.vocab_size) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        vocab_size = self.vocab_size or rounded
         if data_vocabulary is not None and vocab_size < data_vocabulary:
             raise ConfigError(f"--vocab-size {vocab_size} is too small: the data has {data_vocabulary} tokens")
         changes: dict[str, Any] = {"vocab_size": vocab_size}
@@ -167,7 +170,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     model = parser.add_argument_group("model and data")
     add(model, "--model", "preset", choices=list(PRESETS))
     add(model, "--sequence-length", "tokens in a window (default: the preset's)", type=int)
-    add(model, "--vocab-size", "rows of the embedding (default: the data's; the preset's for token shards)", type=int)
+    add(model, "--vocab-size", "rows of the embedding (default: the data's, up to a multiple of 64; the preset's for "
+        "token shards without a tokenizer.json)", type=int)  # fmt: skip
     add(model, "--positions", "default: the preset's", choices=["rope", "learned"])
     add(model, "--qk-norm", "normalize queries and keys (default: the preset's)", action=argparse.BooleanOptionalAction)
     add(model, "--data", "text file, folder of texts, or folder of token shards *.bin with 16 bits a token "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ VALIDATION_FRACTION = 0.1
 BYTE_VOCABULARY = 256
 
 SHARD_SUFFIX = ".bin"
+TOKENIZER_FILE = "tokenizer.json"  # beside the shards: what made them
 _SHARD_MAGIC = 20240520  # first of the 256 int32 that llm.c and its descendants put before the tokens
 _SHARD_HEADER_BYTES = 1024
 
@@ -71,7 +73,7 @@ class Corpus:
 
     train: Tokens
     validation: Tokens
-    vocab_size: int | None  # None for token shards: they do not say
+    vocab_size: int | None  # None for token shards without their tokenizer: they do not say
     source: str
 
 
@@ -79,9 +81,11 @@ def open_corpus(path: Path | None, sequence_length: int) -> Corpus:
     """Text as bytes from a file, a folder or (None) the standard library, or token shards `*.bin` of 16 bits a token.
 
     Shards may start with llm.c's header of 1024 bytes or have none. Those with "val" in their name are held out; where
-    none has, the last tenth of all tokens is.
+    none has, the last tenth of all tokens is. A `tokenizer.json` beside them, as `tokenizers` saves it, tells the size
+    of the vocabulary.
     """
     shards = _shards(path)
+    vocab_size: int | None
     if not shards:
         tokens = Tokens([load_tokens(path, byte_budget=None)])
         held_out = int(tokens.numel() * VALIDATION_FRACTION)
@@ -94,7 +98,7 @@ def open_corpus(path: Path | None, sequence_length: int) -> Corpus:
             validation = Tokens([_map_shard(shard) for shard in named])
         else:
             train, validation = train.split(train.numel() - int(train.numel() * VALIDATION_FRACTION))
-        vocab_size, source = None, str(path)
+        vocab_size, source = _tokenizer_vocabulary(shards[0].parent / TOKENIZER_FILE), str(path)
     for part, name in ((train, "training"), (validation, "validation")):
         if part.numel() < sequence_length + 1:  # a window is sequence_length inputs and the token after them
             raise DataError(
@@ -117,6 +121,21 @@ def _shards(path: Path | None) -> list[Path]:
     if shards and all("val" in shard.name.lower() for shard in shards):
         raise DataError(f"{path} holds validation shards alone; give --data a folder with training shards too")
     return shards
+
+
+def _tokenizer_vocabulary(file: Path) -> int | None:
+    """The largest token and one: numbers may be left out. None where there is no such file."""
+    try:
+        tokenizer = json.loads(file.read_bytes())
+        vocabulary = tokenizer["model"]["vocab"]  # a list of (token, score) in Unigram models
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        return 1 + max(ids + [token["id"] for token in tokenizer["added_tokens"]])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{file} is not a tokenizer as `tokenizers` saves it: write it again, or move it and give --vocab-size"
+        ) from error
 
 
 def _map_shard(file: Path) -> Tensor:

@@ -12,7 +12,12 @@ from muon_fsdp.training.config import TrainConfig
 
 ADAMW_BETAS = (0.9, 0.95)
 DEFAULT_LR = {"muon": 0.02, "normuon": 0.02, "sso": 0.02, "adamw": 2e-3}
-DEFAULT_DECAY = {"muon": 0.01, "normuon": 0.01, "sso": 0.0, "adamw": 0.1}  # times lr, Muon's and AdamW's are the same per step
+DEFAULT_DECAY = {
+    "muon": 0.01,
+    "normuon": 0.01,
+    "sso": 0.0,
+    "adamw": 0.1,
+}  # times lr, Muon's and AdamW's are the same per step
 DEFAULT_REST_LR = 4e-3
 
 
