@@ -17,8 +17,6 @@ ScheduleName = Literal["cosine", "trapezoid"]
 Precision = Literal["auto", "float32", "bfloat16"]
 
 VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows: GPUs multiply odd sizes slowly
-
-
 NAMES = {"muon": "Muon", "normuon": "NorMuon", "sso": "SSO", "adamw": "AdamW"}
 
 
