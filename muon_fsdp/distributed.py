@@ -243,15 +243,20 @@ class StageExchange:
 
     def finish_scatter(self) -> None:
         """Take the updates that came from this replica, and pass them on where there are others."""
-        exchange = self._exchange
+        exchange, updates = self._exchange, self._arrived()
+        self._updates = updates
+        if exchange.forwards:
+            outgoing = [[self._in_shard(piece, updates) for piece in pieces] for pieces in exchange.forward_send]
+            self._forward = self._transfer("forward", outgoing, exchange.forward_receive)
+
+    def _arrived(self) -> Tensor:
+        """The updates that came from this replica; buffers of the scatter are free when this has returned."""
         arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
         updates = torch.empty(self._stage.shard_numel, dtype=self._result_dtype, device=self._device)
         for piece, part in arrived:
             self._in_shard(piece, updates).copy_(part)
-        self._updates, self._scatter, self._kept = updates, None, []
-        if exchange.forwards:
-            outgoing = [[self._in_shard(piece, updates) for piece in pieces] for pieces in exchange.forward_send]
-            self._forward = self._transfer("forward", outgoing, exchange.forward_receive)
+        self._scatter, self._kept = None, []
+        return updates
 
     def finish_forward(self) -> Tensor:
         """The updates of all shards, in one flat buffer."""

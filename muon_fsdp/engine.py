@@ -90,6 +90,9 @@ def run_stages(
             gathering.compute()
         forwarding = _pass_on(scattering, forwarding)
         gathering, scattering = run, gathering
+        if scattering is not None and scattering.forwards and scattering.ranks != run.ranks:
+            # Ranks of `run` may have more to do before it. To wait for them before forwarding is to wait in a circle.
+            forwarding, scattering = _pass_on(scattering, forwarding), None
     if gathering is not None:
         gathering.compute()
     for last in (scattering, gathering):
@@ -135,6 +138,7 @@ class _StageRun:
         exchange = stage.exchange
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
+        self.ranks = exchange.ranks if exchange is not None else ()
         self._groups, self._engine, self._recorder = groups, engine, recorder
         self._sphere = sphere if self.rule.spherical else None
         self._moments = moments if self.rule.normalizes_rows else None

@@ -73,6 +73,15 @@ class Layout:
             self._holders[key] = tuple(rank for tile, ranks in distinct if tile.contains(box) for rank in ranks)
         return self._holders[key]
 
+    def shards_of(self, shape: Shape, box: Tile) -> tuple[tuple[int, int], ...]:
+        """The numbers of the shards that hold a part of the box, each with how many of its elements."""
+        key = (shape, box)
+        if key not in self._shards:
+            tiles = self.tiles(shape)
+            parts = ((shard, tiles[places[0]].intersect(box).numel) for shard, places in enumerate(self.ranks_of_shard))
+            self._shards[key] = tuple((shard, numel) for shard, numel in parts if numel > 0)
+        return self._shards[key]
+
     def largest_tile(self, shape: Shape) -> int:
         """Elements of the largest tile."""
         largest = self._largest.get(shape)
@@ -96,6 +105,10 @@ class Layout:
 
     @cached_property
     def _holders(self) -> dict[tuple[Shape, Tile], tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _shards(self) -> dict[tuple[Shape, Tile], tuple[tuple[int, int], ...]]:
         return {}
 
     @cached_property

@@ -219,7 +219,8 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
     specs = [spec for spec in specs if math.prod(spec.shape) > 0 or spec.view is None]  # empty shards count steps
     # Sets of ranks are long: they are compared once per layout, not once per parameter.
     layouts = {id(spec.layout): spec.layout for spec in specs}
-    rank_sets = sorted({layout.ranks for layout in layouts.values()})
+    # Those that are the same ranks in another order share a process group, so nothing comes between them.
+    rank_sets = sorted({layout.ranks for layout in layouts.values()}, key=lambda ranks: (sorted(ranks), ranks))
     set_of = {key: rank_sets.index(layout.ranks) for key, layout in layouts.items()}
     by_kind: dict[tuple[int, str, Hashable], list[ParameterSpec]] = defaultdict(list)
     for spec in sorted(specs, key=lambda spec: set_of[id(spec.layout)]):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.layout import Layout
+from muon_fsdp.layout import Layout, Tile
 from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import (
     ParameterSpec,
@@ -235,19 +235,17 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     units: dict[int | None, int] = defaultdict(int)
     flops: dict[int | None, float] = defaultdict(float)
     matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by who computes them, and by shape
-    copies, forwarded = 1, dict[int, int]()  # by replica
+    copies = 1
     for unit in outline.units:
         spec = specs[unit.position]
         units[unit.owner] += unit.tile.numel * spec.bytes_per_element
         flops[unit.owner] += unit.flops
-        if is_relayed(unit, spec):
-            replica, part = _forwarded(unit, spec)
-            forwarded[replica] = forwarded.get(replica, 0) + part * spec.bytes_per_element
-        elif unit.owner is not None:
+        if unit.owner is not None and not is_relayed(unit, spec):
             copies = max(copies, spec.layout.num_replicas)
         for count, rows, cols in unit.view.block_shapes:
             matrices[(unit.owner, rows, cols)] += count
     size = outline.specs[0].bytes_per_element
+    forwarded = _forwarded((unit, specs[unit.position]) for unit in outline.units)
     return StageReport(
         flops_by_rank=flops,
         numel=sum(math.prod(spec.shape) for spec in outline.specs),
@@ -258,7 +256,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
             for (_, rows, cols), count in matrices.items()
         ),
         copies=copies,
-        forwarded=max(forwarded.values(), default=0),
+        forwarded=max(forwarded.values(), default=0) * size,
         travels=len(outline.ranks) > 1,
     )
 
@@ -287,7 +285,6 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
     layout = spec.layout
     units = [unit for _, many in members for unit in many]
     gathered, scattered = 0, 0
-    forwarded = [0] * layout.num_replicas
     for unit in units:
         gathers, scatter = _traffic(unit, layout, spec.shape)
         gathered += sum(gathers)
@@ -295,14 +292,11 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
         for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
             traffic.gathered[rank] += gather * spec.wire_bytes
         if is_relayed(unit, spec):
-            replica, part = _forwarded(unit, spec)
-            forwarded[replica] += part
             scatter -= (layout.num_replicas - 1) * unit.tile.numel
         if unit.owner is not None:
             traffic.scattered[unit.owner] += scatter * spec.wire_bytes
-    if any(forwarded):
-        for rank, replica in zip(layout.ranks, layout.replica_of, strict=True):
-            traffic.scattered[rank] += forwarded[replica] * spec.wire_bytes
+    for rank, forwarded in _forwarded((unit, spec) for unit in units).items():
+        traffic.scattered[rank] += forwarded * spec.wire_bytes
     owners = {unit.owner for unit in units}
     replicated = None in owners and len(layout.ranks) > 1
     shards = len(members) * layout.largest_tile(spec.shape) * spec.wire_bytes
@@ -325,14 +319,21 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
     )
 
 
-def _forwarded(unit: Unit, spec: ParameterSpec) -> tuple[int, int]:
-    """The replica whose ranks pass a unit on, and how many elements the one with the largest part of it sends."""
-    layout = spec.layout
-    assert unit.owner is not None
-    shards = len(layout.ranks) // layout.num_replicas
-    whole = unit.tile.shape == spec.shape
-    part = layout.largest_tile(spec.shape) if whole else -(-unit.tile.numel // shards)
-    return layout.replica_of[layout.index_of[unit.owner]], (layout.num_replicas - 1) * part
+def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
+    """Elements that ranks pass on to other replicas."""
+    # Thousands of units are the same box of a shape, computed in the same replica: they are counted first.
+    layouts: dict[int, Layout] = {}
+    counts: dict[tuple[int, tuple[int, ...], Tile, int], int] = defaultdict(int)
+    for unit, spec in units:
+        if unit.owner is not None and is_relayed(unit, spec):
+            layout = layouts.setdefault(id(spec.layout), spec.layout)
+            counts[(id(layout), spec.shape, unit.tile, layout.replica_of[layout.index_of[unit.owner]])] += 1
+    forwarded: dict[int, int] = defaultdict(int)
+    for (key, shape, tile, replica), count in counts.items():
+        layout = layouts[key]
+        for shard, numel in layout.shards_of(shape, tile):
+            forwarded[layout.ranks[layout.ranks_of_shard[shard][replica]]] += count * (layout.num_replicas - 1) * numel
+    return forwarded
 
 
 def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp import distributed as muon_distributed
@@ -437,6 +437,28 @@ def crossing_meshes() -> float:
         optimizer.step()
     assert all(p.to_local().isfinite().all() for p in parameters)
     return optimizer.metrics()["skipped_steps"]
+
+
+def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> float:
+    """Matrices on several meshes, given by their ranks, placements and numbers of matrices, in the smallest stages: the
+    largest difference from one device."""
+    generator = torch.Generator().manual_seed(0)
+    sharded, whole = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+    for place, (ranks, placements, number) in enumerate(sets):
+        mesh = DeviceMesh("cpu", ranks)
+        for index in range(number):
+            name, value = f"{place}.{index}", torch.randn(8, 6, generator=generator)
+            if mesh.get_coordinate() is not None:
+                sharded[name] = nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None))
+                whole[name] = nn.Parameter(value)
+    for parameters in (sharded, whole):
+        optimizer = MuonOptimizer(parameters.items(), strategy="owner", max_stage_bytes=1)
+        for _ in range(2):
+            for p in parameters.values():
+                p.grad = p.detach().clone()
+            optimizer.step()
+    pairs = [(muon_distributed.local(p), muon_distributed.local_part(whole[name], p)) for name, p in sharded.items()]
+    return max(float((part - expected).abs().max()) for part, expected in pairs)
 
 
 def some_ranks_have_more() -> bool:

@@ -8,10 +8,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
 from tests import distributed_cases as cases
 from tests.pool import RankPool
 
+HSDP = (Replicate(), Shard(0))
 LAYOUTS = [
     ("fsdp", 1),
     ("fsdp", 2),
@@ -188,6 +190,19 @@ def test_ranks_that_disagree_are_told_so(ranks: RankPool, kind, expected):
 
 def test_sets_of_ranks_that_cross(ranks: RankPool):
     assert ranks.run(4, cases.crossing_meshes) == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        # Rank 3 gathers on (1, 3) while rank 1 still has to do with (1, 2).
+        [([[0, 1], [2, 3]], HSDP, 2), ([1, 2], (Shard(0),), 5), ([1, 3], (Shard(0),), 2)],
+        # The same ranks in two orders share a process group, and (0, 1, 3) lies between them.
+        [([[0, 1], [2, 3]], HSDP, 1), ([0, 1, 3], (Shard(0),), 1), ([[0, 2], [1, 3]], HSDP, 1)],
+    ],
+)
+def test_sets_that_overlap_do_not_wait_in_a_circle(ranks: RankPool, sets):
+    assert max(ranks.run(4, cases.sets_that_overlap, sets, timeout=60)) < 1e-5
 
 
 def test_ranks_with_different_numbers_of_parameters(ranks: RankPool):

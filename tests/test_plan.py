@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muon_fsdp import MuonOptimizer
+from muon_fsdp import MuonOptimizer, engine
 from muon_fsdp.layout import Layout, LayoutError, Tile, local_layout, tile_of
+from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, make_outline, make_plan
-from muon_fsdp.report import balance_bound
+from muon_fsdp.report import balance_bound, make_report
 from muon_fsdp.views import matrix_view
 from tests.model_shapes import MODELS
 from tests.pool import RankPool
@@ -220,6 +222,97 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
                 assert torch.equal(value, shard(rank, position))
     assert set(computed.values()) == {1}
     assert sum(math.prod(tile.shape) for _, tile in computed) == sum(whole.numel() for whole in wholes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(SHAPES, min_size=1, max_size=5),
+    layouts(num_dims=2, boxes_only=True),
+    st.sampled_from([1.0, 1e9]),
+    st.sampled_from([1, 200, 10**6]),
+)
+def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes):
+    specs = []
+    for position, shape in enumerate(shapes):
+        view = matrix_view(shape, name="w", kind="auto")
+        specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, "cpu", view, ("k",), (cost * shape[-1],)))
+    report = make_report(specs, EngineOptions("propagate", max_stage_bytes, False, "owner", None))
+    outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy="owner")
+    sent = dict.fromkeys(layout.ranks, 0)
+    forwarded = [0] * len(outlines)
+    for rank in layout.ranks:
+        for number, stage in enumerate(make_plan(outlines, rank, max_stage_bytes).stages):
+            if stage.exchange is not None:
+                me = stage.exchange.me
+                scatters, forwards = (
+                    2 * sum(p.numel for other, pieces in enumerate(lists) if other != me for p in pieces)
+                    for lists in (stage.exchange.scatter_send, stage.exchange.forward_send)
+                )
+                sent[rank] += scatters + forwards
+                forwarded[number] = max(forwarded[number], forwards)
+    assert report.traffic.scattered == sent
+    assert [stage.forwarded for stage in report.stages] == forwarded
+
+
+# ---------------------------------------------------------------------------------------------------------- order
+
+
+class LoggedRun:
+    """What `run_stages` does with a stage, written down instead of done."""
+
+    def __init__(self, stage, *_):
+        self.name, self.ranks, self.forwards, self.log = stage
+        self.travels = self.present = True
+
+    def start(self, _):
+        self.log.append(("start", "gather", self.name))
+
+    def compute(self):
+        self.log += [("wait", "gather", self.name), ("start", "scatter", self.name)]
+
+    def forward(self):
+        self.log += [("wait", "scatter", self.name), *([("start", "forward", self.name)] if self.forwards else [])]
+
+    def finish(self):
+        self.log += [("wait", "forward", self.name)] if self.forwards else []
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.frozensets(st.integers(0, 6), min_size=2), st.lists(st.sampled_from([True, True, False]), max_size=6)
+        ),
+        max_size=5,
+        unique_by=lambda item: item[0],
+    )
+)
+def test_no_order_of_sets_and_stages_is_a_circle(sets):
+    """Every transfer begins on all ranks in the order of its group, and none waits for one that can't begin."""
+    stages = [
+        ((ranks, number), ranks, forwards)
+        for ranks, many in sorted((tuple(sorted(ranks)), many) for ranks, many in sets)
+        for number, forwards in enumerate(many)
+    ]
+    logs = {rank: [] for rank in range(7)}
+    with patch.object(engine, "_StageRun", LoggedRun):
+        for rank, log in logs.items():
+            mine = [(*stage, log) for stage in stages if rank in stage[1]]
+            engine.run_stages(mine, mine, (), mine, {}, None, None)
+    for ranks in {ranks for _, ranks, _ in stages}:
+        orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
+        assert len(orders) == 1
+    started = Counter()
+    left = {rank: list(log) for rank, log in logs.items()}
+    moved = True
+    while moved:
+        moved = False
+        for log in left.values():
+            while log and (log[0][0] == "start" or started[log[0][1:]] == len(log[0][2][0])):
+                what, *transfer = log.pop(0)
+                started[tuple(transfer)] += what == "start"
+                moved = True
+    assert not any(left.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- balance
