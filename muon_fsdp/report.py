@@ -57,6 +57,7 @@ class StageReport:
     shards: int  # of updates that a rank holds
     units: int  # of updates that a rank orthogonalizes
     scratch: int  # beside one batch of them
+    receivers: int  # of a shard: who computes it, or every other rank of the replica
     copies: int  # of a result that are sent by who computed it
     forwarded: int  # to other replicas, by a rank that did not compute it
     travels: bool
@@ -64,7 +65,7 @@ class StageReport:
     @property
     def gathering(self) -> int:
         """Shards, and what is sent and received."""
-        return 2 * self.shards + self.units if self.travels else 0
+        return (1 + self.receivers) * self.shards + self.units if self.travels else 0
 
     @property
     def computing(self) -> int:
@@ -158,7 +159,7 @@ class PlanReport:
         While a stage computes, the next is being gathered, the one before it scattered, and the one before that
         forwarded.
         """
-        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 0, False),)
+        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, 0, False),)
         stages = (*nothing, *self.stages, *nothing)
         return max(
             first.forwarding + before.scattering + now.computing + after.gathering
@@ -244,7 +245,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
             copies = max(copies, spec.layout.num_replicas)
         for count, rows, cols in unit.view.block_shapes:
             matrices[(unit.owner, rows, cols)] += count
-    size = outline.specs[0].bytes_per_element
+    size, layout = outline.specs[0].bytes_per_element, outline.specs[0].layout
     forwarded = _forwarded((unit, specs[unit.position]) for unit in outline.units)
     return StageReport(
         flops_by_rank=flops,
@@ -255,6 +256,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
             min(count, matrices_at_once(rows, cols, size, max_stage_bytes)) * scratch_numel(rows, cols) * size
             for (_, rows, cols), count in matrices.items()
         ),
+        receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
         copies=copies,
         forwarded=max(forwarded.values(), default=0) * size,
         travels=len(outline.ranks) > 1,

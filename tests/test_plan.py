@@ -230,24 +230,31 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
     layouts(num_dims=2, boxes_only=True),
     st.sampled_from([1.0, 1e9]),
     st.sampled_from([1, 200, 10**6]),
+    st.sampled_from(["owner", "replicate"]),
 )
-def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes):
+def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, strategy):
     specs = []
     for position, shape in enumerate(shapes):
         view = matrix_view(shape, name="w", kind="auto")
         specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, "cpu", view, ("k",), (cost * shape[-1],)))
-    report = make_report(specs, EngineOptions("propagate", max_stage_bytes, False, "owner", None))
-    outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy="owner")
+    report = make_report(specs, EngineOptions("propagate", max_stage_bytes, False, strategy, None))
+    outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
     sent = dict.fromkeys(layout.ranks, 0)
     forwarded = [0] * len(outlines)
     for rank in layout.ranks:
         for number, stage in enumerate(make_plan(outlines, rank, max_stage_bytes).stages):
             if stage.exchange is not None:
-                me = stage.exchange.me
-                scatters, forwards = (
-                    2 * sum(p.numel for other, pieces in enumerate(lists) if other != me for p in pieces)
-                    for lists in (stage.exchange.scatter_send, stage.exchange.forward_send)
+                exchange = stage.exchange
+                scatters, forwards, gathers, receives = (
+                    2 * sum(p.numel for other, pieces in enumerate(lists) if other != exchange.me for p in pieces)
+                    for lists in (
+                        exchange.scatter_send,
+                        exchange.forward_send,
+                        exchange.gather_send,
+                        exchange.gather_receive,
+                    )
                 )
+                assert stage.num_bytes + gathers + receives <= report.stages[number].gathering
                 sent[rank] += scatters + forwards
                 forwarded[number] = max(forwarded[number], forwards)
     assert report.traffic.scattered == sent
