@@ -14,12 +14,13 @@ import json
 import math
 import random
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from muon_fsdp.training.arguments import OneLineParser, fail
 
 if TYPE_CHECKING:  # the others are imported where they are used: after flags and data have been checked
     import torch
@@ -42,16 +43,6 @@ FROM_SCRATCH = 20  # a model that has learned nothing yet takes larger steps
 
 Pair = tuple[str, str]  # question, answer
 Example = tuple[list[int], int]  # tokens, and the number of them that are the question
-
-
-def fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message)
 
 
 def standard_library_pairs() -> list[Pair]:
@@ -210,7 +201,7 @@ def make_folder(path: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or a name on the hub; without it, a tiny model from scratch")
     parser.add_argument("--data", type=Path, help="a JSONL file; without it, questions about the standard library")
     parser.add_argument("--question", default="question", help="the field of a line that holds the question")

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import array
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from muon_fsdp.training.arguments import OneLineParser, fail
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # the bytes and the end of a text
@@ -29,18 +29,8 @@ BATCH = 128
 WINDOW = 256  # of --model small
 
 
-def fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, help="a folder of texts, or one text")
     parser.add_argument("shards", type=Path, help="a folder for the tokens")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it one is trained")

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
+from muon_fsdp.training.arguments import OneLineParser
 from muon_fsdp.training.model import PRESETS, GPTConfig, preset
 
 OptimizerName = Literal["muon", "normuon", "sso", "adamw"]
@@ -137,16 +138,9 @@ def _flag(name: str) -> str:
     return {"tensor_parallel": "--tp"}.get(name, "--" + name.replace("_", "-"))
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """Tells a mistake in one line; usage is what --help is for."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
-
-
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of every program that trains: each sets the field of `TrainConfig` that has its name."""
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog=prog,
         allow_abbrev=False,  # the launcher has to find --processes
         description="Train a GPT with Muon on one device, or on ranks with DDP, FSDP2, HSDP and tensor parallelism.",
