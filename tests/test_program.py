@@ -413,7 +413,9 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
 def test_flags_that_cannot_work(arguments: list[str], message: str, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 def test_flags_and_configuration_are_one() -> None:
