@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.distributed import can_take_part, like, local_part
-from muon_fsdp.options import canonical
+from muon_fsdp.option import canonical
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES
-from muon_fsdp.rules.base import State, StateSpec
+from muon_fsdp.state import State, StateSpec
 from muon_fsdp.views import MatrixView
 
 StateDict: TypeAlias = dict[str, Any]
@@ -69,16 +69,16 @@ def fitting_state(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> di
             if values:
                 result[parameter] = {
                     spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, parameter)
-                    for spec in RULES[group["rule"]].state
+                    for spec in RULES[group["rule"]].all_state
                 }
     return result
 
 
 def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
     """A copy of the value where and as the parameter lies."""
-    part = local_part(value, parameter) if spec.like == "parameter" else value
+    part = local_part(value, parameter) if spec.is_sharded else value
     part = part.to(device=parameter.device, dtype=spec.dtype(parameter), copy=True)
-    return like(parameter, part) if spec.like == "parameter" else part
+    return like(parameter, part) if spec.is_sharded else part
 
 
 def _mismatches(
@@ -106,7 +106,7 @@ def _mismatches(
                     "as docs/migration.md shows"
                 )
             elif saved.get("rule", group["rule"]) != group["rule"]:
-                mismatches.append(f"{route.name}: saved with rule {saved['rule']!r}, but takes {group['rule']!r} here")
+                mismatches.append(f"{route.name}: {_other_rule(saved['rule'], group['rule'])}")
             else:
                 state = states.get(saved["params"][index])
                 mismatches += _state_mismatches(route, group["rule"], parameter, group_views[index], state)
@@ -139,11 +139,17 @@ def _group_mismatches(
         lines += [f"{name}: not saved" for name in here if name not in there]
         lines += [f"{name}: saved, but not here" for name in there if name not in here]
         lines += [
-            f"{name}: saved with rule {there[name]!r}, but takes {rule!r} here"
+            f"{name}: {_other_rule(there[name], rule)}"
             for name, rule in here.items()
             if there.get(name) not in (rule, None)
         ]
     return lines
+
+
+def _other_rule(saved: object, here: str) -> str:
+    if saved not in RULES:
+        return f"saved with rule {saved!r}, which is not registered: import the file that has it"
+    return f"saved with rule {saved!r}, but takes {here!r} here"
 
 
 def _state_mismatches(
@@ -151,7 +157,7 @@ def _state_mismatches(
 ) -> list[str]:
     if not state:  # not created yet when it was saved, or dropped because the parameter is frozen
         return []
-    specs = {spec.name: spec for spec in RULES[rule].state}
+    specs = {spec.name: spec for spec in RULES[rule].all_state}
     if not specs.keys() <= state.keys():
         return [f"{route.name}: saved state {sorted(state)}, but rule {rule!r} has {sorted(specs)}"]
     mismatches = []
@@ -159,7 +165,7 @@ def _state_mismatches(
         value, expected = torch.as_tensor(state[name]), tuple(spec.shape(parameter, view))
         if value.shape != expected:
             mismatches.append(f"{route.name}: saved {name} of shape {tuple(value.shape)}, expected {expected}")
-        elif spec.like == "parameter" and not can_take_part(value, parameter):
+        elif spec.is_sharded and not can_take_part(value, parameter):
             mismatches.append(
                 f"{route.name}: saved {name} is sharded otherwise than the parameter; "
                 "use torch.distributed.checkpoint, which reshards"

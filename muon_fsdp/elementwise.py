@@ -27,15 +27,36 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.checkpoint import StateDict, own_hooks
 from muon_fsdp.distributed import like, local, local_gradient, local_part
-from muon_fsdp.fused import FUSED_DTYPES, lr_is_on_device, not_fusable, pinned, refuse_capture
+from muon_fsdp.fused import not_fusable
 from muon_fsdp.kernels import on_device
-from muon_fsdp.rules.base import working_dtype
+from muon_fsdp.kernels.tables import (
+    FUSED_DTYPES,
+    PAIR_LAYOUT,
+    ListSpec,
+    ListValues,
+    Tables,
+    is_on_device,
+    make_chunks,
+    num_chunks,
+    refuse_capture,
+)
+from muon_fsdp.option import Option, UnknownOptionError, flag, fraction, number, suggestion
+from muon_fsdp.options import FOREIGN_KEYS
+from muon_fsdp.state import working_dtype
 
 __all__ = ["TritonMuon", "TritonMuonW", "benchmark_muon_optimizers"]
 
 Params: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 EPSILON = 1e-8
-_STATE = ("momentum", "velocity")
+_STATE = PAIR_LAYOUT.states
+_OPTIONS = (
+    Option("lr", 1e-3, "learning rate", check=number, label="learning rate"),
+    Option("momentum", 0.9, "decay of the first moment", check=fraction, label="momentum parameter"),
+    Option("velocity", 0.999, "decay of the second moment", check=fraction, label="velocity parameter"),
+    Option("weight_decay", 0.0, "weight decay", check=number, label="weight_decay value"),
+    Option("nesterov", False, "look ahead by one step of momentum", check=flag),
+    Option("layerwise_norm", False, "divide the gradient of every tensor by its norm", check=flag),
+)
 
 
 class _ElementwiseMuon(torch.optim.Optimizer):
@@ -62,11 +83,13 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             "nesterov": nesterov,
             "layerwise_norm": layerwise_norm,
         }
-        self._tables: dict[object, _Tables] = {}
+        self._tables: dict[object, _FusedTables] = {}
         super().__init__([params] if isinstance(params, Tensor) else params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own."""
+        """Add parameters, with options of their own; an unknown option is refused."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         _check({**self.defaults, **param_group})
         if isinstance(param_group.get("params"), Tensor):
             param_group = {**param_group, "params": [param_group["params"]]}
@@ -140,11 +163,11 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             parts.append(_ForeachPart(self.coupled_decay, group, single))
         return parts
 
-    def _tables_of(self, key: object, items: Sequence[_Item]) -> _Tables:
+    def _tables_of(self, key: object, items: Sequence[_Item]) -> _FusedTables:
         numels = tuple([item.shard.numel() for item in items])
         known = self._tables.get(key)
         if known is None or known.numels != numels:
-            known = self._tables[key] = _Tables(numels, items[0].shard.device)
+            known = self._tables[key] = _FusedTables(numels, items[0].shard, items[0].grad.dtype)
         return known
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -191,6 +214,7 @@ class TritonMuon(_ElementwiseMuon):
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        *,
         momentum: float = 0.9,
         velocity: float = 0.999,
         weight_decay: float = 0.0,
@@ -220,6 +244,7 @@ class TritonMuonW(_ElementwiseMuon):
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        *,
         momentum: float = 0.9,
         velocity: float = 0.999,
         weight_decay: float = 1e-2,
@@ -265,7 +290,7 @@ class _ForeachPart:
     def update(self, sums: Tensor | None) -> None:
         lr, beta1, beta2 = self.group["lr"], self.group["momentum"], self.group["velocity"]
         if isinstance(lr, Tensor):
-            lr = lr.reshape(()) if lr_is_on_device(lr) else float(lr)
+            lr = lr.reshape(()) if is_on_device(lr) else float(lr)
         decay, grads = self.group["weight_decay"], self.grads
         if sums is not None:
             grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]
@@ -289,71 +314,50 @@ class _ForeachPart:
                 shard.copy_(weight)
 
 
-class _Tables:
+class _FusedTables:
     """What a launch over tensors of these sizes reads on the device."""
 
-    def __init__(self, numels: tuple[int, ...], device: torch.device) -> None:
-        from muon_fsdp.kernels.triton_elementwise import MAX_SCALARS, make_chunks, num_chunks
-
-        self.numels = numels
+    def __init__(self, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
+        self.numels, self.device = numels, shard.device
         first = [0]
         for numel in numels:
             first.append(first[-1] + num_chunks(numel, numel))
-        self.chunks, self.aligned_chunks = make_chunks(numels, numels, first[:-1], device)
-        self.first_chunk = torch.tensor(first, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(len(numels), dtype=torch.int32, device=device)
-        self.addresses = torch.zeros(4, len(numels), dtype=torch.int64, device=device)
-        self.scalars = torch.zeros(MAX_SCALARS, dtype=torch.float32, device=device)
+        chunks, aligned = make_chunks(numels, numels, first[:-1], self.device)
+        self.first_chunk = torch.tensor(first, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(len(numels), dtype=torch.int32, device=self.device)
+        spec = ListSpec(PAIR_LAYOUT, len(numels), shard.dtype, gradient_dtype, chunks, aligned)
+        self.tables = Tables([spec], self.device)
 
 
 class _FusedPart:
-    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item], tables: _Tables) -> None:
-        from muon_fsdp.kernels.triton_elementwise import TensorList
-
-        self.items, self.coupled, self.group, self.tables = items, coupled, group, tables
-        device, lr = tables.scalars.device, group["lr"]
-        columns = zip(*[(item.grad, item.shard, item.first, item.second) for item in items], strict=True)
-        rows = [[tensor.data_ptr() for tensor in column] for column in columns]
-        aligned = tables.aligned_chunks and not any(address % 16 for row in rows for address in row)
-        beta1, beta2 = group["momentum"], group["velocity"]
-        numbers = [
-            0.0 if lr_is_on_device(lr) else float(lr),
-            group["weight_decay"],
-            1.0,
-            beta1,
-            beta2,
-            1 - beta1,
-            1 - beta2,
-        ]
-        numbers += [0.0] * (len(tables.scalars) - len(numbers))
-        with on_device(device):
-            tables.addresses.copy_(pinned(rows, torch.int64, device), non_blocking=True)
-            tables.scalars.copy_(pinned(numbers, torch.float32, device), non_blocking=True)
-            if lr_is_on_device(lr):
-                tables.scalars[:1].copy_(lr.reshape(1))
-        self.tensors = TensorList(
-            num_tensors=len(items),
-            parameter_dtype=items[0].shard.dtype,
-            gradient_dtype=items[0].grad.dtype,
-            chunks=tables.chunks,
-            aligned_chunks=tables.aligned_chunks,
-            addresses=tables.addresses,
-            scalars=tables.scalars,
-            aligned=aligned,
-        )
+    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item], fused: _FusedTables) -> None:
+        self.items, self.coupled, self.group, self.fused = items, coupled, group, fused
+        _, shards, grads, first, second = zip(*items, strict=True)
+        momentum, velocity = group["momentum"], group["velocity"]
+        scalars = {
+            "weight_decay": group["weight_decay"],
+            "gradient_factor": 1.0,
+            "momentum": momentum,
+            "velocity": velocity,
+            "one_minus_momentum": 1 - momentum,
+            "one_minus_velocity": 1 - velocity,
+        }
+        with on_device(fused.device):
+            fused.tables.fill([ListValues(grads, shards, (first, second), group["lr"], scalars)])
+        (self.tensors,) = fused.tables.lists
 
     def sums_of_squares(self) -> Tensor:
         from muon_fsdp.kernels import triton_pair
 
-        with on_device(self.tables.scalars.device):
+        with on_device(self.fused.device):
             return triton_pair.sums_of_squares(
-                self.tensors, self.tables.first_chunk, self.tables.counters, coupled=self.coupled
+                self.tensors, self.fused.first_chunk, self.fused.counters, coupled=self.coupled
             )
 
     def update(self, sums: Tensor | None) -> None:
         from muon_fsdp.kernels import triton_pair
 
-        with on_device(self.tables.scalars.device):
+        with on_device(self.fused.device):
             triton_pair.update(self.tensors, sums, coupled=self.coupled, nesterov=self.group["nesterov"])
 
 
@@ -386,17 +390,13 @@ def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], s
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    lr, momentum, velocity, decay = (options[name] for name in ("lr", "momentum", "velocity", "weight_decay"))
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Invalid learning rate: a tensor must hold one number, got shape {tuple(lr.shape)}")
-    if not float(lr) >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not 0.0 <= momentum < 1.0:
-        raise ValueError(f"Invalid momentum parameter: {momentum}")
-    if not 0.0 <= velocity < 1.0:
-        raise ValueError(f"Invalid velocity parameter: {velocity}")
-    if not decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {decay}")
+    """Raise for a value that an option can't have, and for a key that is no option."""
+    by_name = {option.name: option for option in _OPTIONS}
+    for name, value in options.items():
+        if name in by_name:
+            by_name[name].check_value(value, name)
+        elif name not in FOREIGN_KEYS:
+            raise UnknownOptionError(f"Unknown option {name!r} in a parameter group{suggestion(name, by_name)}")
 
 
 def benchmark_muon_optimizers(model_size: int = 1000, num_steps: int = 100, lr: float = 1e-3) -> dict[str, float]:
@@ -450,10 +450,10 @@ def _seconds(
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
     times = []
-    for number in range(4):  # the first is a warm-up
+    for run in range(4):  # the first is a warm-up
         _synchronize(device)
         start = time.perf_counter()
-        for _ in range(num_steps if number else min(num_steps, 3)):
+        for _ in range(num_steps if run else min(num_steps, 3)):
             optimizer.step()
         _synchronize(device)
         times.append(time.perf_counter() - start)

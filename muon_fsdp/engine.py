@@ -12,13 +12,12 @@ from torch.profiler import record_function
 
 from muon_fsdp.distributed import StageExchange
 from muon_fsdp.fused import FusedStage
+from muon_fsdp.matrix_state import MatrixStates
 from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.recorder import Recorder
-from muon_fsdp.row_moments import RowMoments
-from muon_fsdp.rules import RULES, Rule
-from muon_fsdp.rules.base import State, working_dtype
-from muon_fsdp.sphere import Sphere
+from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.state import State, working_dtype
 
 
 @dataclass
@@ -26,20 +25,20 @@ class Work:
     """One parameter in a step that is not fused with others, as this rank's local tensors.
 
     Without a gradient of its own a rank can't know in time whether another has one: it works on copies with a zero
-    gradient, and `wanted` says in the end, on the device, whether they count.
+    gradient, and `updated` says in the end, on the device, whether they count.
     """
 
     parameter: Tensor
     state: State
     grad: Tensor | None  # None: zero
     divisor: int = 1  # of the gradient: how many were added up in it
-    wanted: Tensor | None = None
+    updated: Tensor | None = None
     originals: tuple[Tensor, State] | None = None
 
     @classmethod
-    def without_gradient(cls, parameter: Tensor, state: State, wanted: Tensor) -> Work:
+    def without_gradient(cls, parameter: Tensor, state: State, updated: Tensor) -> Work:
         copies = {name: value.clone() for name, value in state.items()}
-        return cls(parameter.clone(), copies, None, 1, wanted, (parameter, state))
+        return cls(parameter.clone(), copies, None, 1, updated, (parameter, state))
 
     def working_gradient(self) -> Tensor:
         """The gradient in working precision; made when its stage begins, so that only a stage's worth exists."""
@@ -50,12 +49,12 @@ class Work:
         return grad / self.divisor if self.divisor > 1 else grad
 
     def commit(self) -> None:
-        if self.originals is None or self.wanted is None:
+        if self.originals is None or self.updated is None:
             return
         parameter, state = self.originals
-        parameter.copy_(torch.where(self.wanted, self.parameter, parameter))
+        parameter.copy_(torch.where(self.updated, self.parameter, parameter))
         for name, value in state.items():
-            value.copy_(torch.where(self.wanted, self.state[name], value))
+            value.copy_(torch.where(self.updated, self.state[name], value))
 
 
 def run_stages(
@@ -66,8 +65,7 @@ def run_stages(
     work: Mapping[int, Work],
     engine: EngineOptions,
     recorder: Recorder,
-    sphere: Sphere | None = None,
-    moments: RowMoments | None = None,
+    matrices: MatrixStates | None = None,
 ) -> None:
     """Run every stage. While one computes, the next is being gathered, the one before it scattered and, where there are
     replicas of several ranks, the one before that forwarded to them."""
@@ -75,8 +73,8 @@ def run_stages(
     scattering: _StageRun | None = None
     forwarding: _StageRun | None = None
     num_travelling = 0
-    for stage, label, part in zip(stages, labels, fused, strict=True):
-        run = _StageRun(stage, label, groups, part, work, engine, recorder, sphere, moments)
+    for number, (stage, label, part) in enumerate(zip(stages, labels, fused, strict=True)):
+        run = _StageRun(number, stage, label, groups, part, work, engine, recorder, matrices)
         if not run.present:
             continue
         run.start(num_travelling)
@@ -120,6 +118,7 @@ class _StageRun:
 
     def __init__(
         self,
+        number: int,
         stage: Stage,
         label: str,
         groups: Sequence[Mapping[str, Any]],
@@ -127,10 +126,9 @@ class _StageRun:
         work: Mapping[int, Work],
         engine: EngineOptions,
         recorder: Recorder,
-        sphere: Sphere | None,
-        moments: RowMoments | None,
+        matrices: MatrixStates | None,
     ) -> None:
-        self.stage, self.label, self.rule = stage, label, RULES[stage.rule]
+        self.number, self.stage, self.label, self.rule = number, stage, label, RULES[stage.rule]
         self.fused, self.work = fused, work
         single = [(groups[group], [i for i in positions if i in work]) for group, positions in stage.positions_by_group]
         self.single = [(group, positions) for group, positions in single if positions]
@@ -140,8 +138,7 @@ class _StageRun:
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
         self._groups, self._engine, self._recorder = groups, engine, recorder
-        self._sphere = sphere if self.rule.spherical else None
-        self._moments = moments if self.rule.normalizes_rows else None
+        self._matrices = matrices if self.rule.has_matrix_numbers else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
@@ -150,17 +147,18 @@ class _StageRun:
     def start(self, number: int) -> None:
         """Prepare, and send what has to be sent; `number` counts the stages that travel."""
         with record_function(f"muon_fsdp.prepare {self.label}"):
-            if self.rule.orthogonalizes:
+            if self.rule.needs_matrices:
                 self._buffer = self._staging()
             partials = self.fused.new_partials()
-            for group, tensors, _ in self.fused.lists:
-                self.rule.fused_prepare(self._groups[group], tensors, self._buffer, partials)
+            for each in self.fused.lists:
+                assert self.rule.fused is not None
+                self.rule.fused.prepare(self._groups[each.group], each.tensors, self._buffer, partials)
             if partials is not None:
                 self._inverse_norms = self.fused.inverse_norms(partials)
             for options, positions in self.single:
                 works = [self.work[i] for i in positions]
                 prepared = self.rule.prepare(options, [w.working_gradient() for w in works], [w.state for w in works])
-                if self.rule.orthogonalizes:
+                if self.rule.needs_matrices:
                     slots = [self.stage.shard_slots[i].of(self._buffer) for i in positions]
                     torch._foreach_copy_(slots, prepared)
                 else:
@@ -178,25 +176,15 @@ class _StageRun:
         return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
 
     def compute(self) -> None:
-        if not self.rule.orthogonalizes:
+        if not self.rule.needs_matrices:
             return
         units = self._buffer
         if self._exchange is not None:
             with record_function(f"muon_fsdp.gathered {self.label}"):
                 units = self._exchange.finish_gather()
-        dtype = self.rule.result_dtype([batch.key for batch in self.stage.batches], units)
-        results = torch.empty(self.stage.unit_numel, dtype=dtype, device=units.device)
+        results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
         with record_function(f"muon_fsdp.orthogonalize {self.label}"):
-            _directions(
-                self.rule,
-                self.stage,
-                self.present,
-                units,
-                results,
-                self._inverse_norms,
-                self._sphere,
-                self._moments,
-            )
+            self._directions(units, results)
         if self._exchange is not None:
             with record_function(f"muon_fsdp.scatter {self.label}"):
                 self._exchange.start_scatter(results)
@@ -214,89 +202,79 @@ class _StageRun:
                 self._buffer = self._exchange.finish_forward()
             self._exchange = None
         with record_function(f"muon_fsdp.apply {self.label}"):
-            for group, tensors, members in self.fused.lists:
-                if self._sphere is not None:
-                    self._sphere.apply_fused(tensors, members, self._buffer)
-                else:
-                    self.rule.fused_apply(self._groups[group], tensors, self._buffer)
+            for each in self.fused.lists:
+                assert self.rule.fused is not None
+                tensors, factors = each.tensors, None
+                if self._matrices is not None and self.rule.multiplies_weights:
+                    tensors, factors = each.with_factor_chunks(), self._matrices.flat_factors()
+                self.rule.fused.apply(self._groups[each.group], tensors, self._buffer, factors)
             for options, positions in self.single:
                 works = [self.work[i] for i in positions]
-                if self.rule.orthogonalizes:
+                if self.rule.needs_matrices:
                     slots = self.stage.shard_slots
                     updates = [
                         slots[i].of(self._buffer).to(working_dtype(self.work[i].parameter.dtype)) for i in positions
                     ]
                 else:
                     updates = [self._updates[i] for i in positions]
-                factors = [self._sphere.factors(i, self.work[i].parameter) for i in positions] if self._sphere else None
-                self.rule.apply(options, [w.parameter for w in works], updates, factors)
-                for each in works:
-                    each.commit()
+                parameters = [work.parameter for work in works]
+                if self._matrices is not None and self.rule.multiplies_weights:
+                    of_parameters = map(self._matrices.factors_of, positions, parameters)
+                    self.rule.apply(options, parameters, updates, list(of_parameters))
+                else:
+                    self.rule.apply(options, parameters, updates)
+                for work in works:
+                    work.commit()
         self._buffer, self._updates = torch.empty(0), {}
 
+    def _update_dtype(self, units: Tensor) -> torch.dtype:
+        """Return the precision of updates: float16 on GPUs, where it is what the iteration has, if the rule allows."""
+        is_half = units.is_cuda and units.dtype != torch.float64
+        if is_half and all(self.rule.half_precision_suffices(b.options, b.rows, b.cols) for b in self.stage.batches):
+            return torch.float16
+        return working_dtype(units.dtype)
 
-def _directions(
-    rule: Rule,
-    stage: Stage,
-    present: set[int],
-    units: Tensor,  # flat
-    results: Tensor,  # flat
-    inverse_norms: Tensor | None,  # of all matrices, in the order of the batches
-    sphere: Sphere | None,
-    moments: RowMoments | None,
-) -> None:
-    """Pass whole units through `rule.direction`, batch by batch; units that are not there are left out."""
-    first_matrix = 0
-    for batch in stage.batches:
-        norms = None if inverse_norms is None else inverse_norms[first_matrix : first_matrix + batch.count]
-        first_matrix += batch.count
-        members = [member for member in batch.members if stage.units[member.unit].position in present]
-        complete = len(members) == len(batch.members)
-        start = _start_of_run(stage, batch) if complete else None
-        if start is not None:
-            stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
-            _direction(
-                rule,
-                stage,
-                batch,
-                members,
-                units[start:stop].view(shape),
-                results[start:stop].view(shape),
-                norms,
-                sphere,
-                moments,
-            )
-        elif members:
-            sources = [
-                _block(stage, member.unit, member.block, units)[member.start : member.stop] for member in members
-            ]
-            together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
-            directions = torch.empty_like(together, dtype=results.dtype)
-            _direction(rule, stage, batch, members, together, directions, norms if complete else None, sphere, moments)
-            pieces = torch.split(directions, [member.stop - member.start for member in members])
-            for member, piece in zip(members, pieces, strict=True):
-                _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)
+    def _directions(self, units: Tensor, results: Tensor) -> None:
+        """Pass whole units through `direction`, batch by batch; units that are not there are left out."""
+        stage, first_matrix = self.stage, 0
+        for number, batch in enumerate(stage.batches):
+            norms = self._inverse_norms
+            norms = None if norms is None else norms[first_matrix : first_matrix + batch.count]
+            first_matrix += batch.count
+            members = [member for member in batch.members if stage.units[member.unit].position in self.present]
+            is_complete = len(members) == len(batch.members)
+            start = _start_of_run(stage, batch) if is_complete else None
+            if start is not None:
+                stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
+                self._direction(number, members, units[start:stop].view(shape), results[start:stop].view(shape), norms)
+            elif members:
+                sources = [
+                    _block(stage, member.unit, member.block, units)[member.start : member.stop] for member in members
+                ]
+                together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
+                updates = torch.empty_like(together, dtype=results.dtype)
+                self._direction(number, members, together, updates, norms if is_complete else None)
+                pieces = torch.split(updates, [member.stop - member.start for member in members])
+                for member, piece in zip(members, pieces, strict=True):
+                    _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)
 
-
-def _direction(
-    rule: Rule,
-    stage: Stage,
-    batch: Batch,
-    members: Sequence[Member],  # those of the batch that are there
-    matrices: Tensor,
-    out: Tensor,
-    inverse_norms: Tensor | None,
-    sphere: Sphere | None,
-    moments: RowMoments | None,
-) -> None:
-    if sphere is None:
-        rule.direction(batch.key, matrices, out, inverse_norms)
-        if moments is not None:
-            moments.normalize(rule, stage, batch.key, members, out)
-        return
-    spectrum, where = sphere.spectrum(stage, batch, members)
-    rule.tangent(batch.key, matrices, out, inverse_norms, spectrum)
-    sphere.take(stage, members, where, spectrum)
+    def _direction(
+        self,
+        number: int,  # of the batch
+        members: Sequence[Member],  # those of the batch that are there
+        matrices: Tensor,
+        update: Tensor,
+        inverse_norms: Tensor | None,
+    ) -> None:
+        stage = self.stage
+        options = stage.batches[number].options
+        if self._matrices is None:
+            self.rule.direction(MatrixBatch(matrices, update, options, inverse_norms=inverse_norms))
+            return
+        place = self._matrices.place(self.number, stage, number, members)
+        batch = self._matrices.batch(options, place, matrices, update, inverse_norms)
+        self.rule.direction(batch)
+        self._matrices.take(stage, stage.units[members[0].unit].owner, place, batch)
 
 
 def _start_of_run(stage: Stage, batch: Batch) -> int | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +13,25 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import gather_full, scatter_full
-from muon_fsdp.groups import Params
+from muon_fsdp.groups import Params, rules_of
 from muon_fsdp.optimizer import MuonOptimizer
-from muon_fsdp.options import check_count
-from muon_fsdp.routing import Route
+from muon_fsdp.option import Option, integer
+from muon_fsdp.rules import DEFAULT_RULE, Rule
+from muon_fsdp.signature import UNSET, show_options
+
+# Defaults of this class that differ from the rules' own.
+WEIGHT_DECAY, NESTEROV, BETA2, EPS = 0.01, True, 0.99, 1e-8
+_ACCUMULATION = Option("gradient_accumulation_steps", 1, "calls of step() per update", check=integer)
 
 
+@show_options(
+    DEFAULT_RULE,
+    others={"betas": (0.9, BETA2), "weight_decay": WEIGHT_DECAY},
+    weight_decay=WEIGHT_DECAY,
+    nesterov=NESTEROV,
+    beta2=BETA2,
+    eps=EPS,
+)
 class FSDPMuonOptimizer(MuonOptimizer):
     """Muon for a model, wherever its parameters lie: FSDP2 in any layout, tensor parallel, DDP, or one device.
 
@@ -36,13 +48,9 @@ class FSDPMuonOptimizer(MuonOptimizer):
         model: the model, wrapped or not, before or after its first forward.
         params: what to optimize, in any form that `MuonOptimizer` takes; None for all trainable parameters.
         lr: learning rate of the matrices.
-        weight_decay: decoupled decay of matrices, embeddings and heads.
-        momentum: decay of the momentum buffer.
-        nesterov: look ahead by one step of momentum.
-        ns_steps: steps of the orthogonalizing iteration.
-        ns_stepsize: further factor of the orthogonalized update.
-        beta2: decay of the second moment of AdamW and of rule "normuon"; `adamw_betas` takes its place.
-        eps: added to the root of that moment; `adamw_eps` takes its place.
+        {options}
+        beta2: decay of the second moment, for rules that have one: "adamw" and "normuon".
+        eps: added to the root of that moment.
         gradient_accumulation_steps: N > 1 makes `step()` and `zero_grad()` do nothing on N - 1 of N calls while
             gradients add up in `p.grad`; the N-th uses their mean. Unscaling and clipping belong on the N-th.
             `model.zero_grad()` does clear gradients: use the optimizer's.
@@ -53,53 +61,55 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self,
         model: nn.Module,
         params: Params | None = None,
-        lr: float | Tensor = 0.02,
-        weight_decay: float = 0.01,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        ns_stepsize: float = 1.0,
-        beta2: float = 0.99,
-        eps: float = 1e-8,
+        lr: float | Tensor = UNSET,
+        *,
+        beta2: float = UNSET,
+        eps: float = UNSET,
         gradient_accumulation_steps: int = 1,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"FSDPMuonOptimizer needs the model itself, got {type(model).__name__}")
-        check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        _ACCUMULATION.validate(gradient_accumulation_steps)
         _refuse_unsupported(model)
         self._model: nn.Module | None = model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             options.setdefault("replicate_group", model.process_group)
-        options.setdefault("adamw_betas", (0.9, beta2))
-        options.setdefault("adamw_eps", eps)
-        options.setdefault("adamw_weight_decay", weight_decay)
-        super().__init__(
-            model if params is None else params,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-            ns_stepsize=ns_stepsize,
-            **options,
-        )
+        moments = {"beta2": beta2, "eps": eps}
+        self._moments = {name: value for name, value in moments.items() if value is not UNSET}
+        self._decay = options.get("weight_decay", WEIGHT_DECAY)
+        super().__init__(model if params is None else params, lr=lr, **options)
+        self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
         self._graph_is_alive = False  # whether the last forward was one that a backward may follow
         model.register_forward_hook(_ForwardNote(self))
 
+    def _class_defaults(self, rule: Rule) -> dict[str, Any]:
+        beta2 = self._moments.get("beta2", BETA2)
+        defaults: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": beta2, **self._moments}
+        if not rule.needs_matrices:
+            defaults["weight_decay"] = self._decay
+            self._given.taken |= {"weight_decay"} & self._given.options.keys()
+        if "betas" in rule.all_options:
+            defaults["betas"] = (rule.all_options["betas"].default[0], beta2)
+        for name, value in defaults.items():
+            if name in rule.all_options:
+                rule.all_options[name].validate(value, name if name != "betas" else "beta2")
+        return defaults
+
+    def _parameter_defaults(self, parameter: Tensor, rule: Rule) -> dict[str, Any]:
+        return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+    def _check_use_of_moments(self) -> None:
+        names = {option for rule in (*rules_of(self._all_routes()), self._other_rule) for option in rule.all_options}
+        for name in self._moments:
+            if name not in names and not (name == "beta2" and "betas" in names):
+                raise ValueError(
+                    f"FSDPMuonOptimizer: option {name!r} has no effect: no rule in use has a second moment"
+                )
+
     def _model_to_route_by(self) -> nn.Module | None:
         return self._model
-
-    def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
-        routes = super()._route(parameters, named, given)
-        decays = {"weight_decay", "adamw_weight_decay"}
-        return [
-            route
-            if parameter.ndim > 1 or decays & {*given, *dict(route.options)}  # the user's own word counts
-            else replace(route, options=(*route.options, ("adamw_weight_decay", 0.0)))
-            for parameter, route in zip(parameters, routes, strict=True)
-        ]
 
     @contextmanager
     def unshard_params(self) -> Iterator[None]:
@@ -145,7 +155,8 @@ class FSDPMuonOptimizer(MuonOptimizer):
                 module.reshard()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_model": None, "_graph_is_alive": False}
+        own = {"_model": None, "_graph_is_alive": False, "_moments": self._moments, "_decay": self._decay}
+        return {**super().__getstate__(), **own}
 
 
 class _ForwardNote:

@@ -1,38 +1,58 @@
-"""Which parameters of a plan are updated by fused launches, and the tables through which kernels find them.
-
-The tables are written anew at every step: gradients, states and weights may move between two steps, and
-lr may change, without anything being planned or captured again.
-"""
+"""Which parameters of a plan are updated by fused launches, and what their tables hold in a step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
-from operator import is_, or_
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from dataclasses import dataclass, field, replace
+from operator import is_
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from muon_fsdp.distributed import local
 from muon_fsdp.kernels import unusable
+from muon_fsdp.kernels.tables import (
+    FUSED_DTYPES,
+    ListSpec,
+    ListValues,
+    Tables,
+    TensorList,
+    make_chunks,
+    num_chunks,
+    pinned,
+)
+from muon_fsdp.matrix_state import MatrixStates
 from muon_fsdp.plan import Plan, Stage
 from muon_fsdp.rules import RULES
 
-if TYPE_CHECKING:
-    from muon_fsdp.kernels.triton_elementwise import TensorList
-
-FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
 
 
 @dataclass(frozen=True)
-class FusedStage:
-    """The fused lists of one stage, each with its group and the positions in it; none where nothing can be fused."""
+class FusedList:
+    """Parameters of one group that are updated by the same launches."""
 
-    lists: tuple[tuple[int, TensorList, tuple[int, ...]], ...] = ()
+    group: int
+    positions: tuple[int, ...]  # in the order of the table
+    tensors: TensorList
+    # Chunks of one factor each, and whether they are aligned; None where the rule does not multiply weights.
+    factor_chunks: tuple[Tensor, bool] | None = None
+
+    def with_factor_chunks(self) -> TensorList:
+        """Return the list cut so that every chunk has one factor."""
+        assert self.factor_chunks is not None
+        chunks, aligned = self.factor_chunks
+        # What is aligned as a whole may be cut otherwise.
+        return replace(self.tensors, chunks=chunks, aligned=self.tensors.aligned and aligned)
+
+
+@dataclass(frozen=True)
+class FusedStage:
+    """The fused lists of one stage; none where nothing can be fused."""
+
+    lists: tuple[FusedList, ...] = ()
     positions: frozenset[int] = frozenset()
     example: Tensor | None = None  # an empty tensor of the precision and device of its parameters
     # Where the partial norms of every matrix begin; None where the stage does not know whole matrices.
@@ -51,30 +71,23 @@ class FusedStage:
         return triton_norms.inverse_norms_of_partials(partials, self.first_partials)
 
 
-@dataclass(frozen=True)
-class _Members:
-    """One list, and the positions of its parameters in the order of its table."""
-
-    positions: list[int]
-    group: int
-    tensors: TensorList
-
-
 @dataclass
 class FusedStep:
     """Fused lists of all stages of a plan, for parameters of these precisions."""
 
     signature: Signature
     stages: list[FusedStage] = field(default_factory=list)
-    members: list[_Members] = field(default_factory=list)
     states: Sequence[Tensor] = ()  # of all parameters, when the lists were made
-    ints: Tensor | None = None
-    scalars: Tensor | None = None
+    tables: Tables | None = None
 
     @property
     def device(self) -> torch.device:
-        assert self.ints is not None
-        return self.ints.device
+        assert self.tables is not None
+        return self.tables.device
+
+    @property
+    def lists(self) -> Iterator[FusedList]:
+        return (each for stage in self.stages for each in stage.lists)
 
     def fits(
         self, shards: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], gradients: Mapping[int, Tensor]
@@ -103,47 +116,39 @@ class FusedStep:
         states: Sequence[Mapping[str, Tensor]],
         gradients: Mapping[int, Tensor],
         groups: Sequence[Mapping[str, Any]],
-        wanted: Mapping[int, Tensor],
+        updated: Mapping[int, Tensor],
         divisor: int,
     ) -> None:
         """Write where everything lies and what this step's numbers are; without a wait for the device."""
-        if self.ints is None or self.scalars is None:
+        if self.tables is None:
             return
-        refuse_capture(self.device)
-        ints: list[int] = []
-        scalars: list[float] = []
-        for member in self.members:
-            group, rule = groups[member.group], RULES[groups[member.group]["rule"]]
-            grads = [gradients.get(position) for position in member.positions]
-            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-            addresses += [shards[position].data_ptr() for position in member.positions]
-            for spec in rule.state:
-                addresses += [local(states[position][spec.name]).data_ptr() for position in member.positions]
-            member.tensors.aligned = member.tensors.aligned_chunks and reduce(or_, addresses) % 16 == 0
-            ints += addresses
-            ints += [int(grad is not None) for grad in grads]
-            lr = group["lr"]
-            numbers = [0.0 if lr_is_on_device(lr) else float(lr), group["weight_decay"], 1 / divisor]
-            numbers += rule.fused_scalars(group)
-            scalars += numbers + [0.0] * (len(member.tensors.scalars) - len(numbers))
-        self.ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)
-        self.scalars.copy_(pinned(scalars, torch.float32, self.device), non_blocking=True)
-        for member in self.members:
-            lr = groups[member.group]["lr"]
-            if lr_is_on_device(lr):
-                member.tensors.scalars[:1].copy_(lr.reshape(1))
-            shared = [index for index, position in enumerate(member.positions) if position in wanted]
-            if shared:  # what some rank has a gradient for counts on all of them
+        values = []
+        for each in self.lists:
+            group = groups[each.group]
+            kernels = RULES[group["rule"]].fused
+            assert kernels is not None
+            scalars = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / divisor, **kernels.scalars(group)}
+            values.append(
+                ListValues(
+                    [gradients.get(position) for position in each.positions],
+                    [shards[position] for position in each.positions],
+                    [[local(states[p][name]) for p in each.positions] for name in kernels.layout.states],
+                    group["lr"],
+                    scalars,
+                )
+            )
+        self.tables.fill(values)
+        for each in self.lists:
+            shared = [index for index, position in enumerate(each.positions) if position in updated]
+            if shared:  # what some rank has a gradient for is updated on all of them
                 where = pinned(shared, torch.int64, self.device).to(self.device, non_blocking=True)
-                flags = [wanted[member.positions[index]] for index in shared]
-                active = member.tensors.active
-                assert active is not None
-                active[where] = torch.stack(flags).to(torch.int64)
+                flags = [updated[each.positions[index]] for index in shared]
+                each.tensors.updated[where] = torch.stack(flags).to(torch.int64)
 
     @property
     def variant(self) -> object:
         """What launches depend on besides the tables."""
-        return tuple(member.tensors.aligned for member in self.members)
+        return tuple(each.tensors.aligned for each in self.lists)
 
 
 def signature_of(
@@ -164,10 +169,10 @@ def signature_of(
     for position, (shard, rule) in enumerate(zip(shards, rules, strict=True)):
         grad = gradients.get(position)
         if (
-            not rule.fused
+            rule.fused is None
             or position in excluded
             or shard.device != device
-            or not_fusable(shard, map(local, states[position].values()))
+            or not_fusable(shard, [local(states[position][name]) for name in rule.fused.layout.states])
         ):
             result.append(None)
         elif grad is None:  # as it was: whether there is a gradient changes no launch
@@ -198,108 +203,77 @@ def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
     return None
 
 
-def pinned(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the host, in memory that a GPU copies from without a wait."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Tables are copied from host memory that is used again: a graph around that would read what is there later."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("step() can't be part of a graph that you capture; MuonOptimizer has cuda_graph=True for it")
-
-
-def lr_is_on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
-    return isinstance(lr, Tensor) and lr.device.type != "cpu"
-
-
 def make_fused_step(
     plan: Plan,
     shards: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     signature: Signature,
+    matrices: MatrixStates | None,
 ) -> FusedStep:
+    """Sort the parameters that can be fused into lists, and make their tables."""
     step = FusedStep(signature)
     step.accept(states)
     if not any(signature):
         step.stages = [FusedStage() for _ in plan.stages]
         return step
-    lists: list[list[tuple[int, list[int]]]] = []  # per stage: group and positions
+    device = next(shards[i].device for i, known in enumerate(signature) if known is not None)
+    members: list[list[tuple[int, tuple[int, ...]]]] = []  # per stage, of every list: group and positions
+    partials: list[_Partials] = []
+    specs: list[ListSpec] = []
     for stage in plan.stages:
         by_kind: dict[tuple[int, Any], list[int]] = defaultdict(list)
         for group, positions in stage.positions_by_group:
             for position in positions:
                 if signature[position] is not None:
                     by_kind[(group, signature[position])].append(position)
-        lists.append([(group, positions) for (group, _), positions in by_kind.items()])
-    device = next(shards[i].device for i, known in enumerate(signature) if known is not None)
-    _lay_out(step, plan, lists, shards, device)
+        members.append([(group, tuple(positions)) for (group, _), positions in by_kind.items()])
+        partials.append(_Partials.of(stage, {position for _, positions in members[-1] for position in positions}))
+        specs += [
+            _list_spec(stage, positions, kind, shards, partials[-1], device) for (_, kind), positions in by_kind.items()
+        ]
+    step.tables = Tables(specs, device)
+    tensors = iter(step.tables.lists)
+    for of_stage, norms in zip(members, partials, strict=True):
+        lists = []
+        for group, positions in of_stage:
+            multiplies = matrices is not None and matrices.multiplies(positions[0])
+            chunks = matrices.factor_chunks(positions, device) if matrices is not None and multiplies else None
+            lists.append(FusedList(group, positions, next(tensors), chunks))
+        step.stages.append(_fused_stage(lists, shards, norms, device))
     return step
 
 
-def _lay_out(
-    step: FusedStep,
-    plan: Plan,
-    lists: Sequence[Sequence[tuple[int, list[int]]]],
+def _list_spec(
+    stage: Stage,
+    positions: Sequence[int],
+    precisions: tuple[torch.dtype, torch.dtype],
     shards: Sequence[Tensor],
+    partials: _Partials,
     device: torch.device,
-) -> None:
-    from muon_fsdp.kernels.triton_elementwise import FIRST_STATE, MAX_SCALARS, TensorList, make_chunks
-
-    rows = {stage.rule: FIRST_STATE + len(RULES[stage.rule].state) for stage in plan.stages}
-    num_ints = sum(
-        (rows[stage.rule] + 1) * len(positions)
-        for stage, of_stage in zip(plan.stages, lists, strict=True)
-        for _, positions in of_stage
+) -> ListSpec:
+    kernels = RULES[stage.rule].fused
+    assert kernels is not None
+    numels = [shards[position].numel() for position in positions]
+    chunks, aligned = make_chunks(
+        numels,
+        [partials.matrix_numel.get(i, numel) for i, numel in zip(positions, numels, strict=True)],
+        [partials.first.get(position, 0) for position in positions],
+        device,
     )
-    num_lists = sum(map(len, lists))
-    step.ints = torch.zeros(num_ints, dtype=torch.int64, device=device)
-    step.scalars = torch.zeros(num_lists * MAX_SCALARS, dtype=torch.float32, device=device)
-    first_int = first_scalar = 0
-    for stage, of_stage in zip(plan.stages, lists, strict=True):
-        fused = [position for _, positions in of_stage for position in positions]
-        partials = _Partials.of(stage, set(fused))
-        members = []
-        for group, positions in of_stage:
-            numels = [shards[position].numel() for position in positions]
-            chunks, aligned = make_chunks(
-                numels,
-                [partials.matrix_numel.get(i, numel) for i, numel in zip(positions, numels, strict=True)],
-                [partials.first.get(position, 0) for position in positions],
-                device,
-            )
-            slots = [stage.shard_slots[position].offset for position in positions]
-            num_rows, count = rows[stage.rule], len(positions)
-            stop = first_int + num_rows * count
-            precisions = step.signature[positions[0]]
-            assert precisions is not None
-            tensors = TensorList(
-                num_tensors=count,
-                parameter_dtype=precisions[0],
-                gradient_dtype=precisions[1],
-                chunks=chunks,
-                slots=torch.tensor(slots, dtype=torch.int64, device=device),
-                aligned_chunks=aligned,
-                addresses=step.ints[first_int:stop].view(num_rows, count),
-                active=step.ints[stop : stop + count],
-                scalars=step.scalars[first_scalar : first_scalar + MAX_SCALARS],
-            )
-            step.members.append(_Members(positions, group, tensors))
-            members.append((group, tensors, tuple(positions)))
-            first_int, first_scalar = stop + count, first_scalar + MAX_SCALARS
-        first_partials = None
-        if partials.first_of_matrix:
-            first_partials = torch.tensor(partials.first_of_matrix, dtype=torch.int32, device=device)
-        step.stages.append(
-            FusedStage(
-                tuple(members),
-                frozenset(fused),
-                shards[fused[0]].new_empty(0) if fused else None,
-                first_partials,
-                partials.count,
-            )
-        )
+    slots = [stage.shard_slots[position].offset for position in positions]
+    slots_on_device = torch.tensor(slots, dtype=torch.int64, device=device)
+    return ListSpec(kernels.layout, len(positions), *precisions, chunks, aligned, slots_on_device)
+
+
+def _fused_stage(
+    lists: Sequence[FusedList], shards: Sequence[Tensor], partials: _Partials, device: torch.device
+) -> FusedStage:
+    positions = [position for each in lists for position in each.positions]
+    first_partials = None
+    if partials.first_of_matrix:
+        first_partials = torch.tensor(partials.first_of_matrix, dtype=torch.int32, device=device)
+    example = shards[positions[0]].new_empty(0) if positions else None
+    return FusedStage(tuple(lists), frozenset(positions), example, first_partials, partials.count)
 
 
 @dataclass(frozen=True)
@@ -313,8 +287,6 @@ class _Partials:
 
     @classmethod
     def of(cls, stage: Stage, fused: set[int]) -> _Partials:
-        from muon_fsdp.kernels.triton_elementwise import num_chunks
-
         positions = [position for _, members in stage.positions_by_group for position in members]
         views = {unit.position: unit.view for unit in stage.units}
         if (

@@ -2,45 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from muon_fsdp.options import ADAMW_OPTIONS, SCHEDULED_LRS, canonical
+from muon_fsdp.option import Option, UnknownOptionError, canonical, suggestion
+from muon_fsdp.options import FOREIGN_KEYS, MICRO_STEP, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.routing import Route, clean_name
-from muon_fsdp.rules import RULES
+from muon_fsdp.rules import RULES, Rule, rule_named
 
 Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Group: TypeAlias = dict[str, Any]
 
 
-def options_of(
-    route: Route,
-    given: Mapping[str, Any],
-    all_routes: Sequence[Route],
-    defaults: Mapping[str, Any],
-    adamw_defaults: Mapping[str, Any],
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+@dataclass
+class Source:
+    """Options that a user gave in one place, and which of them some parameter has taken.
+
+    An option belongs to the matrices of the place that have it, else to its other parameters. With the name of a rule
+    before it, as in `adamw_lr`, it belongs to the parameters of that element-wise rule.
+    """
+
+    where: str  # for errors: "MuonOptimizer", "a parameter group", "overrides['fc.*']"
+    options: dict[str, Any]
+    is_constructor: bool = False  # options of element-wise rules need their prefix there
+    taken: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.options if not options_called(name)]
+        if unknown:
+            known = {option for rule in RULES.values() for option in rule.all_options}
+            names = ", ".join(repr(name) for name in unknown)
+            near = suggestion(unknown[0], sorted({*known, *_prefixed_names()}))
+            raise UnknownOptionError(f"Unknown option {names} in {self.where}{near}")
+
+    def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
+        """Return what this place says to parameters of a rule, beside those of the other rules of the place."""
+        result: dict[str, Any] = {}
+        for name, value in self.options.items():
+            own = self._own_name(name, rule, beside)
+            if own is None:
+                continue
+            if own in result:
+                raise ValueError(
+                    f"{self.where}: {own!r} and {prefixed(rule, own)!r} mean the same where no parameter takes a "
+                    "matrix rule; pass one of them"
+                )
+            self._validate(rule.all_options[own], value, name)
+            result[own] = value
+            self.taken.add(name)
+        return result
+
+    def _own_name(self, name: str, rule: Rule, beside: Sequence[Rule]) -> str | None:
+        """Return the option of the rule that a name of this place stands for, or None."""
+        if not rule.needs_matrices:
+            for option in rule.all_options:
+                if name == prefixed(rule, option):
+                    return option
+            if self.is_constructor or any(other.needs_matrices and name in other.all_options for other in beside):
+                return None
+        return name if name in rule.all_options else None
+
+    def _validate(self, option: Option, value: Any, name: str) -> None:
+        try:
+            option.validate(value, name)
+        except (TypeError, ValueError) as error:
+            if self.is_constructor:
+                raise
+            raise type(error)(f"{self.where}: {error}") from None
+
+    def require_taken(self, rules: Iterable[Rule], lenient: Callable[[str], bool] = lambda name: False) -> None:
+        """Raise if an option had no effect, because no parameter of the place has a rule that has it."""
+        rules = list(dict.fromkeys(rules))
+        for name in self.options:
+            if name in self.taken or lenient(name):
+                continue
+            for rule in rules:
+                if name in rule.hints:
+                    raise ValueError(f"{self.where}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
+            used = ", ".join(repr(rule.name) for rule in rules) or "none"
+            instead = next((prefixed(r, name) for r in rules if not r.needs_matrices and name in r.all_options), None)
+            advice = f"; pass {instead!r}" if instead else ""
+            owners = ", ".join(repr(rule.name) for rule in options_called(name))
+            raise ValueError(
+                f"{self.where}: option {name!r} has no effect{advice}: it belongs to rule {owners}, and the rules in "
+                f"use are {used}"
+            )
+
+
+def options_called(name: str) -> list[Rule]:
+    """Return the rules that have an option of this name, bare or with the name of the rule before it."""
+    return [
+        rule
+        for rule in RULES.values()
+        if name in rule.all_options
+        or (not rule.needs_matrices and any(name == prefixed(rule, option) for option in rule.all_options))
+    ]
+
+
+def prefixed(rule: Rule, option: str) -> str:
+    """Return the name of an element-wise rule's option beside matrices: `adamw_lr`."""
+    return f"{rule.name}_{option}"
+
+
+def _prefixed_names() -> list[str]:
+    return [prefixed(rule, option) for rule in RULES.values() if not rule.needs_matrices for option in rule.all_options]
+
+
+def resolve(
+    rule: Rule,
+    class_defaults: Mapping[str, Any],
+    parameter_defaults: Mapping[str, Any],
+    sources: Sequence[tuple[Source, Sequence[Rule]]],  # from the least to the most specific, with the rules beside
 ) -> Group:
-    """The options of a new group, from the least to the most specific source."""
-    override = dict(route.options)
-    if RULES[route.rule].orthogonalizes:
-        # betas and eps too, though Muon has no use for them: every group has every key, as checkpoints need.
-        sources = [adamw_defaults, defaults, given, override]
-    else:
-        same_override = [other for other in all_routes if other.options == route.options]
-        sources = [
-            defaults,
-            adamw_defaults,
-            _of_adamw(given, beside_matrices=any_orthogonalizes(all_routes)),
-            _of_adamw(override, beside_matrices=any_orthogonalizes(same_override)),
-        ]
-    options: Group = {}
-    for source in sources:
-        options.update({key: value for key, value in source.items() if key not in ADAMW_OPTIONS})
-    options["rule"] = route.rule
-    options["micro_step"] = 0  # calls of step() since the last that updated; saved with the group
-    return canonical(options)
+    """Return the options of parameters of one rule."""
+    options: Group = {name: option.default for name, option in rule.all_options.items()}
+    options.update({name: value for name, value in class_defaults.items() if name in options})
+    for index, (source, beside) in enumerate(sources):
+        options.update(source.of(rule, beside))
+        if index == 0:  # weaker than what a group or an override says
+            options.update(parameter_defaults)
+    return {"rule": rule.name, **canonical(options)}
+
+
+def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the keys of a user's group into options, and what torch and its schedulers have put there."""
+    foreign = {key: value for key, value in given.items() if key in FOREIGN_KEYS}
+    options = {key: value for key, value in given.items() if key not in foreign and key != "rule"}
+    if "rule" in given:
+        rule = rule_named(given["rule"])
+        # A cyclic scheduler writes momentum into every group, whatever its rule.
+        if "momentum" not in rule.all_options and any(key in foreign for key in SCHEDULED_MOMENTA):
+            foreign |= {"momentum": options.pop("momentum")} if "momentum" in options else {}
+    foreign.pop(MICRO_STEP, None)
+    return options, foreign
+
+
+def scheduled_lrs(foreign: Mapping[str, Any], given_lr: Any, lr: Any) -> dict[str, float]:
+    """Return `initial_lr` and the like for a part of a group whose lr is not the one that the group was given with.
+
+    They keep their ratio to lr, so a scheduler that resumes finds what it needs in every group.
+    """
+    keys = [key for key in SCHEDULED_LRS if key in foreign]
+    if not keys or given_lr is None or float(given_lr) == float(lr):
+        return {key: foreign[key] for key in keys}
+    ratio = {key: float(foreign[key]) / float(given_lr) if float(given_lr) else 1.0 for key in keys}
+    return {key: float(lr) * ratio[key] for key in keys}
+
+
+# ----------------------------------------------------------------------------------------------------------- parameters
 
 
 def as_torch_params(params: Params) -> Any:
@@ -92,17 +207,6 @@ def check_parameter(name: str, parameter: object) -> None:
         raise ValueError(f"parameter {name!r} is not a leaf tensor and can't be optimized")
 
 
-def adamw_options(options: Mapping[str, Any]) -> Group:
-    return {ADAMW_OPTIONS[key]: value for key, value in options.items() if key in ADAMW_OPTIONS}
-
-
-def _of_adamw(options: Mapping[str, Any], *, beside_matrices: bool) -> Group:
-    """What the options of a group mean for its AdamW parameters: lr and weight_decay are those of the matrices."""
-    of_matrices = ("lr", "weight_decay", *SCHEDULED_LRS) if beside_matrices else ()
-    own = {key: value for key, value in options.items() if key not in of_matrices}
-    own.update(adamw_options(options))
-    return own
-
-
-def any_orthogonalizes(routes: Iterable[Route]) -> bool:
-    return any(RULES[route.rule].orthogonalizes for route in routes)
+def rules_of(routes: Iterable[Route]) -> list[Rule]:
+    """Return the rules of some parameters, each once."""
+    return [RULES[name] for name in dict.fromkeys(route.rule for route in routes)]

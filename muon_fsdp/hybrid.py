@@ -12,6 +12,7 @@ from muon_fsdp.optimizer import MuonOptimizer
 def create_hybrid_optimizer(
     model: nn.Module,
     muon_lr: float | Tensor = 0.02,
+    *,
     adamw_lr: float | Tensor = 1e-3,
     adamw_weight_decay: float = 0.01,
     **options: Any,
@@ -30,5 +31,5 @@ def create_hybrid_optimizer(
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_hybrid_optimizer needs the model itself, got {type(model).__name__}")
     if "lr" in options:
-        raise TypeError("create_hybrid_optimizer has two learning rates: say muon_lr and adamw_lr instead of lr")
+        raise TypeError("create_hybrid_optimizer has two learning rates: pass muon_lr and adamw_lr instead of lr")
     return MuonOptimizer(model, lr=muon_lr, adamw_lr=adamw_lr, adamw_weight_decay=adamw_weight_decay, **options)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -18,48 +18,27 @@ from muon_fsdp.distributed import News, agree, difference, layouts_of, local, lo
 from muon_fsdp.groups import (
     Group,
     Params,
-    adamw_options,
-    any_orthogonalizes,
+    Source,
     as_torch_params,
     check_parameter,
     names_and_parameters,
-    options_of,
+    resolve,
+    rules_of,
+    scheduled_lrs,
+    split_foreign,
 )
 from muon_fsdp.kernels import on_device
-from muon_fsdp.options import (
-    FOREIGN_KEYS,
-    EngineOptions,
-    NonFinite,
-    canonical,
-    check_group,
-    check_option_names,
-)
+from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
-from muon_fsdp.rules import RULES
-from muon_fsdp.scaling import update_scale
-from muon_fsdp.spectral import target_radius
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, MatrixBatch, Rule, rule_named
+from muon_fsdp.signature import UNSET, show_options
 from muon_fsdp.views import MatrixView, matrix_view
 
-# Options of a group on which the plan depends; lr, momentum and the like are read when they are used.
-_PLANNED_OPTIONS = (
-    "rule",
-    "view",
-    "num_heads",
-    "split_sizes",
-    "orthogonalization",
-    "ns_steps",
-    "scale",
-    "ns_stepsize",
-    "power_iteration_steps",
-    "lambda_mode",
-)
 
-NO_SCALE = "rule 'spectral_sphere' has no scale: the radius of a matrix takes its place (radius_mode, radius_scaler)"
-
-
+@show_options(DEFAULT_RULE)
 class MuonOptimizer(torch.optim.Optimizer):
     """Muon for matrices and AdamW for the rest, as one optimizer.
 
@@ -77,72 +56,29 @@ class MuonOptimizer(torch.optim.Optimizer):
     rule, matrices first, so every group has one `rule`, one `lr` and one `weight_decay` that can be seen and
     scheduled. In a group of your own that holds AdamW parameters only, `lr` and `weight_decay` are theirs.
 
+    Options belong to rules. Those of the rule of matrices are passed by their names, those of the element-wise rule
+    with its name before them (`adamw_lr`), and those of a rule that you registered likewise. An option that no rule in
+    use has is an error, here, in groups and in overrides.
+
     Args:
         params: a model, one tensor, tensors, named tensors, or groups with options.
         lr: learning rate of the matrices, a float or a one-element tensor.
-        momentum: decay of the momentum buffer, in [0, 1).
-        weight_decay: decoupled weight decay of the matrices, times the unscaled lr.
-        nesterov: look ahead by one step of momentum.
-        ns_steps: steps of the orthogonalizing iteration, at least 1.
-        rule: the rule for matrices, "muon", "normuon", "spectral_sphere" or "adamw".
-        scale: size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)),
-            "v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number.
-        orthogonalization: coefficients "default", "keller", "polar_express", "quintic", or "exact" (SVD, slow).
-        view: how a parameter is read as matrices: "auto", "matrix", "stacked", "flatten", "attn".
-        num_heads: cut the rows of every matrix into this many equal matrices; None leaves it whole.
-        split_sizes: cut the rows of every matrix into matrices of these heights, as of a fused QKV; None leaves it
-            whole. Not together with num_heads.
-        ns_stepsize: further factor of the orthogonalized update.
-        power_iteration_steps: of rule "spectral_sphere", as are the next five; see `SpectralSphereOptimizer`.
-        radius_mode: see there.
-        radius_scaler: see there.
-        retract_mode: see there.
-        retract_alpha: see there.
-        lambda_mode: see there.
-        adamw_lr: learning rate of what AdamW takes.
-        adamw_betas: decay of its first and second moment; the second is that of "normuon" too.
-        adamw_eps: added to the root of its second moment, and of that of "normuon".
-        adamw_weight_decay: its decoupled weight decay.
-        nonfinite: what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise".
-            The last two look at the gradients before anything is changed, which waits for the device.
-        strategy: for sharded matrices: "owner" computes each once in the whole job, "replicate" on every rank,
-            "auto" lets the planner choose.
-        comm_dtype: precision of updates before they are orthogonalized, in memory and between ranks; None is
-            bfloat16 on GPUs and float32 on CPUs.
-        max_stage_bytes: bytes of updates that are worked on at a time; temporary memory is a few times this.
-        cuda_graph: capture the step once and replay it, which takes the host a fraction of a millisecond. Gradients
-            may move and options may change between steps; temporary memory stays reserved.
-        strict: refuse a matrix that lands in AdamW by a guess, and a model of which nothing lands in Muon.
+        {options}
+        rule: the rule of matrices: "muon", "normuon", "spectral_sphere", "adamw", or one that you registered.
+        other_rule: the element-wise rule of all other parameters.
+        {engine}
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
         replicate_group: process group over which plain parameters are replicas (DDP): the work is split over it.
+        options: those of other rules, by name.
     """
 
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 0.02,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        ns_steps: int = 5,
+        lr: float | Tensor = UNSET,
         *,
-        rule: str = "muon",
-        scale: str | float = "v2",
-        orthogonalization: str = "default",
-        view: str = "auto",
-        num_heads: int | None = None,
-        split_sizes: Sequence[int] | None = None,
-        ns_stepsize: float = 1.0,
-        power_iteration_steps: int = 10,
-        radius_mode: str = "spectral_mup",
-        radius_scaler: float = 1.0,
-        retract_mode: str = "hard",
-        retract_alpha: float = 0.05,
-        lambda_mode: str = "bracketed",
-        adamw_lr: float | Tensor = 3e-4,
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
-        adamw_weight_decay: float = 0.0,
+        rule: str = DEFAULT_RULE,
+        other_rule: str = DEFAULT_OTHER_RULE,
         nonfinite: NonFinite = "propagate",
         strategy: Strategy = "auto",
         comm_dtype: torch.dtype | None = None,
@@ -151,63 +87,81 @@ class MuonOptimizer(torch.optim.Optimizer):
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "rule": rule,
-            "scale": scale,
-            "orthogonalization": orthogonalization,
-            "view": view,
-            "num_heads": num_heads,
-            "split_sizes": split_sizes,
-            "ns_stepsize": ns_stepsize,
-            "power_iteration_steps": power_iteration_steps,
-            "radius_mode": radius_mode,
-            "radius_scaler": radius_scaler,
-            "retract_mode": retract_mode,
-            "retract_alpha": retract_alpha,
-            "lambda_mode": lambda_mode,
-        }
-        adamw_defaults = {
-            "adamw_lr": adamw_lr,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-            "adamw_weight_decay": adamw_weight_decay,
-        }
-        check_group(defaults)
-        check_group(adamw_defaults)
-        if rule == "adamw" and (lr != 0.02 or weight_decay != 0):
-            raise ValueError("with rule='adamw' nothing takes lr or weight_decay: say adamw_lr and adamw_weight_decay")
-        if RULES[rule].spherical and scale != "v2":
-            raise ValueError(NO_SCALE)
-        # Not in `defaults`: torch's cyclic schedulers would then move betas instead of the momentum of matrices.
-        self._adamw_defaults = canonical(adamw_options(adamw_defaults))
+        self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
+        if self._other_rule.needs_matrices:
+            raise ValueError(f"other_rule={other_rule!r} works on whole matrices: it needs an element-wise rule")
+        given = {} if lr is UNSET else {"lr": lr}
+        self._given = Source(type(self).__name__, {**given, **options}, is_constructor=True)
         self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
         if replicate_group is not None and dist.get_rank(replicate_group) < 0:
             raise ValueError("replicate_group must contain this rank")
         self._replicate_group = replicate_group
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
-        self._router = Router(overrides, model)
+        self._router = Router(overrides, model, other_rule)
+        self._overrides = {
+            pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
+            for pattern, options in self._router.overrides.items()
+        }
         self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         self._skipped_steps = 0
-        self._sphere_counters: dict[str, Tensor] = {}
+        self._totals: dict[tuple[str, str], Tensor] = {}  # of diagnostics, by rule and name
         self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
-        super().__init__(as_torch_params(params), canonical(defaults))
+        defaults = self._resolved(self._rule)  # what torch's schedulers look at: a cyclic one moves momentum
+        self._given.taken.clear()  # by parameters, so far
+        super().__init__(as_torch_params(params), defaults)
         self._router.forget_model()
+        self._check_use_of_options()
         if self._router.unused_patterns:
             self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
-        self._say_what_decay_does()
-        if strict and not any_orthogonalizes(self._all_routes()):
+        for message in dict.fromkeys(text for g in self.param_groups for text in RULES[g["rule"]].warnings(g)):
+            self._router.warnings.append(message)
+            warnings.warn(message, stacklevel=3)
+        if strict and not any(rule.needs_matrices for rule in rules_of(self._all_routes())):
             raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
 
+    @property
+    def _rule(self) -> Rule:
+        """The rule of matrices, where no group or override names another."""
+        return RULES[self._rule_name]
+
+    @property
+    def _other_rule(self) -> Rule:
+        return RULES[self._other_rule_name]
+
+    def _class_defaults(self, rule: Rule) -> dict[str, Any]:
+        """Return the defaults that a subclass gives to the options of a rule."""
+        return {}
+
+    def _parameter_defaults(self, parameter: Tensor, rule: Rule) -> dict[str, Any]:
+        """Return the options that a subclass gives to a parameter unless its group or an override says otherwise."""
+        return {}
+
+    def _resolved(
+        self, rule: Rule, route: Route | None = None, sources: Sequence[tuple[Source, Sequence[Rule]]] = ()
+    ) -> Group:
+        """Return the options of parameters of one rule, given what their group and an override say."""
+        defaults = dict(route.defaults) if route is not None else {}
+        return resolve(rule, self._class_defaults(rule), defaults, [(self._given, ()), *sources])
+
+    def _check_use_of_options(self) -> None:
+        """Raise for an option that had no effect on any parameter."""
+        # The element-wise rule is in use even if no parameter takes it yet: one may be added later.
+        prefix = f"{self._other_rule.name}_"
+        rules = [RULES[group["rule"]] for group in self.param_groups]
+        self._given.require_taken(
+            [*rules, self._rule, self._other_rule],
+            lambda name: name.startswith(prefix) and name.removeprefix(prefix) in self._other_rule.all_options,
+        )
+        for pattern, source in self._overrides.items():
+            if pattern not in self._router.unused_patterns:
+                source.require_taken(rules_of(route for route in self._all_routes() if route.pattern == pattern))
+
     def _model_to_route_by(self) -> nn.Module | None:
-        """The model whose modules say more of `params` than they do themselves; a subclass may have one."""
+        """Return the model whose modules decide about the rules of `params`; a subclass may have one."""
         return None
 
     # ------------------------------------------------------------------ groups
@@ -215,52 +169,82 @@ class MuonOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
-        Keys are the per-group options, `adamw_*` for the AdamW parameters of a mixed group, and `name`. A key that is
-        none of these, or of torch's schedulers, is refused.
+        Keys are `rule`, options of the rules that its parameters take, and `name`. In a group with matrices, options
+        of the others have the name of their rule before them (`adamw_lr`). A key that has no effect is refused.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if key != "params"}
-        check_option_names(given, "a parameter group", foreign=FOREIGN_KEYS)
-        check_group(given)
+        options, foreign = split_foreign(given)
+        source = Source("a parameter group", options)
         named, parameters = names_and_parameters(param_group)
         routes = self._route(parameters, named, given)
-        if any(
-            RULES[route.rule].spherical and ("scale" in given or "scale" in dict(route.options)) for route in routes
-        ):
-            raise ValueError(NO_SCALE)
-        members: dict[tuple[bool, str, str], list[int]] = defaultdict(list)
-        for index, route in enumerate(routes):
-            members[(not RULES[route.rule].orthogonalizes, route.rule, repr(route.options))].append(index)
-        # torch wants names in all groups or in none; the routes have one for every parameter.
-        keep_names = "param_names" in self.param_groups[0] if self.param_groups else named is not None
-        new_groups: list[tuple[Group, list[Route]]] = []
-        for key in sorted(members, key=lambda key: (key[0], members[key][0])):  # matrices first, else as given
-            indices = members[key]
-            group = options_of(routes[indices[0]], given, routes, self.defaults, self._adamw_defaults)
-            if isinstance(group["lr"], Tensor) and any(
-                other["lr"] is group["lr"] for other in (*self.param_groups, *(new for new, _ in new_groups))
-            ):
-                group["lr"] = group["lr"].clone()  # schedulers write to it in place, group by group
-            group["params"] = [parameters[i] for i in indices]
-            if keep_names:
-                group["param_names"] = [named[i] if named else routes[i].name for i in indices]
-            else:
-                group.pop("param_names", None)
-            new_groups.append((group, [routes[i] for i in indices]))
+        new_groups = [
+            self._new_group(group, [parameters[i] for i in indices], [routes[i] for i in indices], source, foreign)
+            for group, indices in self._split(routes, source)
+        ]
         if not routes:  # as torch does, keep a group without parameters
-            rule = given.get("rule", self.defaults["rule"])
-            options = options_of(Route("", rule, ""), given, [], self.defaults, self._adamw_defaults)
-            new_groups.append(({**options, "params": []}, []))
+            rule = rule_named(given["rule"]) if "rule" in given else self._rule
+            group = self._resolved(rule, None, [(source, ())])
+            new_groups = [self._new_group(group, [], [], source, foreign)]
+        source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for group, group_routes in new_groups:  # views are checked before anything is changed
             self._views(group, group_routes)
+        self._name_all_groups(new_groups, named is not None)
         for group, group_routes in new_groups:
+            if isinstance(group["lr"], Tensor) and any(other["lr"] is group["lr"] for other in self.param_groups):
+                group["lr"] = group["lr"].clone()  # schedulers write to it in place, group by group
+            # torch fills in its defaults, which are those of the matrix rule.
+            missing = [key for key in self.defaults if key not in group]
             super().add_param_group(group)
+            for key in missing:
+                del group[key]
             self._routes.append(group_routes)
 
+    def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int]]]:
+        """Divide the parameters of a user's group by their options: matrices first, else as given."""
+        rules = rules_of(routes)
+        members: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        resolved: dict[tuple[object, ...], Group] = {}
+        known: dict[tuple[object, ...], tuple[object, ...]] = {}
+        for index, route in enumerate(routes):
+            kind = (route.rule, route.pattern, route.defaults)
+            if kind not in known:
+                sources: list[tuple[Source, Sequence[Rule]]] = [(source, rules)]
+                override = self._overrides.get(route.pattern) if route.pattern is not None else None
+                if override is not None:
+                    beside = rules_of(other for other in routes if other.pattern == route.pattern)
+                    sources.append((override, beside))
+                options = self._resolved(RULES[route.rule], route, sources)
+                said = repr(override.of(RULES[route.rule], beside)) if override is not None else ""
+                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), said)
+                resolved[known[kind]] = options
+            members[known[kind]].append(index)
+        ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
+        return [(resolved[key], members[key]) for key in ordered]
+
+    def _new_group(
+        self,
+        options: Group,
+        parameters: list[Tensor],
+        routes: list[Route],
+        source: Source,
+        foreign: Mapping[str, Any],
+    ) -> tuple[Group, list[Route]]:
+        kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
+        lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
+        return {**options, **kept, **lrs, MICRO_STEP: 0, "params": parameters}, routes
+
+    def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
+        """Give all groups names if some have any: torch wants names in all groups or in none."""
+        if not (named or any("param_names" in group for group in self.param_groups)):
+            return
+        for group, routes in (*zip(self.param_groups, self._routes, strict=True), *new_groups):
+            group.setdefault("param_names", [route.given_name or route.name for route in routes])
+
     def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
-        rule = given.get("rule", self.defaults["rule"])
-        explicit = "rule" in given or not RULES[rule].orthogonalizes
+        rule = rule_named(given["rule"]) if "rule" in given else self._rule
+        explicit = "rule" in given or not rule.needs_matrices
         first = sum(map(len, self._routes))
         taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
         routes = []
@@ -274,30 +258,21 @@ class MuonOptimizer(torch.optim.Optimizer):
             has_name = model_name is not None or named is not None
             if self._router.overrides and not has_name:
                 raise ValueError("overrides need names: pass the model, or model.named_parameters()")
-            route = self._router.route(parameter, name, named=has_name, rule=rule, rule_is_explicit=explicit)
+            route = self._router.route(parameter, name, named=has_name, rule=rule.name, rule_is_explicit=explicit)
             if self._engine.strict and route.guessed:
                 raise ValueError(
                     f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would take rule {route.rule!r} "
-                    f"by a guess ({route.reason}); say overrides={{{name!r}: {route.rule!r}}} or {{{name!r}: 'muon'}}"
+                    f"by a guess ({route.reason}); pass overrides={{{name!r}: {route.rule!r}}} or "
+                    f"{{{name!r}: {rule.name!r}}}"
                 )
-            routes.append(route)
+            defaults = tuple(self._parameter_defaults(parameter, RULES[route.rule]).items())
+            given_name = named[index] if named else None
+            routes.append(replace(route, defaults=defaults, given_name=given_name))
         return routes
-
-    def _say_what_decay_does(self) -> None:
-        if any(
-            RULES[group["rule"]].spherical and group["retract_mode"] == "hard" and group["weight_decay"] != 0
-            for group in self.param_groups
-        ):
-            message = (
-                "weight_decay does nothing to matrices under retract_mode='hard': they are brought back to their "
-                "sphere at every step. Say weight_decay=0, or retract_mode='dynamic'."
-            )
-            self._router.warnings.append(message)
-            warnings.warn(message, stacklevel=3)
 
     def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
         """How every parameter of a group is read as matrices; None under an element-wise rule."""
-        if not RULES[group["rule"]].orthogonalizes:
+        if not RULES[group["rule"]].needs_matrices:
             return [None] * len(routes)
         return [
             matrix_view(
@@ -329,7 +304,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         for group, routes in zip(self.param_groups, self._routes, strict=True):
             for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
                 shapes = sorted({(rows, cols) for _, rows, cols in view.block_shapes}) if view else []
-                scales = ", ".join(f"{_scale_of(group, *shape):.4g}" for shape in shapes)
+                sizes = [RULES[group["rule"]].update_scale(group, *shape) for shape in shapes]
+                scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
                 reason = route.reason if route.rule == group["rule"] else "rule of the group was changed"
                 rows.append(RoutingRow(route.name, tuple(parameter.shape), group["rule"], reason, scales))
         return RoutingReport((*rows, *self._frozen_rows), tuple(self._router.warnings))
@@ -371,9 +347,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         if self._admits(decision):
             states = [self.state[parameter] for parameter in planned.parameters]
             with on_device(local(planned.parameters[0]).device) if planned.parameters else nullcontext():
-                planned.run(self.param_groups, states, gradients, decision.wanted, self._accumulation_steps)
-                if planned.sphere is not None:
-                    planned.sphere.count(self._sphere_counters)
+                planned.run(self.param_groups, states, gradients, decision.updated, self._accumulation_steps)
+                if planned.matrices is not None:
+                    planned.matrices.count(self._totals)
         return loss
 
     def _still_accumulates(self) -> bool:
@@ -399,11 +375,12 @@ class MuonOptimizer(torch.optim.Optimizer):
             if grad is None:
                 continue
             if grad.layout != torch.strided:
-                if rule.orthogonalizes:
+                if rule.needs_matrices:
                     raise RuntimeError(
                         "Sparse gradients are not supported by Muon optimizer: parameter "
-                        f"{self._all_routes()[position].name!r} has one. Let AdamW take it: "
-                        "create_hybrid_optimizer(model) does so for embeddings; or give it a group with rule='adamw'."
+                        f"{self._all_routes()[position].name!r} has one. Give it an element-wise rule: "
+                        "create_hybrid_optimizer(model) does so for embeddings; or give it a group with "
+                        f"rule={self._other_rule.name!r}."
                     )
                 grad = grad.to_dense()
             gradients[position] = local_gradient(parameter, grad)
@@ -417,7 +394,8 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def _create_state(self) -> None:
         for group, routes in zip(self.param_groups, self._routes, strict=True):
-            specs, names = RULES[group["rule"]].state, {spec.name for spec in RULES[group["rule"]].state}
+            specs = RULES[group["rule"]].all_state
+            names = {spec.name for spec in specs}
             if all(names <= self.state[parameter].keys() for parameter in group["params"]):
                 continue
             for parameter, view in zip(group["params"], self._views(group, routes), strict=True):
@@ -443,7 +421,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             news[News.NOT_FINITE] = not_finite
         news[News.NOT_INERT] = not inert
         news[News.SEVERAL_SETS] = len(planned.shared) > 1
-        wanted: dict[int, Tensor] = {}
+        updated: dict[int, Tensor] = {}
         # On a GPU, looking at every step would stall it.
         looks = planned.shared and (
             not planned.compared or all(local(p).device.type == "cpu" for p in planned.parameters)
@@ -459,7 +437,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 has_gradient = [position in gradients for position in positions]
                 decision = agree(ranks, planned.fingerprints[ranks], news, has_gradient, device)
                 news = decision.news.clone()
-                wanted.update(zip(positions, decision.has_gradient, strict=True))
+                updated.update(zip(positions, decision.has_gradient, strict=True))
                 if looks and not second_round:
                     # From what all ranks of the set were told alike: they must agree about the second round too.
                     planned.overlaps[ranks] = bool(decision.news[News.SEVERAL_SETS])
@@ -469,7 +447,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         if planned.shared and looks and news[News.DISAGREEMENT]:
             details = [difference(ranks, planned.descriptions[ranks]) for ranks in disagreeing]
             raise RuntimeError(f"Ranks disagree about what to optimize: {'; '.join(details) or 'other ranks do'}")
-        return _Agreed(wanted, largest, news, inert=inert and not bool(news[News.NOT_INERT]))
+        return _Agreed(updated, largest, news, inert=inert and not bool(news[News.NOT_INERT]))
 
     def _admits(self, agreed: _Agreed) -> bool:
         """Apply the policy for gradients that are not finite: whether to go on with this step."""
@@ -493,17 +471,16 @@ class MuonOptimizer(torch.optim.Optimizer):
         """The plan, made anew when parameters or options have been exchanged since the last step."""
         parameters = self._parameters()
         self._all_routes()  # refuses groups that no longer fit
-        options = tuple(
-            (
-                *(group[name] for name in _PLANNED_OPTIONS),
-                (group["betas"], group["eps"]) if RULES[group["rule"]].normalizes_rows else None,
-            )
-            for group in self.param_groups
-        )
-        key = (options, tuple((id(p), p.dtype, p.device) for p in parameters))
+        rules = [RULES[group["rule"]] for group in self.param_groups]
+        options = [
+            (rule, *[group.get(name) for name in rule.plan_names])
+            for rule, group in zip(rules, self.param_groups, strict=True)
+        ]
+        key = (options, [(id(p), p.dtype, p.device) for p in parameters])
         if self._planned is None or self._planned.key != key:
-            for group in self.param_groups:
-                check_group(group)
+            for rule, group in zip(rules, self.param_groups, strict=True):
+                for name, option in rule.all_options.items():  # missing where the rule of a group was changed
+                    option.validate(group.setdefault(name, option.default))
             self._planned = PlannedStep(
                 key, self.param_groups, self._routes, self._all_views(), self._engine, self._replicate_group
             )
@@ -548,31 +525,47 @@ class MuonOptimizer(torch.optim.Optimizer):
             msign_calls_max: the largest.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
-        residuals, sizes = [], []
         planned = self._current_plan()
-        if planned.sphere is not None:
-            counters = ("lambda_fallbacks", "matrices_without_norm")
-            numbers.update({name: float(self._sphere_counters.get(name, 0)) for name in counters})
-            numbers.update(planned.sphere.metrics())
+        if planned.matrices is not None:
+            numbers.update(planned.matrices.metrics(self._totals))
+        residuals, sizes = [], []
         with torch.no_grad():
-            for stage in planned.plan.stages:
-                for batch in stage.batches if not RULES[stage.rule].spherical else ():
-                    unit = stage.units[batch.members[0].unit]
-                    parameter = planned.parameters[unit.position]
-                    if not self.state.get(parameter) or local(parameter).shape != unit.tile.shape:
-                        continue
-                    momentum = unit.view.split(local(self.state[parameter]["momentum_buffer"]))
-                    sample = momentum[batch.members[0].block][batch.members[0].start]
-                    group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-                    update = torch.empty_like(sample.unsqueeze(0))
-                    RULES[group["rule"]].direction(batch.key, sample.unsqueeze(0), update)
-                    sizes.append(float(group["lr"]) * float(update.square().mean().sqrt()))
-                    factor = update_scale(group["scale"], batch.rows, batch.cols) * group["ns_stepsize"]
-                    residuals.append(_orthogonality_residual(update[0] / factor) if factor else 0.0)
+            for lr, rule, batch in self._samples(planned):
+                rule.direction(batch)
+                sizes.append(lr * float(batch.update.square().mean().sqrt()))
+                residual = rule.residual(batch)
+                if residual is not None:
+                    residuals.append(float(residual.max()))
         if residuals:
             numbers["orthogonality_residual"] = max(residuals)
+        if sizes:
             numbers["update_rms"] = sum(sizes) / len(sizes)
         return numbers
+
+    def _samples(self, planned: PlannedStep) -> Iterator[tuple[float, Rule, MatrixBatch]]:
+        """Yield one matrix of every batch that this rank holds whole, with its lr and rule.
+
+        Rules that need statistics of W are left out: these are found by all ranks together.
+        """
+        group_of = [group for group in self.param_groups for _ in group["params"]]
+        for stage in planned.plan.stages:
+            rule = RULES[stage.rule]
+            for batch in stage.batches if not rule.statistics else ():
+                member = batch.members[0]
+                unit = stage.units[member.unit]
+                parameter = planned.parameters[unit.position]
+                state = self.state.get(parameter)
+                if not state or "momentum_buffer" not in state or local(parameter).shape != unit.tile.shape:
+                    continue
+                momentum = unit.view.split(local(state["momentum_buffer"]))[member.block][member.start].unsqueeze(0)
+                numbers = {
+                    spec.name: torch.zeros(
+                        1, *spec.shape_of_matrix(batch.rows, batch.cols), dtype=momentum.dtype, device=momentum.device
+                    )
+                    for spec in rule.matrix_state
+                }
+                sample = MatrixBatch(momentum, torch.empty_like(momentum), batch.options, numbers)
+                yield float(group_of[unit.position]["lr"]), rule, sample
 
     # -------------------------------------------------------- state and copies
 
@@ -596,7 +589,10 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = (
-            "_adamw_defaults",
+            "_rule_name",
+            "_other_rule_name",
+            "_given",
+            "_overrides",
             "_engine",
             "_router",
             "_routes",
@@ -605,7 +601,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_accumulation_steps",
         )
         # Process groups can't be copied; a copy that needs one is built anew.
-        nothing: dict[str, Any] = {"_planned": None, "_replicate_group": None, "_sphere_counters": {}}
+        nothing: dict[str, Any] = {"_planned": None, "_replicate_group": None, "_totals": {}}
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 
 
@@ -613,25 +609,10 @@ class MuonOptimizer(torch.optim.Optimizer):
 class _Agreed:
     """What the ranks know before a step."""
 
-    wanted: dict[int, Tensor]  # for every shared parameter, whether some rank has a gradient; on its device
+    updated: dict[int, Tensor]  # for every shared parameter, whether some rank has a gradient; on its device
     largest: dict[int, Tensor]  # the largest entry of every gradient here, where the policy asks for it
     news: Tensor
     inert: bool  # whether this step only asks for state, on all ranks
-
-
-def _scale_of(group: Group, rows: int, cols: int) -> float:
-    """The size of an update: the radius of the sphere takes the place of `scale`."""
-    if RULES[group["rule"]].spherical:
-        return target_radius(rows, cols, group["radius_mode"], group["radius_scaler"])
-    return update_scale(group["scale"], rows, cols)
-
-
-def _orthogonality_residual(update: Tensor) -> float:
-    """||O O^T - I||_F / sqrt(m): 0 for an orthogonal matrix, near 1 for one of low rank."""
-    wide = (update.mT if update.shape[0] > update.shape[1] else update).to(torch.float64)
-    gram = wide @ wide.mT
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return float((gram - identity).norm() / len(gram) ** 0.5)
 
 
 def _largest_entries(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -78,6 +78,10 @@ class Block:
     cols: slice
     part: LocalPart
     part_rows: slice
+
+    def of_class(self, kind: int) -> Block:
+        """Return the same part, numbered as one of another class."""
+        return replace(self, kind=kind)
 
     def of(self, shard: Tensor) -> Tensor:  # (count, rows, cols)
         rows = self.part.of(shard)[self.part_rows]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from muon_fsdp.layout import Layout, Tile
+from muon_fsdp.option import PlannedOptions
 from muon_fsdp.views import MatrixView
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ REPLICATE_BELOW = 0.7
 SCRATCH_STAGES = 4
 # Buffers hold many tensors one after another; each begins at a multiple of this many elements.
 SLOT_ALIGNMENT = 16
+NO_OPTIONS = PlannedOptions()
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class ParameterSpec:
     bytes_per_element: int  # of what a stage holds of it
     placement: Any  # (device, working dtype): parameters that differ in it are never in one stage
     view: MatrixView | None = None  # None for an element-wise rule
-    batch_keys: tuple[Hashable, ...] = ()  # per block of the view, what matrices of one batch must share
+    options: PlannedOptions = NO_OPTIONS  # what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
     wire_bytes: int = 2  # of an element that travels
 
@@ -58,7 +60,7 @@ class Unit:
     position: int
     tile: Tile
     view: MatrixView
-    batch_keys: tuple[Hashable, ...]
+    options: PlannedOptions
     flops: float
     owner: int | None = None  # a global rank; None: every rank of the layout computes it
 
@@ -96,7 +98,7 @@ class Member:
 class Batch:
     """Equally shaped matrices that are orthogonalized by one call."""
 
-    key: Hashable
+    options: PlannedOptions
     rows: int
     cols: int
     members: tuple[Member, ...]
@@ -198,7 +200,7 @@ def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int)
 def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:
     """A stage that only assembles one tensor, on every rank."""
     whole = Tile((0,) * len(shape), shape)
-    unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), (), 0.0, owner=None)
+    unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), NO_OPTIONS, 0.0, owner=None)
     spec = ParameterSpec(0, 0, "", shape, layout, 1, None)
     outline = StageOutline("", layout.ranks, (spec,), (unit,))
     me = layout.ranks.index(rank)
@@ -247,7 +249,7 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
 
 def _order(spec: ParameterSpec, units: Sequence[Unit]) -> tuple[object, ...]:
     """Largest first, as owners are assigned, so that every stage spreads over all ranks; equal shapes side by side."""
-    return (-max((unit.flops for unit in units), default=0.0), spec.shape, repr(spec.batch_keys), spec.position)
+    return (-max((unit.flops for unit in units), default=0.0), spec.shape, repr(spec.options), spec.position)
 
 
 def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
@@ -262,7 +264,7 @@ def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
 
 def _unit(spec: ParameterSpec, tile: Tile, view: MatrixView) -> Unit:
     flops = sum(count * cost for (count, _, _), cost in zip(view.block_shapes, spec.block_flops, strict=True))
-    return Unit(spec.position, tile, view, spec.batch_keys, flops)
+    return Unit(spec.position, tile, view, spec.options, flops)
 
 
 def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -> dict[int, tuple[Unit, ...]]:
@@ -284,7 +286,7 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
         owners, after = _assign([unit for unit, _ in units], holders, {r: before[r] for r in in_turn}, first.wire_bytes)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
-            owned = Unit(unit.position, unit.tile, unit.view, unit.batch_keys, unit.flops, owner)
+            owned = Unit(unit.position, unit.tile, unit.view, unit.options, unit.flops, owner)
             placed[spec.position].append(owned)
     return {position: tuple(many) for position, many in placed.items()}
 
@@ -435,14 +437,14 @@ def _end(slots: Mapping[int, Slot]) -> int:
 def _make_batches(
     units: Sequence[Unit], mine: Sequence[int], bytes_per_element: int, max_stage_bytes: int
 ) -> tuple[Batch, ...]:
-    members: dict[tuple[int, int, Hashable], list[Member]] = defaultdict(list)
+    members: dict[tuple[int, int, PlannedOptions], list[Member]] = defaultdict(list)
     for index in mine:
         unit = units[index]
-        for block, ((count, rows, cols), key) in enumerate(zip(unit.view.block_shapes, unit.batch_keys, strict=True)):
-            members[(rows, cols, key)].append(Member(index, block, 0, count))
+        for block, (count, rows, cols) in enumerate(unit.view.block_shapes):
+            members[(rows, cols, unit.options)].append(Member(index, block, 0, count))
     return tuple(
-        Batch(key, rows, cols, piece)
-        for (rows, cols, key), whole in members.items()
+        Batch(options, rows, cols, piece)
+        for (rows, cols, options), whole in members.items()
         for piece in _chunk(whole, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
     )
 

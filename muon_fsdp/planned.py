@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import fingerprint, layouts_of, local, my_rank
 from muon_fsdp.engine import Work, run_stages, stage_label
-from muon_fsdp.fused import FUSED_DTYPES, FusedStep, make_fused_step, not_fusable, signature_of
+from muon_fsdp.fused import FusedStep, make_fused_step, not_fusable, signature_of
+from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.layout import Layout, LayoutError, local_layout
-from muon_fsdp.options import GROUP_OPTIONS, EngineOptions
+from muon_fsdp.matrix_sets import Entry
+from muon_fsdp.matrix_state import MatrixStates
+from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
 from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.routing import Route
-from muon_fsdp.row_moments import RowMoments
-from muon_fsdp.rules import RULES
-from muon_fsdp.rules.base import State, working_dtype
-from muon_fsdp.sphere import Sphere
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.state import State, working_dtype
 from muon_fsdp.views import MatrixView
 
 
@@ -55,11 +57,8 @@ class PlannedStep:
             strategy=engine.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
-        spherical = [spec.position for spec in specs if RULES[spec.rule].spherical]
-        flat_views = [view for views_of_group in views for view in views_of_group]
-        self.sphere = Sphere(groups, flat_views, self.layouts, spherical) if spherical else None
-        normalized = [spec.position for spec in specs if RULES[spec.rule].normalizes_rows]
-        self.moments = RowMoments(self.parameters, flat_views, self.layouts, normalized) if normalized else None
+        entries = [_entry(spec) for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
+        self.matrices = MatrixStates(entries, self.plan.stages) if entries else None
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
         # Positions of parameters by the ranks that must agree about them; in one order on all ranks.
         members: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -89,7 +88,7 @@ class PlannedStep:
         groups: Sequence[Mapping[str, Any]],
         states: Sequence[State],
         gradients: dict[int, Tensor],  # by position, local
-        wanted: Mapping[int, Tensor],  # for shared parameters, whether some rank has a gradient
+        updated: Mapping[int, Tensor],  # for shared parameters, whether some rank has a gradient
         divisor: int,  # of gradients
     ) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a graph if that was asked for."""
@@ -98,40 +97,35 @@ class PlannedStep:
         for position, grad in gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
                 gradients[position] = grad.contiguous()
-        fused.fill_tables(shards, states, gradients, groups, wanted, divisor)
-        if self.sphere is not None:
-            self.sphere.look_up(groups, shards, states, gradients, wanted)
-        if self.moments is not None:
-            self.moments.look_up(states, gradients, wanted)
-        work = self._work(fused, shards, states, gradients, wanted, divisor)
+        fused.fill_tables(shards, states, gradients, groups, updated, divisor)
+        if self.matrices is not None:
+            self.matrices.look_up(groups, states, gradients, updated)
+        work = self._work(fused, shards, states, gradients, updated, divisor)
 
         def run(recorder: Recorder) -> None:
-            stages = self.plan.stages
-            if self.sphere is not None:
-                self.sphere.begin(groups, shards, states, recorder)
-            if self.moments is not None:
-                self.moments.begin()
-            run_stages(
-                stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.sphere, self.moments
-            )
-            if self.sphere is not None:
-                self.sphere.finish(groups, states, recorder)
-            if self.moments is not None:
-                self.moments.finish(recorder)
+            if self.matrices is not None:
+                self.matrices.begin(shards, recorder)
+            run_stages(self.plan.stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.matrices)
+            if self.matrices is not None:
+                self.matrices.finish(recorder)
 
         if not self._engine.cuda_graph:
             run(Recorder())
             return
         # What was captured holds for these tables and launches; anything else is done once and then captured anew.
-        key: object = (fused.variant, tuple(group["nesterov"] for group in groups))
-        if self.sphere is not None:
-            # The search for a first vector is not what later steps do.
-            key = (key, self.sphere.variant(groups, shards), object() if self.sphere.is_cold else None)
+        key = (fused.variant, self.matrices.variant(shards) if self.matrices is not None else None)
         if self.graph is not None and self._graph_key == key:
             self.graph.replay()
         elif self._graph_key == key:
             recorder = GraphRecorder(fused.device)
-            recorder.record(lambda: run(recorder))
+            try:
+                recorder.record(lambda: run(recorder))
+            except Exception as error:
+                rules = ", ".join(sorted({repr(stage.rule) for stage in self.plan.stages}))
+                raise RuntimeError(
+                    f"cuda_graph=True can't capture the step: an operation of one of the rules {rules} can't be "
+                    f"captured ({error}). Leave cuda_graph out, or avoid what makes the host wait for the GPU."
+                ) from error
             self.graph = recorder
         else:
             self._refuse_what_has_no_graph(groups, shards, states)
@@ -147,14 +141,14 @@ class PlannedStep:
     ) -> FusedStep:
         """The fused lists, made anew when other tensors than before take part in them."""
         if self._fused is None or not self._fused.fits(shards, states, gradients):
-            excluded = self.sphere.scattered if self.sphere is not None else ()
+            excluded = self.matrices.unfusable if self.matrices is not None else ()
             signature = signature_of(shards, states, gradients, groups, self._fused, excluded)
             if self._fused is not None and self._fused.signature == signature:
                 self._fused.accept(states)  # other tensors of the same kind: the tables will say where
-                if self.sphere is not None or self.moments is not None:  # which read some of them where they lie
+                if self.matrices is not None:  # which reads some of them where they lie
                     self.graph = self._graph_key = None
             else:
-                self._fused = make_fused_step(self.plan, shards, states, signature)
+                self._fused = make_fused_step(self.plan, shards, states, signature, self.matrices)
                 self.graph = self._graph_key = None
         return self._fused
 
@@ -164,18 +158,18 @@ class PlannedStep:
         shards: Sequence[Tensor],
         states: Sequence[State],
         gradients: Mapping[int, Tensor],
-        wanted: Mapping[int, Tensor],
+        updated: Mapping[int, Tensor],
         divisor: int,
     ) -> dict[int, Work]:
         """What is left to do one by one: parameters with a gradient here, and those that may have one elsewhere."""
         work = {}
         for position, shard in enumerate(shards):
-            if fused.signature[position] is None and (position in gradients or position in wanted):
+            if fused.signature[position] is None and (position in gradients or position in updated):
                 state = {name: local(value) for name, value in states[position].items()}
                 if position in gradients:
                     work[position] = Work(shard, state, gradients[position], divisor)
                 else:
-                    work[position] = Work.without_gradient(shard, state, wanted[position])
+                    work[position] = Work.without_gradient(shard, state, updated[position])
         return work
 
     def _refuse_what_has_no_graph(
@@ -184,16 +178,19 @@ class PlannedStep:
         devices = {shard.device for shard in shards}
         of_parameters = [group for group in groups for _ in group["params"]]
         for position, (shard, group) in enumerate(zip(shards, of_parameters, strict=True)):
-            rule, reason = RULES[group["rule"]], not_fusable(shard, map(local, states[position].values()))
-            grad = self.parameters[position].grad
-            if not rule.fused:
-                reason = f"its rule {rule.name!r} has no kernels"
-            elif rule.orthogonalizes and group["orthogonalization"] == "exact":
-                reason = "orthogonalization='exact' waits for the host"
+            kernels, grad = RULES[group["rule"]].fused, self.parameters[position].grad
+            unfusable = self.matrices.unfusable if self.matrices is not None else {}
+            if kernels is None:
+                reason: str | None = f"its rule {group['rule']!r} has no kernels for prepare and apply"
+            else:
+                of_kernels = [local(states[position][name]) for name in kernels.layout.states]
+                reason = not_fusable(shard, of_kernels) or RULES[group["rule"]].not_capturable(group)
+            if reason is not None:
+                pass
             elif grad is not None and grad.dtype not in FUSED_DTYPES:
                 reason = f"its gradient is {grad.dtype}"
-            elif self.sphere is not None and position in self.sphere.scattered:
-                reason = "its matrices are not runs of memory"
+            elif position in unfusable:
+                reason = unfusable[position]
             elif len(devices) > 1:
                 reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
             if reason is not None:
@@ -219,17 +216,17 @@ def parameter_specs(
     specs: list[ParameterSpec] = []
     for index, (group, group_routes, group_views) in enumerate(zip(groups, routes, views, strict=True)):
         rule = RULES[group["rule"]]
-        known: dict[tuple[int, int], tuple[Hashable, float]] = {}  # key and cost by shape: thousands may share one
+        options = rule.planned_options(group)
+        costs: dict[tuple[int, int], float] = {}  # by shape: thousands of matrices may share one
         for parameter, route, view in zip(group["params"], group_routes, group_views, strict=True):
             layout, shape = layouts[len(specs)], tuple(parameter.shape)
-            work = []
+            block_flops = []
             if view is not None:
                 _check_layout(route.name, shape, layout)
                 for _, rows, cols in view.block_shapes:
-                    if (rows, cols) not in known:
-                        key = rule.batch_key(group, rows, cols)
-                        known[(rows, cols)] = (key, rule.flops(key, rows, cols))
-                    work.append(known[(rows, cols)])
+                    if (rows, cols) not in costs:
+                        costs[(rows, cols)] = rule.flops(options, rows, cols)
+                    block_flops.append(costs[(rows, cols)])
             dtype = working_dtype(parameter.dtype)
             staging = engine.staging_dtype(parameter.device.type, dtype)
             specs.append(
@@ -242,12 +239,19 @@ def parameter_specs(
                     bytes_per_element=(dtype if view is None else staging).itemsize,
                     placement=(parameter.device, dtype),
                     view=view,
-                    batch_keys=tuple(key for key, _ in work),
-                    block_flops=tuple(flops for _, flops in work),
+                    options=options,
+                    block_flops=tuple(block_flops),
                     wire_bytes=staging.itemsize,
                 )
             )
     return specs
+
+
+def _entry(spec: ParameterSpec) -> Entry:
+    assert spec.view is not None
+    device, dtype = spec.placement
+    is_observed = bool(RULES[spec.rule].statistics)
+    return Entry(spec.position, spec.view, spec.layout, spec.group, spec.rule, spec.options, device, dtype, is_observed)
 
 
 def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
@@ -276,7 +280,9 @@ def _check_layout(name: str, shape: tuple[int, ...], layout: Layout) -> None:
         layout.tiles(shape)
     except LayoutError as error:
         where = _where(name, shape, layout)
-        raise RuntimeError(f"{where} can't be orthogonalized: {error}; let rule 'adamw' take it") from error
+        raise RuntimeError(
+            f"{where} can't be orthogonalized: {error}; give it an element-wise rule, as {DEFAULT_OTHER_RULE!r}"
+        ) from error
 
 
 def _check_live(name: str, parameter: Tensor, layout: Layout) -> None:
@@ -309,10 +315,9 @@ def _describe(
     lines = []
     for position in positions:
         group, index, route = flat[position]
+        names = sorted(("rule", *RULES[group["rule"]].all_options))
         options = ", ".join(
-            f"{key}={float(value) if isinstance(value, Tensor) else value!r}"
-            for key, value in sorted(group.items())
-            if key in GROUP_OPTIONS
+            f"{name}={float(group[name]) if isinstance(group[name], Tensor) else group[name]!r}" for name in names
         )
         parameter = group["params"][index]
         lines.append(

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from muon_fsdp.options import check_group, check_option_names
-from muon_fsdp.rules import RULES
+from muon_fsdp.rules import RULES, rule_named
 from muon_fsdp.views import VIEW_NAMES
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
@@ -37,8 +36,10 @@ class Route:
     guessed: bool = False
     view: str = "auto"
     transposed: bool = False
-    # Group options that an override gives to this parameter, as sorted pairs.
-    options: tuple[tuple[str, Any], ...] = ()
+    pattern: str | None = None  # the override that matches its name
+    # Options that this parameter has where no group and no override says otherwise, as pairs.
+    defaults: tuple[tuple[str, Any], ...] = ()
+    given_name: str | None = None  # as the user wrote it, with what wrappers insert
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class _Facts:
     owners: list[nn.Module] = field(default_factory=list)
     view: str = "auto"
     transposed: bool = False
-    adamw_reason: str | None = None
+    other_reason: str | None = None  # why it is not for the rule of matrices
     matrix_reason: str | None = None
     guessed: bool = False
 
@@ -82,13 +83,16 @@ def clean_name(name: str) -> str:
 class Router:
     """Decides the rule of parameters: overrides first, then what the group, the model, the name or the shape says."""
 
-    def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, model: nn.Module | None) -> None:
+    def __init__(
+        self, overrides: Mapping[str, str | Mapping[str, Any]] | None, model: nn.Module | None, other_rule: str
+    ) -> None:
         if overrides is not None and not isinstance(overrides, Mapping):
             raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
+        self.other_rule = other_rule
         self.warnings: list[str] = []
-        self._facts = _facts_of_model(model, self.warnings) if model is not None else {}
+        self._facts = _facts_of_model(model, other_rule, self.warnings) if model is not None else {}
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The parameter's name in the model, where there is one."""
@@ -107,27 +111,26 @@ class Router:
         guessed = False
         # "blocks.*" may mean the matrices of the blocks and leave their vectors alone; a full name is obeyed.
         obeyed = "rule" in options and (
-            pattern == name or not _is_vector(parameter) or not RULES[options["rule"]].orthogonalizes
+            pattern == name or not _is_vector(parameter) or not RULES[options["rule"]].needs_matrices
         )
         if obeyed:
             rule, reason = options["rule"], f"override {pattern!r}"
         elif _is_vector(parameter):
-            rule, reason = "adamw", "scalar" if parameter.ndim == 0 else "vector"
+            rule, reason = self.other_rule, "scalar" if parameter.ndim == 0 else "vector"
         elif rule_is_explicit:
             reason = f"group with rule {rule!r}"
-        elif facts.adamw_reason is not None:
-            rule, reason, guessed = "adamw", facts.adamw_reason, facts.guessed
+        elif facts.other_reason is not None:
+            rule, reason, guessed = self.other_rule, facts.other_reason, facts.guessed
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
-        group_options = tuple(sorted((key, value) for key, value in options.items() if key != "rule"))
-        return Route(name, rule, reason, guessed, view, facts.transposed, group_options)
+        return Route(name, rule, reason, guessed, view, facts.transposed, pattern)
 
-    def _override_of(self, name: str) -> tuple[str, dict[str, Any]]:
+    def _override_of(self, name: str) -> tuple[str | None, dict[str, Any]]:
         for pattern, options in self.overrides.items():
             if fnmatchcase(name, pattern):
                 self.unused_patterns.discard(pattern)
                 return pattern, options
-        return "", {}
+        return None, {}
 
 
 def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +140,11 @@ def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str,
     if not isinstance(value, (str, Mapping)):
         raise TypeError(f"{where} must be a rule name or a dict of group options, got {value!r}")
     options = {"rule": value} if isinstance(value, str) else dict(value)
-    check_option_names(options, where)
-    check_group(options)
+    if "rule" in options:
+        try:
+            rule_named(options["rule"])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     return options
 
 
@@ -154,13 +160,13 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
     *path, leaf = name.lower().split(".")
     owner = path[-1] if path else ""
     if _BIAS_NAME.search(leaf):
-        facts.adamw_reason = "bias, by name"
+        facts.other_reason = "bias, by name"
     elif _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf):
-        facts.adamw_reason = "embedding, by name"
+        facts.other_reason = "embedding, by name"
     elif _is_head_name(name):
-        facts.adamw_reason = "output head, by name"
+        facts.other_reason = "output head, by name"
     elif _DECAY_NAME.search(leaf):
-        facts.adamw_reason = "decay rates, by name"
+        facts.other_reason = "decay rates, by name"
     elif "conv" in owner and parameter.ndim >= 3:
         facts.view, facts.matrix_reason = "flatten", "convolution, by name"
     return facts
@@ -172,7 +178,7 @@ def _is_head_name(name: str) -> bool:
     return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
 
-def _facts_of_model(model: nn.Module, warnings: list[str]) -> dict[int, _Facts]:
+def _facts_of_model(model: nn.Module, other_rule: str, warnings: list[str]) -> dict[int, _Facts]:
     facts: dict[int, _Facts] = {}
     for name, parameter, module in _owned_parameters(model):
         entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape))
@@ -190,9 +196,9 @@ def _facts_of_model(model: nn.Module, warnings: list[str]) -> dict[int, _Facts]:
         elif any(map(_NORM_CLASS.search, class_names)) and not isinstance(module, nn.Linear):
             reason = "weight of a normalization"
         elif leaf != "weight" or not (isinstance(module, nn.Linear) or _is_convolution(module)):
-            reason = _facts_of_name(name, parameter, named=True).adamw_reason
-        entry.adamw_reason = entry.adamw_reason or reason
-    _find_heads(facts, warnings)
+            reason = _facts_of_name(name, parameter, named=True).other_reason
+        entry.other_reason = entry.other_reason or reason
+    _find_heads(facts, other_rule, warnings)
     return facts
 
 
@@ -203,38 +209,38 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module
             yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, module
 
 
-def _find_heads(facts: dict[int, _Facts], warnings: list[str]) -> None:
+def _find_heads(facts: dict[int, _Facts], other_rule: str, warnings: list[str]) -> None:
     """Mark output heads: tied to an embedding, named like one, or else the only Linear of an embedding's shape."""
-    embeddings = [entry for entry in facts.values() if (entry.adamw_reason or "").startswith("embedding")]
+    embeddings = [entry for entry in facts.values() if (entry.other_reason or "").startswith("embedding")]
     linears = [entry for entry in facts.values() if any(isinstance(module, nn.Linear) for module in entry.owners)]
     matrices = [entry for entry in linears if len(entry.shape) == 2 and entry not in embeddings]
     tied = [entry for entry in linears if entry in embeddings]
     for entry in tied:
-        entry.adamw_reason = "embedding tied to the output head"
+        entry.other_reason = "embedding tied to the output head"
     token_shapes = {entry.shape for entry in embeddings if not _POSITION_NAME.search(entry.name.lower())}
     named_heads = [entry for entry in matrices if _is_head_name(entry.name)]
     for entry in named_heads:
         if entry.shape in token_shapes:
-            entry.adamw_reason = "output head"
+            entry.other_reason = "output head"
         else:
             warnings.append(
                 f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
-                f"it takes the matrix rule. If it is a head, say overrides={{{entry.name!r}: 'adamw'}}."
+                f"it takes the matrix rule. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
             )
     if not tied and not any(entry.shape in token_shapes for entry in named_heads):
         for shape in sorted(token_shapes):
-            _guess_head([entry for entry in matrices if entry.shape == shape], warnings)
+            _guess_head([entry for entry in matrices if entry.shape == shape], other_rule, warnings)
 
 
-def _guess_head(candidates: list[_Facts], warnings: list[str]) -> None:
+def _guess_head(candidates: list[_Facts], other_rule: str, warnings: list[str]) -> None:
     if len(candidates) == 1:
-        candidates[0].adamw_reason = "output head: the only Linear of the embedding's shape"
+        candidates[0].other_reason = "output head: the only Linear of the embedding's shape"
         candidates[0].guessed = True
     elif candidates:
         names = ", ".join(entry.name for entry in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
         warnings.append(
             f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
-            f"({names}): all of them take the matrix rule. If one is the head, say overrides={{name: 'adamw'}}."
+            f"({names}): all of them take the matrix rule. If one is the head, pass overrides={{name: {other_rule!r}}}."
         )
 
 
@@ -254,8 +260,7 @@ class RoutingRow:
         shape: its whole shape, sharded or not.
         rule: the rule that it takes; "none" if it is frozen.
         reason: why.
-        scale: one number per kind of logical matrix, the radius under "spectral_sphere"; empty where nothing is
-            orthogonalized.
+        scale: the size of an update, one number per shape of logical matrix; empty for element-wise rules.
     """
 
     name: str

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from muon_fsdp.fused import FUSED_DTYPES, refuse_capture
 from muon_fsdp.kernels import unusable
+from muon_fsdp.kernels.tables import FUSED_DTYPES, refuse_capture
 from muon_fsdp.parts import Block
 
 if TYPE_CHECKING:

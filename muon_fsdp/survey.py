@@ -7,7 +7,7 @@ products are added up, for all matrices that lie on the same ranks at once. Vect
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import add_up, layout_of, local, my_rank
 from muon_fsdp.kernels import on_device
-from muon_fsdp.layout import Layout
-from muon_fsdp.parts import Block, blocks_of, has_whole_rows
+from muon_fsdp.matrix_sets import Entry, MatrixSet, make_sets
+from muon_fsdp.option import PlannedOptions
 from muon_fsdp.recorder import Recorder
-from muon_fsdp.rules.base import num_vectors, working_dtype
 from muon_fsdp.shard_products import ShardProducts, have_kernels
-from muon_fsdp.spectral import COLD_STEPS, SMALLEST_NORM
+from muon_fsdp.spectral import COLD_STEPS
+from muon_fsdp.state import num_vectors, working_dtype
 from muon_fsdp.subspaces import Refined, best_in_krylov_space, normalized_or, num_products, refine, start_vectors
-from muon_fsdp.views import MatrixView, matrix_view
+from muon_fsdp.views import matrix_view
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_subspace import Space
@@ -33,74 +33,55 @@ COLD_ROUNDS = 4  # in which a subspace is found around a first vector
 _PRODUCTS_BY_KERNELS = 2  # of W with a subspace, in the kernels that refine one
 
 
-@dataclass(eq=False)
-class SphereClass:
-    """Matrices of one shape in one group, and their vectors and numbers in this step."""
+@dataclass(frozen=True)
+class Surveyed:
+    """The top singular triples of the matrices of a class, and the subspaces that the next survey starts from."""
 
-    group: int
-    rows: int
-    cols: int
-    members: list[tuple[int, int, int]] = field(default_factory=list)  # (position, block of its view, first matrix)
-    count: int = 0
-    shares: list[float] = field(default_factory=list)  # per matrix, 1 / number of ranks that hold the same part of it
-    subspace: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, num_vectors, cols)
-    right: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, cols)
-    left: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, rows)
-    norm: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,), as are all below
-    radius: Tensor = field(default_factory=lambda: torch.empty(0))
-    saved_radius: Tensor = field(default_factory=lambda: torch.empty(0))
-    factor: Tensor = field(default_factory=lambda: torch.empty(0))
-    multiplier: Tensor = field(default_factory=lambda: torch.empty(0))
-    slope: Tensor = field(default_factory=lambda: torch.empty(0))
-    calls: Tensor = field(default_factory=lambda: torch.empty(0))
-    failed: Tensor = field(default_factory=lambda: torch.empty(0))
-    found: Tensor = field(default_factory=lambda: torch.empty(0))  # (count, 4): what this rank has found of these
-    touched: Tensor = field(default_factory=lambda: torch.empty(0))  # (count,) bool: whether there is a gradient
-    lr: Tensor = field(default_factory=lambda: torch.empty(0))  # ()
-    present: tuple[bool, ...] = ()  # what `touched` says, per member
-
-    @cached_property
-    def weight(self) -> Tensor:  # (count,)
-        return torch.tensor(self.shares, dtype=self.subspace.dtype, device=self.subspace.device)
-
-    @property
-    def regular(self) -> Tensor:
-        return self.norm >= SMALLEST_NORM
+    subspace: Tensor  # (count, num_vectors, cols)
+    right: Tensor  # (count, cols)
+    left: Tensor  # (count, rows)
+    norm: Tensor  # (count,)
 
 
-class SphereSet:
-    """All matrices that lie on the same ranks and are surveyed together."""
+class Survey:
+    """Finds the top singular triples of all matrices of a set at once.
 
-    def __init__(self, ranks: tuple[int, ...], steps: int) -> None:
-        self.ranks, self.steps = ranks, num_products(steps)
-        self.classes: list[SphereClass] = []
-        self.blocks: list[Block] = []
-        self.shares = False  # whether ranks hold different parts
-        self.cuts_rows = False  # whether a rank may hold a part of a row only
+    `steps` is what a survey should be worth, in steps of power iteration.
+    """
+
+    def __init__(self, matrices: MatrixSet, steps: int) -> None:
+        self.classes, self._blocks = matrices.classes, matrices.blocks
+        self._ranks, self._is_split, self._cuts_rows = matrices.ranks, matrices.is_split, matrices.cuts_rows
+        self.steps = num_products(steps)
+        self._device, self._dtype = self.classes[0].device, self.classes[0].dtype
         self._recorder = Recorder()
         self._known_products: ShardProducts | None = None
 
-    def survey(self, shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool) -> None:
-        """Find the top singular triples of all matrices, from the subspaces that the classes have."""
+    def run(
+        self, subspaces: Sequence[Tensor], shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool
+    ) -> list[Surveyed]:
+        """Survey all matrices, from the subspaces of the last time; `cold` if some may not have one yet."""
         self._recorder = recorder
-        with on_device(self.classes[0].subspace.device):
-            self._survey(self._products(shards), cold)
+        with on_device(self._device):
+            return self._run(subspaces, self._products(shards), cold)
 
-    def _survey(self, products: ShardProducts, cold: bool) -> None:
+    def _run(self, subspaces: Sequence[Tensor], products: ShardProducts, cold: bool) -> list[Surveyed]:
         if cold:
             starts = self._starts(products)
-            subspaces = [normalized_or(kind.subspace, start) for kind, start in zip(self.classes, starts, strict=True)]
+            subspaces = [normalized_or(known, start) for known, start in zip(subspaces, starts, strict=True)]
         elif self._by_kernels:
-            subspaces = self._filled()
+            subspaces = self._filled(subspaces)
         else:
-            subspaces = [normalized_or(kind.subspace, start_vectors(kind.subspace)) for kind in self.classes]
+            subspaces = [normalized_or(known, start_vectors(known)) for known in subspaces]
         refined = self._refine(products, subspaces)
         rights, lefts = [found.right for found in refined], [found.left for found in refined]
         if self._shares_rows:
             lefts = self._add_up(lefts)
         rights, lefts, norms = self._unit(rights, lefts)
-        for kind, found, right, left, norm in zip(self.classes, refined, rights, lefts, norms, strict=True):
-            kind.subspace, kind.right, kind.left, kind.norm = found.subspace, right, left, norm
+        return [
+            Surveyed(found.subspace, right, left, norm)
+            for found, right, left, norm in zip(refined, rights, lefts, norms, strict=True)
+        ]
 
     def _starts(self, products: ShardProducts) -> list[Tensor]:
         """Subspaces to start from, for matrices that nothing is known of."""
@@ -109,7 +90,7 @@ class SphereSet:
             lefts = self._left(products, [vector[:, None] for vector in vectors])
             return [product[:, 0] for product in self._right(products, lefts)]
 
-        starts = [start_vectors(kind.subspace) for kind in self.classes]
+        starts = self._cold_starts
         steps = min(COLD_STEPS, 1 + max(min(kind.rows, kind.cols) for kind in self.classes))
         tops = best_in_krylov_space(gram, [start[:, 0] for start in starts], steps)
         starts = [torch.cat([top[:, None], start[:, 1:]], dim=1) for top, start in zip(tops, starts, strict=True)]
@@ -133,10 +114,10 @@ class SphereSet:
         each = [vectors for _, vectors, _ in cols.shapes]
 
         def flat_left(vectors: Tensor) -> Tensor:
-            return self._added(rows.split, products.multiply_flat(vectors, each, transposed=False), self.cuts_rows)
+            return self._added(rows.split, products.multiply_flat(vectors, each, transposed=False), self._cuts_rows)
 
         def flat_right(lefts: Tensor) -> Tensor:
-            return self._added(cols.split, products.multiply_flat(lefts, each, transposed=True), self.shares)
+            return self._added(cols.split, products.multiply_flat(lefts, each, transposed=True), self._is_split)
 
         def inner(sums: Tensor) -> Tensor:
             counts = [kind.count for kind in self.classes]
@@ -161,57 +142,66 @@ class SphereSet:
         norms = list(torch.split(triton_subspace.make_unit(cols, rows, right, left), [k.count for k in self.classes]))
         return cols.split(right, single=True), rows.split(left, single=True), norms
 
-    def _filled(self) -> list[Tensor]:
-        """The subspaces of all classes, with something to start from where there is nothing."""
+    def _filled(self, subspaces: Sequence[Tensor]) -> list[Tensor]:
+        """Give subspaces of zeros something to start from."""
         from muon_fsdp.kernels import triton_subspace
 
         cols, _ = self._spaces
-        flat = _packed([kind.subspace for kind in self.classes])
+        flat = _packed(subspaces)
         triton_subspace.fill(cols, flat, self._flat_starts)
         return cols.split(flat)
 
     @property
     def _by_kernels(self) -> bool:
-        like = self.classes[0].subspace
-        return self.steps == _PRODUCTS_BY_KERNELS and have_kernels(like.device, like.dtype)
+        return self.steps == _PRODUCTS_BY_KERNELS and have_kernels(self._device, self._dtype)
 
     @property
     def _shares_rows(self) -> bool:
         """Whether a rank has whole numbers of W x, but not all of them."""
-        return self.shares and not self.cuts_rows
+        return self._is_split and not self._cuts_rows
 
     @cached_property
     def _spaces(self) -> tuple[Space, Space]:
         """Where the vectors along the columns and along the rows of all matrices are in flat buffers."""
         from muon_fsdp.kernels.triton_subspace import Space
 
-        each = [(kind.count, kind.subspace.shape[1], kind.rows, kind.cols) for kind in self.classes]
-        device = self.classes[0].subspace.device
+        each = [(kind.count, num_vectors(kind.rows, kind.cols), kind.rows, kind.cols) for kind in self.classes]
         return (
-            Space.of([(count, vectors, cols) for count, vectors, _, cols in each], device),
-            Space.of([(count, vectors, rows) for count, vectors, rows, _ in each], device),
+            Space.of([(count, vectors, cols) for count, vectors, _, cols in each], self._device),
+            Space.of([(count, vectors, rows) for count, vectors, rows, _ in each], self._device),
         )
 
     @cached_property
     def _flat_starts(self) -> Tensor:
-        return _packed([start_vectors(kind.subspace[:1]) for kind in self.classes])
+        return _packed([start[:1] for start in self._cold_starts])
+
+    @property
+    def _cold_starts(self) -> list[Tensor]:
+        """Vectors (count, num_vectors, cols) to start from where nothing is known."""
+        shapes = [(kind.count, num_vectors(kind.rows, kind.cols), kind.cols) for kind in self.classes]
+        return [start_vectors(torch.empty(shape, dtype=self._dtype, device=self._device)) for shape in shapes]
+
+    @cached_property
+    def _weights(self) -> list[Tensor]:
+        """Per class (count,), whether this rank's part of a matrix counts in a sum over the ranks."""
+        return [torch.tensor(kind.weights, dtype=self._dtype, device=self._device) for kind in self.classes]
 
     def _products(self, shards: Mapping[int, Tensor]) -> ShardProducts:
         known = self._known_products
-        if known is None or known.key != ShardProducts.key_of(self.blocks, shards):
+        if known is None or known.key != ShardProducts.key_of(self._blocks, shards):
             shapes = [(kind.count, kind.rows, kind.cols) for kind in self.classes]
-            known = self._known_products = ShardProducts(shapes, self.blocks, shards)
+            known = self._known_products = ShardProducts(shapes, self._blocks, shards)
         return known
 
     def _left(self, products: ShardProducts, vectors: Sequence[Tensor]) -> list[Tensor]:
         """W x (G, b, m) for vectors (G, b, n): whole, or of the rows that this rank holds."""
         result = products.left(vectors)
-        return self._add_up(result) if self.cuts_rows else result
+        return self._add_up(result) if self._cuts_rows else result
 
     def _right(self, products: ShardProducts, lefts: Sequence[Tensor]) -> list[Tensor]:
         """W^T y (G, b, n), whole."""
         result = products.right(lefts)
-        return self._add_up(result) if self.shares else result
+        return self._add_up(result) if self._is_split else result
 
     def _inner(self, lefts: Sequence[Tensor]) -> list[Tensor]:
         products = [y @ y.mT for y in lefts]
@@ -221,55 +211,28 @@ class SphereSet:
         return _packed(self._add_up(split(flat))) if adds else flat
 
     def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over the ranks, of which several may hold the same part."""
+        """Add up over the ranks, of which several may hold the same part."""
         weighted = [
-            part * kind.weight.view(-1, *[1] * (part.ndim - 1)).to(part.dtype)
-            for kind, part in zip(self.classes, parts, strict=True)
+            part * weight.view(-1, *[1] * (part.ndim - 1)).to(part.dtype)
+            for weight, part in zip(self._weights, parts, strict=True)
         ]
-        return add_up(weighted, self.ranks, self._recorder)
+        return add_up(weighted, self._ranks, self._recorder)
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def make_sets(
-    positions: Sequence[tuple[int, MatrixView, Layout, int, int, object]],  # .., group, steps, (device, dtype)
-) -> list[SphereSet]:
-    sets: dict[tuple[object, ...], SphereSet] = {}
-    for position, view, layout, group, steps, placement in positions:
-        own = sets.setdefault((layout.ranks, steps, placement), SphereSet(layout.ranks, steps))
-        base: list[tuple[int, int]] = []  # per block: its class, and the first of its matrices there
-        for block, (count, rows, cols) in enumerate(view.block_shapes):
-            known = [i for i, c in enumerate(own.classes) if (c.group, c.rows, c.cols) == (group, rows, cols)]
-            if not known:
-                own.classes.append(SphereClass(group, rows, cols))
-            index = known[0] if known else len(own.classes) - 1
-            kind = own.classes[index]
-            kind.members.append((position, block, kind.count))
-            base.append((index, kind.count))
-            kind.count += count
-        tiles = layout.tiles(view.shape)
-        tile = tiles[layout.index_of[my_rank()]]
-        own.shares |= any(other.shape != view.shape for other in tiles)
-        own.cuts_rows |= any(not has_whole_rows(view, other) for other in tiles if other.numel > 0)
-        own.blocks += blocks_of(position, view, tile, base)
-        share = 1 / sum(other == tile for other in tiles)
-        for (index, _), (count, _, _) in zip(base, view.block_shapes, strict=True):
-            own.classes[index].shares += [share] * count
-    return [own for _, own in sorted(sets.items(), key=lambda item: (item[0][0], item[0][1], str(item[0][2])))]
-
-
 def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
-    """The spectral norm of a sharded matrix, or of every matrix of a sharded stack; a collective."""
+    """Return the spectral norm of a sharded matrix, or of every matrix of a sharded stack; a collective."""
     shape = tuple(parameter.shape)
     view = matrix_view(shape, name="given", kind="matrix" if len(shape) == 2 else "stacked")
     shard = local(parameter.detach())
-    layout = layout_of(parameter, None)
-    (only,) = make_sets([(0, view, layout, 0, 1, None)])
-    for kind in only.classes:
-        size = (kind.count, num_vectors(kind.rows, kind.cols), kind.cols)
-        kind.subspace = torch.zeros(size, dtype=working_dtype(shard.dtype), device=shard.device)
+    dtype = working_dtype(shard.dtype)
+    entry = Entry(0, view, layout_of(parameter, None), 0, "", PlannedOptions(), shard.device, dtype, True)
+    (matrices,) = make_sets([entry], my_rank())
+    (only,) = matrices.classes
+    subspace = torch.zeros(only.count, num_vectors(only.rows, only.cols), only.cols, dtype=dtype, device=shard.device)
     with torch.no_grad():
-        only.survey({0: shard}, Recorder(), cold=True)
-    return only.classes[0].norm.view(shape[:-2])
+        (found,) = Survey(matrices, 1).run([subspace], {0: shard}, Recorder(), cold=True)
+    return found.norm.view(shape[:-2])

@@ -13,8 +13,8 @@ from muon_fsdp.layout import Layout
 from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.report import PlanReport, StageReport
 from muon_fsdp.routing import RoutingRow
-from muon_fsdp.rules import RULES
-from muon_fsdp.rules.base import Rule, working_dtype
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
+from muon_fsdp.state import working_dtype
 from muon_fsdp.views import MatrixView
 
 
@@ -58,7 +58,7 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
     for group, views in zip(optimizer.param_groups, optimizer._all_views(), strict=True):
         for parameter, view in zip(group["params"], views, strict=True):
             state += _state_bytes(RULES[group["rule"]], parameter, view, layout)
-            adamw_state += _state_bytes(RULES["adamw"], parameter, None, layout)
+            adamw_state += _state_bytes(RULES[DEFAULT_OTHER_RULE], parameter, None, layout)
     mean = total / len(layout.ranks)
     return Memory(weights, gradients, state, report.scratch_bytes, adamw_state, mean)
 
@@ -70,8 +70,8 @@ def _held(parameter: Tensor, layout: Layout) -> int:
 
 def _state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout) -> int:
     total = 0
-    for spec in rule.state:
-        whole = spec.like != "parameter"
+    for spec in rule.all_state:
+        whole = not spec.is_sharded
         numel = spec.shape(parameter, view).numel() if whole else _held(parameter, layout)
         total += numel * spec.dtype(parameter).itemsize
     return total
@@ -92,11 +92,11 @@ class Time:
 def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, rates: Rates) -> Time:
     moved = 0
     for group in optimizer.param_groups:
-        moments = sum(spec.like == "parameter" for spec in RULES[group["rule"]].state)
+        moments = sum(spec.is_sharded for spec in RULES[group["rule"]].all_state)
         for parameter in group["params"]:
             # The gradient and the weight are read and the weight is written; moments are read and written. A matrix
             # also leaves its update in a buffer and takes it from there.
-            staged = 4 if RULES[group["rule"]].orthogonalizes else 0
+            staged = 4 if RULES[group["rule"]].needs_matrices else 0
             working = working_dtype(parameter.dtype).itemsize
             each = 3 * parameter.element_size() + 2 * moments * working + staged
             moved += each * _held(parameter, layout)

@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import is_aligned, launch
+from muon_fsdp.kernels.tables import ALIGNMENT, CHUNK
 
-ALIGNMENT = 16  # elements: what starts at multiples of it is read and written 16 bytes at a time
 INT32_MAX = 2**31 - 1  # a kernel is compiled anew for larger numbers
-CHUNK = 8192  # elements of which one program computes a partial norm; matrices are never mixed in a chunk
 
 
 @triton.jit

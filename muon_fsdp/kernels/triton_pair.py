@@ -8,14 +8,31 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import launch
-from muon_fsdp.kernels.triton_elementwise import TYPES, TensorList, gradient_chunk, tensor_chunk, tensor_pointer
-from muon_fsdp.kernels.triton_norms import CHUNK, partial_norm
+from muon_fsdp.kernels.tables import CHUNK, PAIR_LAYOUT, TensorList
+from muon_fsdp.kernels.triton_elementwise import (
+    GRADIENT_ROW,
+    LR,
+    PARAMETER_ROW,
+    TYPES,
+    WEIGHT_DECAY,
+    gradient_chunk,
+    tensor_chunk,
+    tensor_pointer,
+)
+from muon_fsdp.kernels.triton_norms import partial_norm
 
 EPSILON = tl.constexpr(1e-8)
 PARTIALS_AT_ONCE = 1024
 BLOCK = 4096  # elements at once: as many as registers hold without starving the memory
 WARPS = 16
 _TABLES = ["chunks", "addresses", "scalars"]
+
+_FIRST_ROW = tl.constexpr(PAIR_LAYOUT.row("momentum"))
+_SECOND_ROW = tl.constexpr(PAIR_LAYOUT.row("velocity"))
+_MOMENTUM = tl.constexpr(PAIR_LAYOUT.scalar("momentum"))
+_VELOCITY = tl.constexpr(PAIR_LAYOUT.scalar("velocity"))
+_ONE_MINUS_MOMENTUM = tl.constexpr(PAIR_LAYOUT.scalar("one_minus_momentum"))
+_ONE_MINUS_VELOCITY = tl.constexpr(PAIR_LAYOUT.scalar("one_minus_velocity"))
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=_TABLES)
@@ -39,11 +56,13 @@ def _sums_of_squares_kernel(  # type: ignore[no-untyped-def]
     index = tl.program_id(0)
     tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
     offset = tl.arange(0, CHUNK)
-    mask = (offset < length) & (tl.load(addresses + tensor) != 0)
+    mask = (offset < length) & (tl.load(addresses + GRADIENT_ROW * num_tensors + tensor) != 0)
     grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
     if COUPLED:
-        pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
-        grad += tl.load(scalars + 1) * tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+        pointer = (
+            tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+        )
+        grad += tl.load(scalars + WEIGHT_DECAY) * tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     largest, squares = partial_norm(grad)
     tl.store(partials + index, squares.to(tl.float64) * largest.to(tl.float64) * largest.to(tl.float64))
     first, stop = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
@@ -74,17 +93,22 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     tensor, start, length = tensor_chunk(chunks, tl.program_id(0), ALIGNED)
-    there = tl.load(addresses + tensor) != 0
-    lr, weight_decay = tl.load(scalars), tl.load(scalars + 1)
-    beta1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4)
-    rest1, rest2 = tl.load(scalars + 5), tl.load(scalars + 6)  # 1 - beta, which float32 would round
+    there = tl.load(addresses + GRADIENT_ROW * num_tensors + tensor) != 0
+    lr, weight_decay = tl.load(scalars + LR), tl.load(scalars + WEIGHT_DECAY)
+    beta1, beta2 = tl.load(scalars + _MOMENTUM), tl.load(scalars + _VELOCITY)
+    # 1 - beta, which float32 would round.
+    rest1, rest2 = tl.load(scalars + _ONE_MINUS_MOMENTUM), tl.load(scalars + _ONE_MINUS_VELOCITY)
     for begin in range(0, CHUNK, BLOCK):
         offset = begin + tl.arange(0, BLOCK)
         mask = (offset < length) & there
         grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
-        pointer = tensor_pointer(addresses, 1, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
-        first_pointer = tensor_pointer(addresses, 2, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-        second_pointer = tensor_pointer(addresses, 3, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+        pointer = (
+            tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
+        )
+        first_pointer = tensor_pointer(addresses, _FIRST_ROW, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+        second_pointer = (
+            tensor_pointer(addresses, _SECOND_ROW, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
+        )
         weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
         if COUPLED:
             grad += weight_decay * weight

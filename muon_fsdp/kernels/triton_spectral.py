@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import is_aligned, launch
+from muon_fsdp.kernels.tables import ALIGNMENT
 from muon_fsdp.kernels.triton_elementwise import TYPES
-from muon_fsdp.kernels.triton_norms import ALIGNMENT, INT32_MAX
+from muon_fsdp.kernels.triton_norms import INT32_MAX
 
 MAX_VECTORS = 16  # per matrix; the least that a tensor core takes, so fewer cost as much
 

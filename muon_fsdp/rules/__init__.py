@@ -1,11 +1,36 @@
-"""Update rules by name. A new rule is one file here and one row in RULES."""
+"""Update rules by name. A rule is one class in one file, and a row below; users call `register`."""
 
+from muon_fsdp.option import Option
 from muon_fsdp.rules.adamw import AdamW
-from muon_fsdp.rules.base import Rule, StateSpec
+from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
+from muon_fsdp.rules.registry import RULES, register, rule_named
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
+from muon_fsdp.state import PerMatrix, PerParameter
+from muon_fsdp.statistics import TopSingular
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (Muon(), AdamW(), NorMuon(), SpectralSphere())}
+for _rule in (Muon, NorMuon, SpectralSphere, AdamW):
+    register(_rule)
 
-__all__ = ["RULES", "Rule", "StateSpec"]
+# The rules of matrices and of everything else where nobody names others.
+DEFAULT_RULE = Muon.name
+DEFAULT_OTHER_RULE = AdamW.name
+
+__all__ = [
+    "AdamW",
+    "FusedKernels",
+    "MatrixBatch",
+    "MatrixNumbers",
+    "Muon",
+    "NorMuon",
+    "Option",
+    "PerMatrix",
+    "PerParameter",
+    "RULES",
+    "Rule",
+    "SpectralSphere",
+    "TopSingular",
+    "register",
+    "rule_named",
+]

@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.rules.base import GroupOptions, Rule, State, StateSpec
+from muon_fsdp.kernels.tables import ADAMW_LAYOUT
+from muon_fsdp.option import Option, merge, number, pair_of_fractions
+from muon_fsdp.rules.base import FusedKernels, GroupOptions, Rule
+from muon_fsdp.state import PerParameter, State
 
 if TYPE_CHECKING:
-    from muon_fsdp.kernels.triton_elementwise import TensorList
+    from muon_fsdp.kernels.tables import TensorList
+
+
+class AdamWKernels(FusedKernels):
+    """One launch that counts steps and one that does the update: nothing is staged."""
+
+    layout = ADAMW_LAYOUT
+
+    def scalars(self, group: GroupOptions) -> dict[str, float]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta2": beta2,
+            "eps": group["eps"],
+            "log_beta1": _log(beta1),
+            "log_beta2": _log(beta2),
+            # 1 - beta, which float32 would round.
+            "one_minus_beta1": 1 - beta1,
+            "one_minus_beta2": 1 - beta2,
+        }
+
+    def apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor, factors: Tensor | None) -> None:
+        from muon_fsdp.kernels import triton_elementwise
+
+        triton_elementwise.adamw_update(tensors)
 
 
 class AdamW(Rule):
     """m, v = moving averages of g and g^2;  U = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)."""
 
     name = "adamw"
-    orthogonalizes = False
-    state = (StateSpec("momentum_buffer"), StateSpec("second_moment"), StateSpec("step", like="scalar"))
+    title = "AdamW"
+    options: ClassVar[tuple[Option, ...]] = merge(
+        Rule.options,
+        (
+            Option("lr", 3e-4, "learning rate", check=number, per_step=True, label="learning rate"),
+            Option(
+                "betas", (0.9, 0.95), "decay of the first and second moment", check=pair_of_fractions, per_step=True
+            ),
+            Option("eps", 1e-8, "added to the root of the second moment", check=number, per_step=True),
+        ),
+    )
+    state = (PerParameter("momentum_buffer"), PerParameter("second_moment"), PerParameter("step", "scalar"))
+    kernels = AdamWKernels()
+    recipe: ClassVar[dict[str, float]] = {"lr": 2e-3, "weight_decay": 0.1}
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
         beta1, beta2 = group["betas"]
@@ -39,20 +77,6 @@ class AdamW(Rule):
         updates = list(torch._foreach_div(first, _bias_corrections(beta1, precise_steps)))
         torch._foreach_div_(updates, denominators)
         return updates
-
-    fused = True
-
-    def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
-        return (beta1, beta2, group["eps"], _log(beta1), _log(beta2), 1 - beta1, 1 - beta2)
-
-    def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
-        pass  # nothing is staged: all of it happens in one launch of `fused_apply`
-
-    def fused_apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor) -> None:
-        from muon_fsdp.kernels import triton_elementwise
-
-        triton_elementwise.adamw_update(tensors)
 
 
 def _log(beta: float) -> float:

@@ -1,172 +1,181 @@
-"""What an update rule is: state, and prepare / direction / apply on lists of tensors and batches of matrices."""
+"""What an update rule is: options, state, statistics of W, and the mathematics of prepare, direction and apply."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.views import MatrixView
+from muon_fsdp.kernels.tables import TableLayout
+from muon_fsdp.option import Option, PlannedOptions, integer, merge, number, sizes
+from muon_fsdp.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
+from muon_fsdp.statistics import STATISTICS
+from muon_fsdp.views import VIEW_NAMES
 
 if TYPE_CHECKING:
-    from muon_fsdp.kernels.triton_elementwise import TensorList
+    from muon_fsdp.kernels.tables import TensorList
 
 GroupOptions: TypeAlias = Mapping[str, Any]
-State: TypeAlias = dict[str, Tensor]
 
-NUM_VECTORS = 16
+# Options of every rule that works on whole matrices: how a parameter is read as matrices.
+VIEW_OPTIONS = (
+    Option("view", "auto", "how a parameter is read as matrices", choices=VIEW_NAMES),
+    Option(
+        "num_heads",
+        None,
+        "cut the rows of every matrix into this many equal matrices; None leaves it whole",
+        check=integer,
+    ),
+    Option(
+        "split_sizes",
+        None,
+        "cut the rows of every matrix into matrices of these heights, as in a fused QKV weight; None leaves it whole",
+        check=sizes,
+    ),
+)
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of moments and updates: float32 for half and single precision, float64 for double."""
-    return torch.promote_types(dtype, torch.float32)
+class MatrixBatch:
+    """Equal matrices that `direction` works on together.
 
-
-def num_vectors(rows: int, cols: int) -> int:
-    """How many vectors span the subspace that is kept of a matrix."""
-    return min(NUM_VECTORS, rows, cols)
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """One tensor of state per parameter, in working precision but for the float32 scalar.
-
-    "parameter": of its shape, distributed as it is. All others are whole on every rank, whatever the layout, so that
-    a checkpoint fits any: "rows", "columns": a vector along that side of every logical matrix, one after another;
-    "subspaces": `num_vectors` along the columns of each; "matrices": a number for each.
+    Args:
+        matrices: (B, d_out, d_in), what `prepare` returned for each; not to be changed.
+        update: (B, d_out, d_in), takes the update; assigning copies into it.
+        state: by name, the `PerMatrix` state of these matrices as copies in working precision. What they hold after
+            the call is stored.
+        statistics: by name, the statistics of W that the rule asks for.
+        options: the options of the group that are not `per_step`.
+        diagnostics: takes numbers (B,) for `metrics`, by the names in the rule's `diagnostics`.
+        inverse_norms: (B,), one over the Frobenius norms of `matrices` where they are known, else None.
     """
 
-    name: str
-    like: Literal["parameter", "scalar", "rows", "columns", "subspaces", "matrices"] = "parameter"
-
-    def dtype(self, parameter: Tensor) -> torch.dtype:
-        return torch.float32 if self.like == "scalar" else working_dtype(parameter.dtype)
-
-    def shape(self, parameter: Tensor, view: MatrixView | None) -> torch.Size:
-        if self.like == "parameter":
-            return parameter.shape
-        if self.like == "scalar":
-            return torch.Size(())
-        assert view is not None
-        return torch.Size((sum(self.numel(*shape) for shape in view.block_shapes),))
-
-    def numel(self, count: int, rows: int, cols: int) -> int:
-        """Numbers for so many matrices of this shape."""
-        each = {"rows": rows, "columns": cols, "subspaces": num_vectors(rows, cols) * cols, "matrices": 1}
-        return count * each[self.like]
-
-    def create(self, parameter: Tensor, view: MatrixView | None) -> Tensor:
-        if self.like == "parameter":
-            return torch.zeros_like(parameter, dtype=self.dtype(parameter), memory_format=torch.preserve_format)
-        return torch.zeros(self.shape(parameter, view), dtype=self.dtype(parameter), device=parameter.device)
-
-
-@dataclass
-class Spectrum:
-    """What a rule that keeps matrices on spheres is told of a batch of them, and what it found."""
-
-    left: Tensor  # (B, rows), the top singular vectors of the weights
-    right: Tensor  # (B, cols)
-    multiplier: Tensor  # (B,)
-    slope: Tensor  # (B,)
-    regular: Tensor  # (B,) bool: not zero
-    calls: Tensor | None = None  # (B,) of msign
-    failed: Tensor | None = None  # (B,) bool
-
-
-class Rule(ABC):
-    """An update rule. It sees lists of local tensors and batches of whole matrices, never a mesh or a process group.
-
-    The lists of one call belong to one parameter group and to parameters that have a gradient.
-    """
-
-    name: ClassVar[str]
-    # Whether `prepare`'s result must pass through `direction` as whole matrices.
-    orthogonalizes: ClassVar[bool]
-    state: ClassVar[tuple[StateSpec, ...]]
-
-    @abstractmethod
-    def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
-        """Advance the moments and return, per parameter, what is to be orthogonalized or else the update itself.
-
-        Gradients and results are in working precision; gradients must not be changed, and results may be state:
-        nobody writes to them.
-        """
-
-    def batch_key(self, group: GroupOptions, rows: int, cols: int) -> Hashable:
-        """What two equally shaped matrices must share to be given to `direction` in one batch."""
-        raise AssertionError(f"rule {self.name!r} does not orthogonalize")
-
-    def flops(self, key: Any, rows: int, cols: int) -> float:
-        """Cost of `direction` for one matrix, for the balance of ranks."""
-        raise AssertionError(f"rule {self.name!r} does not orthogonalize")
-
-    def result_dtype(self, keys: Sequence[Any], units: Tensor) -> torch.dtype:
-        """The precision in which `direction` is asked for its results, given matrices in that of `units`."""
-        return working_dtype(units.dtype)
-
-    def direction(
+    def __init__(
         self,
-        key: Any,
-        matrices: Tensor,  # (B, rows, cols)
-        out: Tensor,  # (B, rows, cols)
-        inverse_norms: Tensor | None = None,  # (B,), where they are known
+        matrices: Tensor,
+        update: Tensor,
+        options: PlannedOptions,
+        state: dict[str, Tensor] | None = None,
+        statistics: Mapping[str, Any] | None = None,
+        inverse_norms: Tensor | None = None,
     ) -> None:
-        """Write the update for every matrix of a batch to `out`."""
-        raise AssertionError(f"rule {self.name!r} does not orthogonalize")
+        self.matrices, self._update, self.options = matrices, update, options
+        self.state = state if state is not None else {}
+        self.statistics = statistics if statistics is not None else {}
+        self.diagnostics: dict[str, Tensor] = {}
+        self.inverse_norms = inverse_norms
 
-    # Whether weights are kept on spheres: then `tangent` takes the place of `direction`, and `apply` is given factors.
-    spherical: ClassVar[bool] = False
+    @property
+    def update(self) -> Tensor:
+        return self._update
 
-    def tangent(
-        self, key: Any, matrices: Tensor, out: Tensor, inverse_norms: Tensor | None, spectrum: Spectrum
+    @update.setter
+    def update(self, value: Tensor) -> None:
+        if value is not self._update:
+            if value.shape != self._update.shape:
+                raise ValueError(f"batch.update has shape {tuple(self._update.shape)}, got {tuple(value.shape)}")
+            self._update.copy_(value)
+
+
+class MatrixNumbers:
+    """Equal matrices as `factors` sees them, on every rank: the numbers of each without its elements.
+
+    Args:
+        rows: d_out.
+        cols: d_in.
+        state: by name, their `PerMatrix` state as copies; what they hold after the call is what `direction` gets.
+        statistics: by name, the statistics of W that the rule asks for.
+        options: all options of their groups; those that are `per_step` as tensors (B,) in float64.
+        diagnostics: takes numbers (B,) for `metrics`, by the names in the rule's `diagnostics`.
+    """
+
+    def __init__(
+        self, rows: int, cols: int, state: dict[str, Tensor], statistics: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        """Write the update, tangent to the spheres of the weights, to `out`, and what was found to `spectrum`."""
-        raise AssertionError(f"rule {self.name!r} has no spheres")
+        self.rows, self.cols, self.state, self.statistics, self.options = rows, cols, state, statistics, options
+        self.diagnostics: dict[str, Tensor] = {}
 
-    # Whether the rows of what `direction` gives are normalized by a second moment of each (state "second_moment").
-    normalizes_rows: ClassVar[bool] = False
 
-    def normalize_rows(self, key: Any, directions: Tensor, second_moment: Tensor) -> Tensor:
-        """Normalize the rows of `directions` (B, rows, cols) in place, given (B, rows); the moments after this step."""
-        raise AssertionError(f"rule {self.name!r} does not normalize rows")
+class FusedKernels:
+    """Kernels that do `prepare` and `apply` of a rule for many tensors in one launch."""
 
-    # A rule may come with kernels that do `prepare` and `apply` for a whole group in one launch.
-    fused: ClassVar[bool] = False
+    layout: ClassVar[TableLayout]
 
-    def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
-        """The numbers that the kernels need besides lr and weight decay."""
-        raise AssertionError(f"rule {self.name!r} has no kernels")
+    def scalars(self, group: GroupOptions) -> dict[str, float]:
+        """Return the scalars of the layout for a group, but for those that all layouts have."""
+        return {}
 
-    def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
-        """`prepare`, from the tensors of a list into their slots of `staging`, with partial norms where asked for."""
-        raise AssertionError(f"rule {self.name!r} has no kernels")
+    def prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
+        """Do `prepare` from the tensors of a list into their slots of `staging`, with partial norms if asked for."""
 
-    def fused_apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor) -> None:
-        """`apply`, from slots of `updates`."""
-        raise AssertionError(f"rule {self.name!r} has no kernels")
+    def apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor, factors: Tensor | None) -> None:
+        """Do `apply` from slots of `updates`; `factors` (2, matrices) multiply weights and updates."""
+        raise NotImplementedError
+
+
+class Rule:
+    """An update rule: a subclass declares options and state, and overrides what it does differently.
+
+    A rule sees lists of local tensors and batches of whole matrices, never a mesh or a process group. One that defines
+    `direction` works on whole matrices; one that does not is element-wise, and what `prepare` returns is its update.
+    One that defines `factors` multiplies weights by factors of their matrices. The lists of one call belong to one
+    parameter group and to parameters that are updated in this step.
+    """
+
+    name: ClassVar[str]  # what the option `rule` says
+    title: ClassVar[str] = ""  # what tables and plots call it; the name by default
+    aliases: ClassVar[tuple[str, ...]] = ()  # further names on the command line
+    options: ClassVar[tuple[Option, ...]] = (
+        Option("lr", 0.02, "learning rate", check=number, per_step=True, label="learning rate"),
+        Option("weight_decay", 0.0, "decoupled weight decay, times lr", check=number, per_step=True),
+    )
+    state: ClassVar[tuple[StateSpec, ...]] = ()
+    statistics: ClassVar[tuple[str, ...]] = ()  # of W, by name
+    diagnostics: ClassVar[tuple[str, ...]] = ()  # numbers per matrix for `metrics`
+    # The precision of updates; None: what `orthogonalize` gives, float16 on GPUs, which holds [2^-14, 6e4].
+    update_dtype: ClassVar[torch.dtype | None] = None
+    kernels: ClassVar[FusedKernels | None] = None
+    hints: ClassVar[Mapping[str, str]] = {}  # by the name of an option that users expect and it does not have: why
+    recipe: ClassVar[Mapping[str, float]] = {}  # lr and weight_decay that the training program starts from
+
+    # ---------------------------------------------------------------------------------------------- the mathematics
+
+    def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
+        """Advance the moments and return, per parameter, what `direction` works on, or else the update itself.
+
+        Gradients and results are in working precision. Gradients must not be changed. Results may be state: nobody
+        writes to them. By default these are the gradients.
+        """
+        return grads
+
+    def direction(self, batch: MatrixBatch) -> None:
+        """Write the update of every matrix of a batch to `batch.update`, and change `batch.state` as needed."""
+        raise NotImplementedError
+
+    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
+        """Return what to multiply weights and updates by: W <- f W - lr g U.
+
+        Each is (B,), (B, d_out, 1) or (B, 1, d_in). f takes the place of weight decay: to keep it, multiply f by
+        `1 - numbers.options["lr"] * numbers.options["weight_decay"]`. Called on every rank with the same numbers.
+        """
+        raise NotImplementedError
 
     def apply(
         self,
         group: GroupOptions,
         params: list[Tensor],
         updates: list[Tensor],
-        factors: Sequence[tuple[Tensor, Tensor]] | None = None,  # broadcastable to the parameters
+        factors: Sequence[tuple[Tensor, Tensor]] | None = None,  # of `factors`, broadcastable to the parameters
     ) -> None:
-        """W <- W (1 - lr * weight_decay) - lr * U, rounded to the parameter's precision once.
-
-        Under a spherical rule, W <- f W - lr * R * U with the factors (f, R) of every parameter.
-        """
+        """W <- W (1 - lr * weight_decay) - lr * U, or W <- f W - lr g U, rounded to the parameter's precision once."""
         lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
         if factors is not None:
-            updates = [update * radius for update, (_, radius) in zip(updates, factors, strict=True)]
-            for weight, (factor, _) in zip(weights, factors, strict=True):
-                weight.mul_(factor)
+            updates = [update * of_update for update, (_, of_update) in zip(updates, factors, strict=True)]
+            for weight, (of_weight, _) in zip(weights, factors, strict=True):
+                weight.mul_(of_weight)
         elif isinstance(lr, Tensor) or weight_decay != 0:
             torch._foreach_mul_(weights, 1 - lr * weight_decay)
         if isinstance(lr, Tensor):  # on the device: reading it would stall the host
@@ -177,8 +186,126 @@ class Rule(ABC):
         if rounded:
             torch._foreach_copy_([p for p, _ in rounded], [w for _, w in rounded])
 
+    # ---------------------------------------------------------------------------------- what planning and reports ask
+
+    def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
+        """Return the cost of `direction` for one matrix, which balances the ranks."""
+        return float(rows * cols)
+
+    def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
+        """Return whether float16 holds the updates of such matrices, which GPUs then use."""
+        return self.update_dtype is None
+
+    def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
+        """Return the size of an update by shape for the routing report; None if the rule has none."""
+        return None
+
+    def not_capturable(self, group: GroupOptions) -> str | None:
+        """Return why a step with these options can't be captured as a CUDA graph; None if it can."""
+        return None
+
+    def warnings(self, group: GroupOptions) -> list[str]:
+        """Return what a user should know about the options of a group."""
+        return []
+
+    def residual(self, batch: MatrixBatch) -> Tensor | None:
+        """Return how far from orthogonal `direction` is on a batch, (B,), for `metrics`; None if that says nothing."""
+        return None
+
+    def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
+        """Return numbers for a logger.
+
+        `last` holds the diagnostics of the last step over all matrices, `total` their sums since the optimizer was
+        built, over matrices and steps in which they were updated.
+        """
+        return {}
+
+    # ------------------------------------------------------------------------------------ what follows from the above
+
+    @cached_property
+    def display_name(self) -> str:
+        """What tables and plots call the rule."""
+        return self.title or self.name
+
+    @cached_property
+    def needs_matrices(self) -> bool:
+        """Whether the rule works on whole matrices; if not, it is element-wise."""
+        return type(self).direction is not Rule.direction
+
+    @cached_property
+    def multiplies_weights(self) -> bool:
+        """Whether the rule multiplies weights by factors of their matrices."""
+        return type(self).factors is not Rule.factors
+
+    @cached_property
+    def all_options(self) -> dict[str, Option]:
+        """Its options by name, with those of its statistics and of views."""
+        views = VIEW_OPTIONS if self.needs_matrices else ()
+        of_statistics = [option for name in self.statistics for option in STATISTICS[name].options]
+        return {option.name: option for option in merge(self.options, of_statistics, views, self.options)}
+
+    @cached_property
+    def all_state(self) -> tuple[StateSpec, ...]:
+        """Its state, with that of its statistics."""
+        return (*self.state, *(spec for name in self.statistics for spec in STATISTICS[name].state))
+
+    @cached_property
+    def matrix_state(self) -> tuple[PerMatrix, ...]:
+        """The per-matrix state that `direction` and `factors` may change."""
+        return tuple(spec for spec in self.state if isinstance(spec, PerMatrix))
+
+    @cached_property
+    def has_matrix_numbers(self) -> bool:
+        """Whether something of it belongs to whole matrices beside their elements."""
+        return bool(self.matrix_state or self.statistics or self.multiplies_weights or self.diagnostics)
+
+    @cached_property
+    def fused(self) -> FusedKernels | None:
+        """Its kernels, unless a subclass overrides `prepare` or `apply` after them: then these count."""
+        for owner in type(self).__mro__:
+            if "kernels" in vars(owner):
+                return self.kernels
+            if "prepare" in vars(owner) or "apply" in vars(owner):
+                return None
+        return None
+
+    @cached_property
+    def _planned_names(self) -> tuple[str, ...]:
+        views = {option.name for option in VIEW_OPTIONS}
+        return tuple(name for name, o in self.all_options.items() if not o.per_step and name not in views)
+
+    @cached_property
+    def plan_names(self) -> tuple[str, ...]:
+        """The options that a plan depends on: all but those that may change at every step."""
+        return tuple(name for name, option in self.all_options.items() if not option.per_step)
+
+    @cached_property
+    def per_step_names(self) -> tuple[str, ...]:
+        """The options that may change at every step."""
+        return tuple(name for name, option in self.all_options.items() if option.per_step)
+
+    def planned_options(self, group: GroupOptions) -> PlannedOptions:
+        """Return what `direction` may read of a group's options, views aside."""
+        return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
+
 
 def _host_number(value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else value.reshape(())
     return value
+
+
+__all__ = [
+    "FusedKernels",
+    "GroupOptions",
+    "MatrixBatch",
+    "MatrixNumbers",
+    "Option",
+    "PerMatrix",
+    "PerParameter",
+    "PlannedOptions",
+    "Rule",
+    "State",
+    "StateSpec",
+    "working_dtype",
+]

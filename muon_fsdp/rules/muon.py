@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.newton_schulz import orthogonalization_flops, orthogonalize
-from muon_fsdp.rules.base import GroupOptions, Rule, State, StateSpec, working_dtype
-from muon_fsdp.scaling import update_scale
+from muon_fsdp.kernels.tables import MUON_LAYOUT
+from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS, orthogonalization_flops, orthogonalize
+from muon_fsdp.option import Option, PlannedOptions, flag, fraction, integer, number
+from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
+from muon_fsdp.scaling import SCALE_VERSIONS, update_scale
+from muon_fsdp.state import PerParameter, State, StateSpec
 
 if TYPE_CHECKING:
-    from muon_fsdp.kernels.triton_elementwise import TensorList
+    from muon_fsdp.kernels.tables import TensorList
+
+# What momentum and its orthogonalization need, whatever is done with the result.
+MOMENTUM_OPTIONS = (
+    *Rule.options,
+    Option("momentum", 0.95, "decay of the momentum buffer, in [0, 1)", check=fraction, per_step=True),
+    Option("nesterov", False, "look ahead by one step of momentum", check=flag),
+    Option("ns_steps", 5, "steps of the orthogonalizing iteration, at least 1", check=integer),
+    Option(
+        "orthogonalization",
+        "default",
+        'coefficients of the iteration, or "exact" for an SVD, which is slow',
+        choices=ORTHOGONALIZATIONS,
+    ),
+)
 
 
-class MuonBatchKey(NamedTuple):
-    method: str
-    steps: int
-    factor: float  # scale * ns_stepsize
+class MuonKernels(FusedKernels):
+    """Momentum into the staging buffer in one launch, and the weights from it in another."""
+
+    layout = MUON_LAYOUT
+
+    def scalars(self, group: GroupOptions) -> dict[str, float]:
+        return {"momentum": group["momentum"]}
+
+    def prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
+        from muon_fsdp.kernels import triton_elementwise
+
+        triton_elementwise.muon_prepare(tensors, staging, partials, nesterov=group["nesterov"])
+
+    def apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor, factors: Tensor | None) -> None:
+        from muon_fsdp.kernels import triton_elementwise
+
+        triton_elementwise.apply_updates(tensors, updates, factors)
 
 
 class Muon(Rule):
     """buf = momentum * buf + grad;  U = scale * ns_stepsize * polar(buf, or grad + momentum * buf with Nesterov)."""
 
     name = "muon"
-    orthogonalizes = True
-    state: ClassVar[tuple[StateSpec, ...]] = (StateSpec("momentum_buffer"),)
+    title = "Muon"
+    options: ClassVar[tuple[Option, ...]] = (
+        *MOMENTUM_OPTIONS,
+        Option(
+            "scale",
+            "v2",
+            'size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)), '
+            '"v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number',
+            choices=SCALE_VERSIONS,
+            check=number,
+        ),
+        Option("ns_stepsize", 1.0, "further factor of the orthogonalized update", check=number),
+    )
+    state: ClassVar[tuple[StateSpec, ...]] = (PerParameter("momentum_buffer"),)
+    kernels = MuonKernels()
+    recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.01}
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
         buffers = [state["momentum_buffer"] for state in states]
@@ -37,36 +80,45 @@ class Muon(Rule):
             return list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
         return buffers
 
-    def batch_key(self, group: GroupOptions, rows: int, cols: int) -> MuonBatchKey:
-        factor = update_scale(group["scale"], rows, cols) * float(group["ns_stepsize"])
-        return MuonBatchKey(group["orthogonalization"], group["ns_steps"], factor)
-
-    def flops(self, key: MuonBatchKey, rows: int, cols: int) -> float:
-        return orthogonalization_flops(rows, cols, key.steps)
-
-    def result_dtype(self, keys: Sequence[MuonBatchKey], units: Tensor) -> torch.dtype:
-        """float16 on GPUs, where it is what the iteration has, unless a factor would take it out of its range."""
-        in_range = all(2.0**-8 <= key.factor <= 2.0**8 and key.method != "exact" for key in keys)
-        if units.is_cuda and units.dtype != torch.float64 and in_range:
-            return torch.float16
-        return working_dtype(units.dtype)
-
-    def direction(self, key: MuonBatchKey, matrices: Tensor, out: Tensor, inverse_norms: Tensor | None = None) -> None:
+    def direction(self, batch: MatrixBatch) -> None:
+        options = batch.options
         orthogonalize(
-            matrices, method=key.method, steps=key.steps, factor=key.factor, inverse_norms=inverse_norms, out=out
+            batch.matrices,
+            method=options["orthogonalization"],
+            steps=options["ns_steps"],
+            factor=self.factor(options, *batch.matrices.shape[-2:]),
+            inverse_norms=batch.inverse_norms,
+            out=batch.update,
         )
 
-    fused = True
+    def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
+        """Return the spectral norm of an update."""
+        return update_scale(options["scale"], rows, cols) * float(options["ns_stepsize"])
 
-    def fused_scalars(self, group: GroupOptions) -> tuple[float, ...]:
-        return (group["momentum"],)
+    def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
+        return orthogonalization_flops(rows, cols, options["ns_steps"])
 
-    def fused_prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
-        from muon_fsdp.kernels import triton_elementwise
+    def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
+        in_range = 2.0**-8 <= self.factor(options, rows, cols) <= 2.0**8
+        return self.update_dtype is None and in_range and options["orthogonalization"] != "exact"
 
-        triton_elementwise.muon_prepare(tensors, staging, partials, nesterov=group["nesterov"])
+    def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
+        return update_scale(group["scale"], rows, cols)
 
-    def fused_apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor) -> None:
-        from muon_fsdp.kernels import triton_elementwise
+    def not_capturable(self, group: GroupOptions) -> str | None:
+        return "orthogonalization='exact' waits for the host" if group["orthogonalization"] == "exact" else None
 
-        triton_elementwise.apply_updates(tensors, updates)
+    def residual(self, batch: MatrixBatch) -> Tensor | None:
+        orthogonal = orthogonalize(
+            batch.matrices, method=batch.options["orthogonalization"], steps=batch.options["ns_steps"]
+        )
+        return _residual(orthogonal)
+
+
+def _residual(matrices: Tensor) -> Tensor:
+    """Return ||O O^T - I||_F / sqrt(m) per matrix: 0 for an orthogonal one, near 1 for one of low rank."""
+    wide = (matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices).to(torch.float64)
+    gram = wide @ wide.mT
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    residual: Tensor = torch.linalg.matrix_norm(gram - identity) / gram.shape[-1] ** 0.5
+    return residual

@@ -1,22 +1,13 @@
-"""NorMuon (arXiv 2510.05491): Muon whose rows are brought to one size by a second moment of each."""
+"""NorMuon (arXiv 2510.05491): Muon whose rows are rescaled to one size by a running second moment of each."""
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
-
 import torch
-from torch import Tensor
 
-from muon_fsdp.rules.base import GroupOptions, StateSpec
+from muon_fsdp.option import Option, fraction, number
+from muon_fsdp.rules.base import MatrixBatch
 from muon_fsdp.rules.muon import Muon
-
-
-class NorMuonBatchKey(NamedTuple):
-    method: str
-    steps: int
-    factor: float  # scale * ns_stepsize
-    beta2: float
-    eps: float
+from muon_fsdp.state import PerMatrix
 
 
 class NorMuon(Muon):
@@ -26,19 +17,23 @@ class NorMuon(Muon):
     """
 
     name = "normuon"
-    normalizes_rows = True
-    state: ClassVar[tuple[StateSpec, ...]] = (StateSpec("momentum_buffer"), StateSpec("second_moment", like="rows"))
+    title = "NorMuon"
+    options = (
+        *Muon.options,
+        Option("beta2", 0.95, "decay of the second moment of rows, in [0, 1)", check=fraction),
+        Option("eps", 1e-8, "added to the root of the second moment of rows", check=number),
+    )
+    state = (*Muon.state, PerMatrix("second_moment", "rows"))
 
-    def batch_key(self, group: GroupOptions, rows: int, cols: int) -> NorMuonBatchKey:  # type: ignore[override]
-        muon = super().batch_key(group, rows, cols)
-        return NorMuonBatchKey(*muon, beta2=group["betas"][1], eps=group["eps"])
-
-    def normalize_rows(self, key: NorMuonBatchKey, directions: Tensor, second_moment: Tensor) -> Tensor:
-        precision = second_moment.dtype
-        norms = torch.linalg.vector_norm(directions, dim=-1, dtype=precision) / (key.factor or 1.0)
-        second_moment = key.beta2 * second_moment + (1 - key.beta2) * norms.square() / directions.shape[-1]
-        factors = 1 / (second_moment.sqrt() + key.eps)
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        update, moment, beta2 = batch.update, batch.state["second_moment"], batch.options["beta2"]
+        rows, cols = update.shape[-2:]
+        norms = torch.linalg.vector_norm(update, dim=-1, dtype=moment.dtype)  # (B, rows)
+        norms = norms / (self.factor(batch.options, rows, cols) or 1.0)
+        moment = beta2 * moment + (1 - beta2) * norms.square() / cols
+        factors = 1 / (moment.sqrt() + batch.options["eps"])
         before, after = (torch.linalg.vector_norm(n, dim=-1, keepdim=True) for n in (norms, factors * norms))
         factors = factors * torch.where(after > 0, before / after, 0.0)
-        directions.mul_(factors.unsqueeze(-1))
-        return second_moment
+        update.mul_(factors.unsqueeze(-1))
+        batch.state["second_moment"] = moment

@@ -2,79 +2,163 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from muon_fsdp.newton_schulz import orthogonalization_flops, orthogonalize
-from muon_fsdp.rules.base import GroupOptions, Spectrum, StateSpec
-from muon_fsdp.rules.muon import Muon
-from muon_fsdp.spectral import add_outer, bilinear, solve_lambda
+from muon_fsdp.option import Option, PlannedOptions, number, positive
+from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon
+from muon_fsdp.spectral import (
+    LAMBDA_MODES,
+    MAX_CALLS,
+    RADIUS_MODES,
+    RETRACT_MODES,
+    SMALLEST_NORM,
+    add_outer,
+    bilinear,
+    retraction,
+    solve_lambda,
+    target_radius,
+)
+from muon_fsdp.state import PerMatrix
+from muon_fsdp.statistics import TopSingular
 
 # Calls of msign that the balance of ranks reckons with: the median when warm.
 USUAL_CALLS = 4
 
 
-class SphereBatchKey(NamedTuple):
-    method: str
-    steps: int
-    lambda_mode: str
-    factor: float = 1.0  # the radius is multiplied in `apply`, with the retraction
-
-
 class SpectralSphere(Muon):
     """W <- f W - lr R msign(M + lambda u v^T), tangent to the sphere of spectral norm R at (u, v); f retracts to it.
 
-    Momentum is Muon's. `muon_fsdp.sphere` finds u, v, f and R, from shards.
+    Momentum M is Muon's; u and v are the top singular vectors of W.
     """
 
     name = "spectral_sphere"
-    spherical = True
-    state = (
-        StateSpec("momentum_buffer"),
-        StateSpec("singular_subspace", like="subspaces"),
-        StateSpec("right_singular_vector", like="columns"),
-        StateSpec("left_singular_vector", like="rows"),
-        StateSpec("lagrange_multiplier", like="matrices"),
-        StateSpec("lagrange_slope", like="matrices"),
-        StateSpec("radius", like="matrices"),
+    title = "SSO"
+    aliases = ("sso",)
+    options = (
+        *MOMENTUM_OPTIONS,
+        Option(
+            "radius_mode",
+            "spectral_mup",
+            'R is radius_scaler sqrt(d_out/d_in), radius_scaler ("identity") or the norm at the first step '
+            '("initialize")',
+            choices=RADIUS_MODES,
+        ),
+        Option("radius_scaler", 1.0, 'factor of R, positive; not under "initialize"', check=positive),
+        Option(
+            "retract_mode",
+            "hard",
+            '"hard" brings W to its sphere at every step, "dynamic" only at the first and then by a factor of '
+            "1 +- retract_alpha lr",
+            choices=RETRACT_MODES,
+        ),
+        Option("retract_alpha", 0.05, 'strength of "dynamic" retraction', check=number),
+        Option(
+            "lambda_mode",
+            "bracketed",
+            'how lambda is found: "bracketed" (secants), "bisection", "projection" of msign(M), or "zero" (MuonSphere)',
+            choices=LAMBDA_MODES,
+        ),
     )
+    state = (
+        *Muon.state,
+        PerMatrix("lagrange_multiplier", "scalar"),
+        PerMatrix("lagrange_slope", "scalar"),
+        PerMatrix("radius", "scalar"),
+    )
+    statistics = ("top_singular",)
+    diagnostics = ("norm_over_radius", "without_norm", "lambda", "msign_calls", "lambda_failed")
+    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("scale", "ns_stepsize"), "the radius of a matrix takes its place (radius_mode, radius_scaler)"
+    )
+    recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.0}
 
-    def batch_key(self, group: GroupOptions, rows: int, cols: int) -> SphereBatchKey:  # type: ignore[override]
-        return SphereBatchKey(group["orthogonalization"], group["ns_steps"], group["lambda_mode"])
+    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
+        """Return the retraction f, all the way to the sphere at the first step, and the radius R."""
+        options, saved = numbers.options, numbers.state["radius"]
+        norm, lr = numbers.statistics["top_singular"].norm, options["lr"]
+        mode, is_regular, is_first = options["radius_mode"], norm >= SMALLEST_NORM, saved == 0
+        radius = torch.full_like(norm, target_radius(numbers.rows, numbers.cols, mode, options["radius_scaler"]))
+        if mode == "initialize":
+            radius = torch.where(is_first, torch.where(is_regular, norm, radius), saved)
+        factor = retraction(norm, radius, "hard", lr)
+        if options["retract_mode"] == "dynamic":
+            gentle = retraction(norm, radius, "dynamic", lr, options["weight_decay"], options["retract_alpha"])
+            factor = torch.where(is_first, factor, gentle.to(factor.dtype))
+        numbers.state["radius"] = torch.where(is_regular & (lr != 0), radius, saved)
+        numbers.diagnostics["norm_over_radius"] = torch.where(is_regular, norm / radius, torch.nan)
+        numbers.diagnostics["without_norm"] = (~is_regular).to(norm.dtype)
+        return factor, radius
 
-    def flops(self, key: SphereBatchKey, rows: int, cols: int) -> float:  # type: ignore[override]
-        calls = USUAL_CALLS if key.lambda_mode in ("bracketed", "bisection") else 1
-        return calls * orthogonalization_flops(rows, cols, key.steps)
-
-    def tangent(
-        self,
-        key: SphereBatchKey,
-        matrices: Tensor,
-        out: Tensor,
-        inverse_norms: Tensor | None,
-        spectrum: Spectrum,
-    ) -> None:
-        if key.lambda_mode in ("bracketed", "bisection"):
+    def direction(self, batch: MatrixBatch) -> None:
+        top: TopSingular = batch.statistics["top_singular"]
+        mode, method, steps = (batch.options[name] for name in ("lambda_mode", "orthogonalization", "ns_steps"))
+        multiplier, is_regular = batch.state["lagrange_multiplier"], top.norm >= SMALLEST_NORM
+        if mode in MAX_CALLS:
             tangent = solve_lambda(
-                matrices,
-                spectrum.left,
-                spectrum.right,
-                method=key.lambda_mode,
-                start=spectrum.multiplier,
-                slope=spectrum.slope,
-                searched=spectrum.regular,
-                orthogonalization=key.method,
-                ns_steps=key.steps,
-                inverse_norms=inverse_norms,
-                out=out,
+                batch.matrices,
+                top.left,
+                top.right,
+                method=mode,
+                start=multiplier,
+                slope=batch.state["lagrange_slope"],
+                searched=is_regular,
+                orthogonalization=method,
+                ns_steps=steps,
+                inverse_norms=batch.inverse_norms,
+                out=batch.update,
             )
-            spectrum.multiplier, spectrum.slope = tangent.multiplier, tangent.slope
-            spectrum.calls, spectrum.failed = tangent.calls, tangent.failed
-            return
-        orthogonalize(matrices, method=key.method, steps=key.steps, inverse_norms=inverse_norms, out=out)
-        if key.lambda_mode == "projection":
-            radial = torch.where(spectrum.regular, bilinear(spectrum.left, out, spectrum.right), 0.0)
-            add_outer(out, spectrum.left, spectrum.right, -radial)
-        spectrum.multiplier = torch.zeros_like(spectrum.multiplier)
+            batch.state.update(lagrange_multiplier=tangent.multiplier, lagrange_slope=tangent.slope)
+            batch.diagnostics.update(msign_calls=tangent.calls, lambda_failed=tangent.failed)
+        else:
+            orthogonalize(
+                batch.matrices, method=method, steps=steps, inverse_norms=batch.inverse_norms, out=batch.update
+            )
+            if mode == "projection":
+                radial = torch.where(is_regular, bilinear(top.left, batch.update, top.right), 0.0)
+                add_outer(batch.update, top.left, top.right, -radial)
+            batch.state["lagrange_multiplier"] = torch.zeros_like(multiplier)
+            batch.diagnostics["msign_calls"] = torch.ones_like(multiplier)
+        batch.diagnostics["lambda"] = batch.state["lagrange_multiplier"]
+
+    def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
+        calls = USUAL_CALLS if options["lambda_mode"] in MAX_CALLS else 1
+        return calls * orthogonalization_flops(rows, cols, options["ns_steps"])
+
+    def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
+        return self.update_dtype is None and options["orthogonalization"] != "exact"
+
+    def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
+        return target_radius(rows, cols, group["radius_mode"], group["radius_scaler"])
+
+    def residual(self, batch: MatrixBatch) -> Tensor | None:
+        return None  # the update is orthogonal at another point than the momentum
+
+    def warnings(self, group: GroupOptions) -> list[str]:
+        if group["retract_mode"] != "hard" or group["weight_decay"] == 0:
+            return []
+        return [
+            "weight_decay does nothing to matrices under retract_mode='hard': they are brought back to their "
+            "sphere at every step. Pass weight_decay=0, or retract_mode='dynamic'."
+        ]
+
+    def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
+        numbers = {"lambda_fallbacks": total["lambda_failed"], "matrices_without_norm": total["without_norm"]}
+        if not len(last["lambda"]):
+            return numbers
+        ratios, multipliers = last["norm_over_radius"], last["lambda"].abs()
+        ratios = ratios[~ratios.isnan()]
+        return {
+            **numbers,
+            "spectral_norm_over_radius_min": float(ratios.min()) if len(ratios) else 0.0,
+            "spectral_norm_over_radius_max": float(ratios.max()) if len(ratios) else 0.0,
+            "lambda_abs_mean": float(multipliers.mean()),
+            "lambda_abs_max": float(multipliers.max()),
+            "msign_calls_median": float(last["msign_calls"].median()),
+            "msign_calls_max": float(last["msign_calls"].max()),
+        }

@@ -1,0 +1,224 @@
+"""What an option is: a name, a default, a check, one line of documentation, and when its value may change."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+
+class UnknownOptionError(TypeError, ValueError):
+    """An option that nothing has. Python raises TypeError for an unexpected keyword, torch ValueError for a group."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of an update rule.
+
+    Args:
+        name: what users pass: a keyword of the constructor, a key of a group or of an override.
+        default: its value where nobody passes one; always valid.
+        doc: one line for the reference and for `muon-fsdp train --help`.
+        check: takes a value; raises ValueError or TypeError, or returns something false, if it is not valid.
+        per_step: True if the value may change at every step without planning or capturing the step again. Such an
+            option can be read in `prepare`, `factors` and `apply`, not in `direction`.
+        choices: the names that it takes, if it takes names.
+        label: what an error calls it; its name by default.
+    """
+
+    name: str
+    default: Any
+    doc: str
+    check: Callable[[Any], object] | None = field(default=None, kw_only=True)
+    per_step: bool = field(default=False, kw_only=True)
+    choices: tuple[str, ...] = field(default=(), kw_only=True)
+    label: str | None = field(default=None, kw_only=True)
+
+    def validate(self, value: Any, name: str | None = None) -> None:
+        """Raise ValueError or TypeError if the option cannot have this value; `name` is what the user called it."""
+        if value is not self.default:
+            self.check_value(value, name or self.name)
+
+    def check_value(self, value: Any, name: str) -> None:
+        """Do what `validate` does, for the default too."""
+        label = self.label or name
+        if self.choices and isinstance(value, str):
+            if value not in self.choices:
+                raise ValueError(f"Unknown {name} {value!r}; valid names are {', '.join(self.choices)}")
+            return
+        try:
+            result = None if self.check is None else self.check(value)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"Invalid {label}: {_shown(value)} (option {name!r} {error})") from None
+        if self.choices and self.check is None:
+            raise ValueError(f"Unknown {name} {value!r}; valid names are {', '.join(self.choices)}")
+        if result is not None and not result:
+            raise ValueError(f"Invalid {label}: {_shown(value)} (option {name!r}: {self.doc})")
+
+
+class PlannedOptions(Mapping[str, Any]):
+    """The options of a group that only change with a new plan: what `direction` may read. Hashable, one per group."""
+
+    __slots__ = ("_hash", "_per_step", "_rule", "_text", "_values")
+
+    def __init__(self, rule: str = "", values: Mapping[str, Any] | None = None, per_step: Iterable[str] = ()) -> None:
+        self._rule, self._per_step = rule, frozenset(per_step)
+        self._values = dict(values or {})
+        self._text = f"{rule}{self._values!r}"  # planning sorts by it
+        self._hash = hash((rule, tuple(self._values.items())))
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._per_step:
+            raise KeyError(
+                f"option {name!r} of rule {self._rule!r} may change at every step, so direction can't read it: read it "
+                "in prepare, factors or apply, or declare it without per_step=True"
+            )
+        if name not in self._values:
+            raise KeyError(f"rule {self._rule!r} has no option {name!r}{suggestion(name, self._values)}")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlannedOptions):
+            return NotImplemented
+        return self is other or (self._hash, self._rule, self._values) == (other._hash, other._rule, other._values)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def merge(*declarations: Iterable[Option]) -> tuple[Option, ...]:
+    """Return the options of several declarations; a later one replaces an earlier one of the same name."""
+    by_name = {option.name: option for options in declarations for option in options}
+    return tuple(by_name.values())
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return repr(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def number(value: object, *, below: float = math.inf) -> None:
+    """Accept a finite real number in [0, below), also as a tensor of one element."""
+    interval = ">= 0" if below == math.inf else f"in [0, {below:g})"
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError("must be one real number")
+        if value.is_meta:
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"must be a number {interval}")
+    if not (0.0 <= float(value) < below and math.isfinite(value)):
+        raise ValueError(f"must be a finite number {interval}")
+
+
+def fraction(value: object) -> None:
+    """Accept a number in [0, 1)."""
+    number(value, below=1.0)
+
+
+def positive(value: object) -> None:
+    """Accept a finite number above 0."""
+    number(value)
+    if value == 0:
+        raise ValueError("must be positive")
+
+
+def integer(value: object, *, at_least: int = 1) -> None:
+    """Accept an int of at least 1, or of another bound."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"must be an int >= {at_least}")
+    if value < at_least:
+        raise ValueError(f"must be an int >= {at_least}")
+
+
+def flag(value: object) -> None:
+    """Accept True and False."""
+    if not isinstance(value, bool):
+        raise TypeError("must be True or False")
+
+
+def pair_of_fractions(value: object) -> None:
+    """Accept two numbers in [0, 1)."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise TypeError("must be a pair of numbers in [0, 1)")
+    for each in value:
+        fraction(each)
+
+
+def sizes(value: object) -> None:
+    """Accept a sequence of positive ints."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise TypeError("must be None or a sequence of positive ints")
+    for size in value:
+        integer(size)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as plain Python numbers and tuples, which any checkpoint can hold; lr may stay a tensor."""
+    return {
+        name: value if name == "lr" and isinstance(value, torch.Tensor) else _canonical(value)
+        for name, value in options.items()
+    }
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Sequence):
+        return tuple(_canonical(item) for item in value)
+    return value
+
+
+# Names that other libraries have for the same thing.
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "muon_lr": "lr",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "beta": "momentum",
+    "mu": "momentum",
+    "beta1": "momentum",
+    "epsilon": "eps",
+    "steps": "ns_steps",
+    "backend_steps": "ns_steps",
+    "adjust_lr_fn": "scale",
+    "heads": "num_heads",
+}
+
+
+def suggestion(name: str, valid: Iterable[str]) -> str:
+    """Return "; did you mean 'lr'?" for the valid name that is nearest to a wrong one, or an empty string."""
+    names = list(valid)
+    synonym = _SYNONYMS.get(name.lower())
+    prefixed = [each for each in names if each.endswith(f"_{name}")]
+    near = [synonym] if synonym in names else prefixed or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,86 @@
+"""The rules by name, and how users add their own."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from muon_fsdp.option import suggestion
+from muon_fsdp.rules.base import Rule
+from muon_fsdp.state import PerMatrix
+from muon_fsdp.statistics import STATISTICS
+
+RULES: dict[str, Rule] = {}
+AnyRule = TypeVar("AnyRule", bound=type[Rule])
+
+
+def register(rule: AnyRule) -> AnyRule:
+    """Make a rule known by its name, as a class decorator; a rule of the same name is replaced.
+
+    Afterwards the name works wherever a rule is named: `rule=` and `other_rule=` of the optimizers, groups, overrides
+    and `muon-fsdp train --optimizer`. Optimizers look rules up when they plan a step, so replacing one in a notebook
+    takes effect in optimizers that are built afterwards.
+
+    Raises:
+        TypeError: it is not a subclass of `Rule`, or its name is not a string.
+        ValueError: a declaration contradicts itself; the message says which.
+    """
+    if not (isinstance(rule, type) and issubclass(rule, Rule)):
+        raise TypeError(f"register needs a subclass of Rule, got {rule!r}")
+    name = getattr(rule, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"{rule.__name__}: a rule needs a name that is an identifier, got {name!r}")
+    instance = rule()
+    _check(instance)
+    RULES[name] = instance
+    return rule
+
+
+def rule_named(name: str) -> Rule:
+    """Return the rule of that name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    if not isinstance(name, str) or name not in RULES:
+        near = suggestion(name, RULES) if isinstance(name, str) else ""
+        raise ValueError(
+            f"Unknown rule {name!r}{near or ';'} valid names are {', '.join(RULES)}. A rule of your own must be "
+            "registered first: import the file that has it"
+        )
+    return RULES[name]
+
+
+def _check(rule: Rule) -> None:
+    where = f"rule {rule.name!r}"
+    for statistic in rule.statistics:
+        if statistic not in STATISTICS:
+            near = suggestion(statistic, STATISTICS)
+            raise ValueError(f"{where}: unknown statistic {statistic!r}{near} (there are {', '.join(STATISTICS)})")
+    for option in rule.all_options.values():
+        if option.default is not None:  # which stands for "none" whatever the check says
+            try:
+                option.check_value(option.default, option.name)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{where}: the default of an option is not valid: {error}") from None
+    for needed in ("lr", "weight_decay"):
+        if needed not in rule.all_options or not rule.all_options[needed].per_step:
+            raise ValueError(f"{where}: options must include {needed!r} as a per_step option: begin with *Rule.options")
+    names = [spec.name for spec in rule.all_state]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{where}: state {', '.join(map(repr, repeated))} is declared twice")
+    of_matrices = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
+    if (of_matrices or rule.statistics or rule.multiplies_weights) and not rule.needs_matrices:
+        raise ValueError(f"{where}: per-matrix state, statistics and factors need a rule that defines direction")
+    for spec in of_matrices:
+        if spec.initial is None:
+            continue
+        if spec.initial not in rule.statistics:
+            raise ValueError(f"{where}: state {spec.name!r} starts from {spec.initial!r}: add it to statistics")
+        example = STATISTICS[spec.initial].example(3, 2)
+        if not hasattr(example, "shape") or tuple(example.shape[1:]) != spec.shape_of_matrix(3, 2):
+            raise ValueError(f"{where}: state {spec.name!r} of kind {spec.kind!r} can't start from {spec.initial!r}")
+    if rule.fused is not None:
+        missing = [name for name in rule.fused.layout.states if name not in names]
+        if missing:
+            raise ValueError(f"{where}: its kernels need the state {', '.join(map(repr, missing))}")
