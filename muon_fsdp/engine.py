@@ -30,22 +30,22 @@ class Work:
 
     parameter: Tensor
     state: State
+    dtype: torch.dtype  # working precision
     grad: Tensor | None  # None: zero
     divisor: int = 1  # of the gradient: how many were added up in it
     updated: Tensor | None = None
     originals: tuple[Tensor, State] | None = None
 
     @classmethod
-    def without_gradient(cls, parameter: Tensor, state: State, updated: Tensor) -> Work:
+    def without_gradient(cls, parameter: Tensor, state: State, dtype: torch.dtype, updated: Tensor) -> Work:
         copies = {name: value.clone() for name, value in state.items()}
-        return cls(parameter.clone(), copies, None, 1, updated, (parameter, state))
+        return cls(parameter.clone(), copies, dtype, None, 1, updated, (parameter, state))
 
     def working_gradient(self) -> Tensor:
         """The gradient in working precision; made when its stage begins, so that only a stage's worth exists."""
-        dtype = working_dtype(self.parameter.dtype)
         if self.grad is None:
-            return torch.zeros_like(self.parameter, dtype=dtype)
-        grad = self.grad.to(dtype)
+            return torch.zeros_like(self.parameter, dtype=self.dtype)
+        grad = self.grad.to(self.dtype)
         return grad / self.divisor if self.divisor > 1 else grad
 
     def commit(self) -> None:
@@ -212,9 +212,7 @@ class _StageRun:
                 works = [self.work[i] for i in positions]
                 if self.rule.needs_matrices:
                     slots = self.stage.shard_slots
-                    updates = [
-                        slots[i].of(self._buffer).to(working_dtype(self.work[i].parameter.dtype)) for i in positions
-                    ]
+                    updates = [slots[i].of(self._buffer).to(self.work[i].dtype) for i in positions]
                 else:
                     updates = [self._updates[i] for i in positions]
                 parameters = [work.parameter for work in works]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -76,11 +76,11 @@ class Source:
                 raise
             raise type(error)(f"{self.where}: {error}") from None
 
-    def require_taken(self, rules: Iterable[Rule], lenient: Callable[[str], bool] = lambda name: False) -> None:
+    def require_taken(self, rules: Iterable[Rule]) -> None:
         """Raise if an option had no effect, because no parameter of the place has a rule that has it."""
         rules = list(dict.fromkeys(rules))
         for name in self.options:
-            if name in self.taken or lenient(name):
+            if name in self.taken:
                 continue
             for rule in rules:
                 if name in rule.hints:

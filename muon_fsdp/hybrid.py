@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from muon_fsdp.optimizer import MuonOptimizer
+from muon_fsdp.signature import UNSET
 
 
 def create_hybrid_optimizer(
     model: nn.Module,
-    muon_lr: float | Tensor = 0.02,
+    muon_lr: float | Tensor = UNSET,
     *,
     adamw_lr: float | Tensor = 1e-3,
     adamw_weight_decay: float = 0.01,
@@ -23,7 +24,7 @@ def create_hybrid_optimizer(
 
     Args:
         model: the model, wrapped or not.
-        muon_lr: learning rate of the matrices.
+        muon_lr: learning rate of the matrices, 0.02 by default.
         adamw_lr: learning rate of everything else.
         adamw_weight_decay: decoupled decay of every AdamW parameter, vectors included.
         options: all others of `MuonOptimizer`; `weight_decay` (0 by default) is that of the matrices.

@@ -149,13 +149,9 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def _check_use_of_options(self) -> None:
         """Raise for an option that had no effect on any parameter."""
-        # The element-wise rule is in use even if no parameter takes it yet: one may be added later.
-        prefix = f"{self._other_rule.name}_"
+        self._resolved(self._other_rule)  # in use even if no parameter takes it yet: one may be added later
         rules = [RULES[group["rule"]] for group in self.param_groups]
-        self._given.require_taken(
-            [*rules, self._rule, self._other_rule],
-            lambda name: name.startswith(prefix) and name.removeprefix(prefix) in self._other_rule.all_options,
-        )
+        self._given.require_taken([*rules, self._rule, self._other_rule])
         for pattern, source in self._overrides.items():
             if pattern not in self._router.unused_patterns:
                 source.require_taken(rules_of(route for route in self._all_routes() if route.pattern == pattern))
@@ -216,8 +212,8 @@ class MuonOptimizer(torch.optim.Optimizer):
                     beside = rules_of(other for other in routes if other.pattern == route.pattern)
                     sources.append((override, beside))
                 options = self._resolved(RULES[route.rule], route, sources)
-                said = repr(override.of(RULES[route.rule], beside)) if override is not None else ""
-                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), said)
+                said = override.of(RULES[route.rule], beside) if override is not None else None
+                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(said or ""))
                 resolved[known[kind]] = options
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
@@ -335,7 +331,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         planned = self._current_plan()
-        gradients = self._gradients(planned.parameters)
+        gradients = self._gradients(planned)
         decision = None
         if not self.state:
             decision = self._agree(planned, gradients, inert=self._is_inert(gradients))
@@ -366,11 +362,11 @@ class MuonOptimizer(torch.optim.Optimizer):
         if self.param_groups[0]["micro_step"] == 0:
             super().zero_grad(set_to_none)
 
-    def _gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _gradients(self, planned: PlannedStep) -> dict[int, Tensor]:
         """The gradients there are on this rank, by position, dense and local."""
         gradients = {}
         rules = [RULES[group["rule"]] for group in self.param_groups for _ in group["params"]]
-        for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
+        for position, (parameter, rule) in enumerate(zip(planned.parameters, rules, strict=True)):
             grad = parameter.grad
             if grad is None:
                 continue
@@ -383,7 +379,8 @@ class MuonOptimizer(torch.optim.Optimizer):
                         f"rule={self._other_rule.name!r}."
                     )
                 grad = grad.to_dense()
-            gradients[position] = local_gradient(parameter, grad)
+            is_plain = planned.is_plain[position] and type(grad) is Tensor
+            gradients[position] = grad if is_plain else local_gradient(parameter, grad)
         return gradients
 
     def _is_inert(self, gradients: Mapping[int, Tensor]) -> bool:

@@ -47,17 +47,16 @@ class Option:
     def check_value(self, value: Any, name: str) -> None:
         """Do what `validate` does, for the default too."""
         label = self.label or name
-        if self.choices and isinstance(value, str):
+        if self.choices and (isinstance(value, str) or self.check is None):
             if value not in self.choices:
-                raise ValueError(f"Unknown {name} {value!r}; valid names are {', '.join(self.choices)}")
+                number_too = ", or a number" if self.check is number else ""
+                raise ValueError(f"Unknown {name} {value!r}; valid names are {', '.join(self.choices)}{number_too}")
             return
         try:
             result = None if self.check is None else self.check(value)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"Invalid {label}: {_shown(value)} (option {name!r} {error})") from None
-        if self.choices and self.check is None:
-            raise ValueError(f"Unknown {name} {value!r}; valid names are {', '.join(self.choices)}")
         if result is not None and not result:
             raise ValueError(f"Invalid {label}: {_shown(value)} (option {name!r}: {self.doc})")
 

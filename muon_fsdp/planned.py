@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,12 +43,14 @@ class PlannedStep:
     ) -> None:
         self.key = key
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        self.is_plain = [not isinstance(parameter, DTensor) for parameter in self.parameters]
         self.layouts = layouts_of(self.parameters, replicate_group)
         self._engine = engine
         self._names = names = [route.name for names in routes for route in names]
         for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
             _check_placed(name, parameter, layout)
         specs = parameter_specs(groups, routes, views, self.layouts, engine)
+        self._dtypes: list[torch.dtype] = [spec.placement[1] for spec in specs]
         for spec in specs:
             if spec.view is not None:
                 _check_live(names[spec.position], self.parameters[spec.position], spec.layout)
@@ -92,7 +95,7 @@ class PlannedStep:
         divisor: int,  # of gradients
     ) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a graph if that was asked for."""
-        shards = [local(parameter) for parameter in self.parameters]
+        shards = [p if plain else local(p) for p, plain in zip(self.parameters, self.is_plain, strict=True)]
         fused = self._fuse(groups, shards, states, gradients)
         for position, grad in gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
@@ -165,11 +168,13 @@ class PlannedStep:
         work = {}
         for position, shard in enumerate(shards):
             if fused.signature[position] is None and (position in gradients or position in updated):
-                state = {name: local(value) for name, value in states[position].items()}
+                state, dtype = states[position], self._dtypes[position]
+                if not self.is_plain[position]:
+                    state = {name: local(value) for name, value in state.items()}
                 if position in gradients:
-                    work[position] = Work(shard, state, gradients[position], divisor)
+                    work[position] = Work(shard, state, dtype, gradients[position], divisor)
                 else:
-                    work[position] = Work.without_gradient(shard, state, updated[position])
+                    work[position] = Work.without_gradient(shard, state, dtype, updated[position])
         return work
 
     def _refuse_what_has_no_graph(

@@ -240,10 +240,10 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
     rule, collective, full_tensor = type(RULES["muon"]), dist.all_to_all_single, DTensor.full_tensor
     direction = rule.direction
 
-    def counted_direction(self: Any, key: Any, batch: Tensor, *rest: Any) -> None:
+    def counted_direction(self: Any, batch: Any) -> None:
         nonlocal matrices
-        matrices += len(batch)
-        direction(self, key, batch, *rest)
+        matrices += len(batch.matrices)
+        direction(self, batch)
 
     def counted_collective(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent

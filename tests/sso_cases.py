@@ -17,9 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from muon_fsdp import SpectralSphereOptimizer, shard_products
 from muon_fsdp import distributed as muon_distributed
 from muon_fsdp.distributed import layout_of
+from muon_fsdp.matrix_sets import Entry, make_sets
+from muon_fsdp.option import PlannedOptions
 from muon_fsdp.recorder import Recorder
 from muon_fsdp.spectral import compute_spectral_norm
-from muon_fsdp.survey import make_sets
+from muon_fsdp.state import num_vectors
+from muon_fsdp.survey import Survey
 from muon_fsdp.views import matrix_view
 from tests.distributed_cases import lay_out, make_model, train
 
@@ -50,8 +53,9 @@ def count_collectives(layout: str) -> dict[str, int]:
     module, rank, size = lay_out(make_model(), layout)
     optimizer = _optimizer(module)
     train(module, optimizer, range(3), rank, size)
-    kinds = optimizer._current_plan().sphere._kinds
-    vectors = sum(max(kind.subspace.numel(), kind.count * 4 * kind.subspace.shape[1] ** 2) for kind in kinds)
+    classes = [kind for own in optimizer._current_plan().matrices.sets for kind in own.classes]
+    sizes = [(kind.count, num_vectors(kind.rows, kind.cols), kind.cols) for kind in classes]
+    vectors = sum(max(count * each * cols, count * 4 * each**2) for count, each, cols in sizes)
     counted = {"all_reduces": 0, "largest": 0, "assembled": 0, "numbers_of_vectors": vectors}
     all_reduce = dist.all_reduce
 
@@ -116,12 +120,12 @@ def surveys_by_kernels() -> list[tuple[Tensor, Tensor]]:
         for reason in (None, "compared with"):
             with patch.object(shard_products, "unusable", lambda device, reason=reason: reason):
                 view = matrix_view((9, 20), name="it", kind="matrix")
-                (own,) = make_sets([(0, view, layout_of(parameter, None), 0, 10, None)])
-                (kind,) = own.classes
-                kind.subspace = subspace
-                own.survey({0: parameter.to_local()}, Recorder(), cold=False)
-                spanned = kind.subspace.mT @ kind.subspace  # a projection: signs of vectors may differ
-                parts = (kind.norm, kind.norm * kind.left[0, :, None] * kind.right[0, None, :], spanned)
+                layout, device = layout_of(parameter, None), matrix.device
+                entry = Entry(0, view, layout, 0, "", PlannedOptions(), device, matrix.dtype, is_observed=True)
+                (matrices,) = make_sets([entry], dist.get_rank())
+                (it,) = Survey(matrices, 10).run([subspace], {0: parameter.to_local()}, Recorder(), cold=False)
+                spanned = it.subspace.mT @ it.subspace  # a projection: signs of vectors may differ
+                parts = (it.norm, it.norm * it.left[0, :, None] * it.right[0, None, :], spanned)
                 found.append(torch.cat([part.flatten() for part in parts]))
         results.append((found[0], found[1]))
     return results

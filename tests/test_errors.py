@@ -19,25 +19,25 @@ def matrix() -> nn.Parameter:
         ({"lr": -0.1}, "Invalid learning rate: -0.1.*'lr'"),
         ({"lr": float("nan")}, "Invalid learning rate: nan"),
         ({"lr": float("inf")}, "Invalid learning rate: inf"),
-        ({"lr": torch.tensor([0.1, 0.2])}, "Invalid learning rate: a tensor must hold one"),
+        ({"lr": torch.tensor([0.1, 0.2])}, r"Invalid learning rate: a tensor of shape \(2,\).*must be one real number"),
         ({"lr": torch.tensor(-1.0)}, "Invalid learning rate: -1.0"),
         ({"adamw_lr": -1}, "Invalid learning rate: -1 .*'adamw_lr'"),
-        ({"momentum": 1.0}, r"Invalid momentum value: 1.0.*\[0, 1\)"),
-        ({"momentum": -0.5}, "Invalid momentum value"),
-        ({"weight_decay": -1e-3}, "Invalid weight_decay value: -0.001"),
-        ({"weight_decay": float("nan")}, "Invalid weight_decay value: nan"),
-        ({"adamw_weight_decay": -1.0}, "Invalid adamw_weight_decay value: -1.0"),
-        ({"adamw_betas": (0.9, 1.0)}, r"Invalid adamw_betas\[1\]: 1.0"),
-        ({"adamw_eps": -1e-8}, "Invalid adamw_eps value"),
+        ({"momentum": 1.0}, r"Invalid momentum: 1.0.*\[0, 1\)"),
+        ({"momentum": -0.5}, "Invalid momentum: -0.5"),
+        ({"weight_decay": -1e-3}, "Invalid weight_decay: -0.001"),
+        ({"weight_decay": float("nan")}, "Invalid weight_decay: nan"),
+        ({"adamw_weight_decay": -1.0}, "Invalid adamw_weight_decay: -1.0"),
+        ({"adamw_betas": (0.9, 1.0)}, r"Invalid adamw_betas: \(0.9, 1.0\)"),
+        ({"adamw_eps": -1e-8}, "Invalid adamw_eps: -1e-08"),
         ({"ns_steps": 0}, "Invalid ns_steps: 0"),
-        ({"ns_stepsize": float("inf")}, "Invalid ns_stepsize value"),
-        ({"rule": "moun"}, "Unknown rule 'moun'; valid names are muon, adamw"),
+        ({"ns_stepsize": float("inf")}, "Invalid ns_stepsize: inf"),
+        ({"rule": "moun"}, "Unknown rule 'moun'; valid names are muon, normuon, .*; did you mean 'muon'"),
         ({"scale": "v5"}, "Unknown scale 'v5'; valid names are v2, v1, v3, v4, or a number"),
-        ({"scale": -1.0}, "Invalid scale value"),
+        ({"scale": -1.0}, "Invalid scale: -1.0"),
         ({"orthogonalization": "svd"}, "Unknown orthogonalization 'svd'; valid names are default, keller"),
         ({"view": "heads"}, "Unknown view 'heads'; valid names are auto, matrix"),
         ({"num_heads": 0}, "Invalid num_heads: 0"),
-        ({"split_sizes": (2, 0)}, "Invalid split_sizes entry: 0"),
+        ({"split_sizes": (2, 0)}, r"Invalid split_sizes: \(2, 0\)"),
         ({"split_sizes": (2, 3)}, r"parameter 'param\[0\]'.*add up to 5"),
         ({"num_heads": 3}, r"parameter 'param\[0\]'.*does not divide"),
         ({"nonfinite": "ignore"}, "Unknown nonfinite 'ignore'; valid names are propagate, skip, raise"),
@@ -45,11 +45,11 @@ def matrix() -> nn.Parameter:
         ({"overrides": {"*": "adam"}}, "Unknown rule 'adam'"),
         (
             {"overrides": {"*": {"momentun": 0.9}}},
-            r"Unknown option 'momentun' in overrides\['\*'\]; valid options are rule, lr",
+            r"Unknown option 'momentun' in overrides\['\*'\]; did you mean 'momentum'",
         ),
         ({"overrides": {"*": "adamw"}}, "overrides need names"),
         ({"overrides": {"*": {"params": []}}}, "Unknown option 'params'"),
-        ({"rule": "adamw", "lr": 0.1}, "say adamw_lr and adamw_weight_decay"),
+        ({"rule": "adamw", "lr": 0.1}, "'lr' has no effect; pass 'adamw_lr'"),
     ],
 )
 def test_values(options, text):
@@ -62,7 +62,7 @@ def test_values(options, text):
     [
         ({"lr": "0.1"}, "Invalid learning rate: '0.1'"),
         ({"lr": None}, "Invalid learning rate: None"),
-        ({"momentum": True}, "Invalid momentum value: True"),
+        ({"momentum": True}, "Invalid momentum: True"),
         ({"nesterov": 1}, "Invalid nesterov: 1"),
         ({"ns_steps": 5.0}, "Invalid ns_steps: 5.0"),
         ({"adamw_betas": 0.9}, "Invalid adamw_betas: 0.9"),
@@ -82,7 +82,7 @@ def test_types(options, text):
 def test_unknown_options():
     with pytest.raises(TypeError, match="momentun"):
         MuonOptimizer([matrix()], momentun=0.9)
-    with pytest.raises(ValueError, match=r"Unknown option 'momentun' in a parameter group; valid options are rule, lr"):
+    with pytest.raises(ValueError, match=r"Unknown option 'momentun' in a parameter group; did you mean 'momentum'"):
         MuonOptimizer([{"params": [matrix()], "momentun": 0.9}])
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         MuonOptimizer([{"params": [matrix()], "lr": -1}])

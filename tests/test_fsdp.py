@@ -23,11 +23,20 @@ from tests.pool import RankPool
 def test_signature():
     parameters = inspect.signature(FSDPMuonOptimizer).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
-    assert list(parameters)[:2] == ["model", "params"]
-    assert defaults == {
+    assert list(parameters)[:3] == ["model", "params", "lr"]
+    assert all(p.kind >= inspect.Parameter.KEYWORD_ONLY for name, p in list(parameters.items())[3:])
+    shown = {
         "params": None, "lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "ns_steps": 5,
         "ns_stepsize": 1.0, "beta2": 0.99, "eps": 1e-8, "gradient_accumulation_steps": 1,
     }  # fmt: skip
+    assert {name: defaults[name] for name in shown} == shown
+    # What it shows is what it does.
+    optimizer = FSDPMuonOptimizer(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6)))
+    matrices, embedding, vectors = optimizer.param_groups
+    assert all(matrices[name] == defaults[name] for name in matrices if name in defaults and name != "params")
+    others = {name.removeprefix("adamw_"): value for name, value in defaults.items() if name.startswith("adamw_")}
+    assert {name: embedding[name] for name in others} == others
+    assert vectors["weight_decay"] == 0.0
 
 
 def test_without_any_process_group():

@@ -23,7 +23,15 @@ from muon_fsdp.newton_schulz import orthogonalize
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels import launch, schedule, triton_elementwise, triton_norms, triton_products, triton_spectral
+from muon_fsdp.kernels import (
+    launch,
+    schedule,
+    tables,
+    triton_elementwise,
+    triton_norms,
+    triton_products,
+    triton_spectral,
+)
 from muon_fsdp.kernels.triton_products import TileConfig
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
@@ -261,8 +269,8 @@ def test_chunks_cover_every_element_once_and_never_mix_matrices(tensors):
     firsts, total = [], 0
     for numel, size in zip(numels, matrix_numels, strict=True):
         firsts.append(total)
-        total += triton_elementwise.num_chunks(numel, size)
-    chunks, aligned = triton_elementwise.make_chunks(numels, matrix_numels, firsts, torch.device("cpu"))
+        total += tables.num_chunks(numel, size)
+    chunks, aligned = tables.make_chunks(numels, matrix_numels, firsts, torch.device("cpu"))
     covered = [torch.zeros(numel, dtype=torch.int64) for numel in numels]
     for tensor, start, length, _ in chunks.tolist():
         covered[tensor][start : start + length] += 1

@@ -29,8 +29,7 @@ def test_follows_the_reference(shape, nesterov):
     w = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     reference = ReferenceNorMuon(w.detach().numpy(), nesterov=nesterov, beta2=0.8, eps=1e-6, **OPTIONS)
     optimizer = MuonOptimizer(
-        [w], rule="normuon", nesterov=nesterov, orthogonalization="exact", adamw_betas=(0.9, 0.8), adamw_eps=1e-6,
-        **OPTIONS,
+        [w], rule="normuon", nesterov=nesterov, orthogonalization="exact", beta2=0.8, eps=1e-6, **OPTIONS,
     )  # fmt: skip
     for grad in gradients(shape, 20):
         w.grad = grad.clone()
@@ -94,7 +93,7 @@ def test_options_may_change_between_steps():
     reference = ReferenceNorMuon(w.detach().numpy(), **OPTIONS)
     optimizer = MuonOptimizer([w], rule="normuon", orthogonalization="exact", **OPTIONS)
     for beta2, grad in zip((0.95, 0.5, 0.0), gradients((6, 4), 3), strict=True):
-        optimizer.param_groups[0]["betas"] = (0.9, beta2)
+        optimizer.param_groups[0]["beta2"] = beta2
         reference.beta2 = beta2
         w.grad = grad.clone()
         optimizer.step()
@@ -103,8 +102,9 @@ def test_options_may_change_between_steps():
 
 def test_beta2_and_eps_of_the_wrapped_model():
     optimizer = FSDPMuonOptimizer(nn.Sequential(nn.Linear(4, 6)), rule="normuon", beta2=0.7, eps=1e-5)
-    group = optimizer.param_groups[0]
-    assert (group["rule"], group["betas"], group["eps"]) == ("normuon", (0.9, 0.7), 1e-5)
+    matrices, vectors = optimizer.param_groups
+    assert (matrices["rule"], matrices["beta2"], matrices["eps"]) == ("normuon", 0.7, 1e-5)
+    assert (vectors["betas"], vectors["eps"]) == ((0.9, 0.7), 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])

@@ -316,7 +316,7 @@ def test_equal_shapes_are_one_call(monkeypatch):
     monkeypatch.setattr(
         type(RULES["muon"]),
         "direction",
-        lambda _, key, x, *out: calls.append(tuple(x.shape)) or direction(key, x, *out),
+        lambda _, batch: calls.append(tuple(batch.matrices.shape)) or direction(batch),
     )
     groups = [{"params": [nn.Parameter(torch.randn(6, 8)) for _ in range(4)], "lr": lr} for lr in (0.1, 0.2)]
     groups.append({"params": [nn.Parameter(torch.randn(3, 6, 8)), nn.Parameter(torch.randn(8, 6))]})
@@ -379,12 +379,12 @@ def test_options_of_a_mixed_group_and_of_one_without_matrices():
     assert optimizer.param_groups[3]["betas"] == (0.8, 0.9)
 
 
-def test_every_group_has_the_same_keys():
+def test_a_group_holds_the_common_keys_and_those_of_its_rule():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
     optimizer = create_hybrid_optimizer(model, overrides={"1.weight": {"num_heads": 2}})
-    keys = {frozenset(group) for group in optimizer.param_groups}
-    assert len(keys) == 1
-    assert not any(key.startswith("adamw_") for key in optimizer.param_groups[0])
+    common = {"params", "param_names", "rule", "micro_step"}
+    for group in optimizer.param_groups:
+        assert set(group) == common | set(RULES[group["rule"]].all_options)
 
 
 @pytest.mark.parametrize(
@@ -748,8 +748,7 @@ def test_a_group_key_that_was_not_saved_keeps_its_value():
     optimizer = MuonOptimizer(model, ns_stepsize=0.5)
     train(optimizer, model, 1)
     saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        del group["ns_stepsize"]
+    del saved["param_groups"][0]["ns_stepsize"]
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["ns_stepsize"] == 0.5
     train(optimizer, model, 1)
@@ -818,11 +817,15 @@ def test_the_rule_of_a_group_can_be_set():
     resumed.load_state_dict(optimizer.state_dict())
 
 
-def test_initial_lr_of_a_mixed_group_is_that_of_the_matrices():
-    group = {"params": [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))], "lr": 0.05, "initial_lr": 0.05}
-    matrices, vectors = MuonOptimizer([group]).param_groups
-    assert matrices["initial_lr"] == 0.05
-    assert "initial_lr" not in vectors
+def test_initial_lr_of_a_mixed_group_keeps_its_ratio_to_lr():
+    """A scheduler that resumes (last_epoch >= 0) wants it in every group."""
+    params = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
+    optimizer = MuonOptimizer([{"params": params, "lr": 0.05, "initial_lr": 0.1, "adamw_lr": 0.001}])
+    matrices, vectors = optimizer.param_groups
+    assert matrices["initial_lr"] == 0.1
+    assert vectors["initial_lr"] == pytest.approx(0.002)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5, last_epoch=3)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.001])
 
 
 # -------------------------------------------------------------------------------------------------------- metrics

@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muon_fsdp import MuonOptimizer, engine
 from muon_fsdp.layout import Layout, LayoutError, Tile, local_layout, tile_of
+from muon_fsdp.option import PlannedOptions
 from muon_fsdp.options import EngineOptions
-from muon_fsdp.plan import ParameterSpec, Plan, make_outline, make_plan
+from muon_fsdp.plan import NO_OPTIONS, ParameterSpec, Plan, make_outline, make_plan
 from muon_fsdp.report import balance_bound, make_report
 from muon_fsdp.views import matrix_view
 from tests.model_shapes import MODELS
@@ -29,8 +30,9 @@ from tests.pool import RankPool
 
 def spec(position, group, rule, shape, placement="cpu", key="k"):
     view = matrix_view(shape, name="w", kind="stacked") if rule == "muon" else None
-    keys, flops = ((key,), (1.0,)) if view else ((), ())
-    return ParameterSpec(position, group, rule, shape, local_layout(0), 4, placement, view, keys, flops)
+    flops = (1.0,) if view else ()
+    options = PlannedOptions(rule, {"key": key})
+    return ParameterSpec(position, group, rule, shape, local_layout(0), 4, placement, view, options, flops)
 
 
 def plan_of(specs, max_stage_bytes) -> Plan:
@@ -75,7 +77,7 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
             for member in batch.members:
                 unit = stage.units[member.unit]
                 assert unit.view.block_shapes[member.block][1:] == (batch.rows, batch.cols)
-                assert unit.batch_keys[member.block] == batch.key
+                assert unit.options == batch.options
                 matrices.update((unit.position, member.block, i) for i in range(member.start, member.stop))
     assert set(matrices.values()) <= {1}
     expected = sum(spec.shape[0] for spec in specs if math.prod(spec.shape) and spec.rule == "muon")
@@ -160,7 +162,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
         layout = Layout(mesh.ranks, mesh.mesh_shape, placements)
         view = matrix_view(shape, name="w", kind="auto")
         specs.append(
-            ParameterSpec(position, 0, "muon", shape, layout, 4, "cpu", view, ("k",), (float(math.prod(shape)),))
+            ParameterSpec(position, 0, "muon", shape, layout, 4, "cpu", view, NO_OPTIONS, (float(math.prod(shape)),))
         )
         wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * position)
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
@@ -236,7 +238,7 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
     specs = []
     for position, shape in enumerate(shapes):
         view = matrix_view(shape, name="w", kind="auto")
-        specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, "cpu", view, ("k",), (cost * shape[-1],)))
+        specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, "cpu", view, NO_OPTIONS, (cost * shape[-1],)))
     report = make_report(specs, EngineOptions("propagate", max_stage_bytes, False, strategy, None))
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
     sent = dict.fromkeys(layout.ranks, 0)
@@ -267,7 +269,7 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
 class LoggedRun:
     """What `run_stages` does with a stage, written down instead of done."""
 
-    def __init__(self, stage, *_):
+    def __init__(self, number, stage, *_):
         self.name, self.ranks, self.forwards, self.log = stage
         self.travels = self.present = True
 
@@ -384,7 +386,7 @@ def test_the_cost_model_chooses():
         for i, p in enumerate(parameters):
             view = matrix_view(tuple(p.shape), name="w", kind="auto")
             flops = (15.0 * 2 * p.shape[-1] ** 3,)
-            specs.append(ParameterSpec(i, 0, "muon", tuple(p.shape), layout, 4, "gpu", view, ("k",), flops))
+            specs.append(ParameterSpec(i, 0, "muon", tuple(p.shape), layout, 4, "gpu", view, NO_OPTIONS, flops))
         return {unit.owner is None for outline in make_outline(specs, max_stage_bytes=2**28) for unit in outline.units}
 
     ddp = Layout(tuple(range(8)), (8,), (Replicate(),))
@@ -407,7 +409,7 @@ def test_ranks_that_share_only_some_parameters_plan_those_alike():
             view = matrix_view(shape, name="w", kind="auto")
             cost = float(i * i + 1 + (rank % 2 if not i % 2 else 0))
             wire = 2 if i % 2 else 2 + rank % 2 * 1000
-            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, "cpu", view, ("k",), (cost,), wire))
+            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, "cpu", view, NO_OPTIONS, (cost,), wire))
         return [o for o in make_outline(specs, max_stage_bytes=400) if o.ranks == whole.ranks]
 
     assert [o.units for o in outline(0)] == [o.units for o in outline(1)]

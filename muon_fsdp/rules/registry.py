@@ -44,8 +44,8 @@ def rule_named(name: str) -> Rule:
     if not isinstance(name, str) or name not in RULES:
         near = suggestion(name, RULES) if isinstance(name, str) else ""
         raise ValueError(
-            f"Unknown rule {name!r}{near or ';'} valid names are {', '.join(RULES)}. A rule of your own must be "
-            "registered first: import the file that has it"
+            f"Unknown rule {name!r}; valid names are {', '.join(RULES)}{near}. A rule of your own must be registered "
+            "first: import the file that has it"
         )
     return RULES[name]
 
