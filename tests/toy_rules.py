@@ -1,0 +1,120 @@
+"""Rules as users would write them, each in one place: the seam is tested with them. Importing registers them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.rules import MatrixBatch, MatrixNumbers, Muon, Option, PerMatrix, PerParameter, Rule, register
+
+
+@register
+class RowNormed(Muon):
+    """The example of docs/rules.md: per-row state and an option of its own."""
+
+    name = "row_normed"
+    options = (
+        *Muon.options,
+        Option("row_beta", 0.9, "decay of the second moment of rows", check=lambda value: 0 <= value < 1),
+    )
+    state = (*Muon.state, PerMatrix("row_moment", "rows"))
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)  # writes batch.update, (B, rows, cols), float16 on GPUs
+        moment = batch.state["row_moment"]  # (B, rows)
+        update = batch.update.to(moment.dtype)
+        norm = update.norm(dim=(-2, -1), keepdim=True)
+        moment.lerp_(update.square().mean(-1), 1 - batch.options["row_beta"])
+        update = update / (moment.sqrt() + 1e-8).unsqueeze(-1)
+        batch.update.copy_(update * norm / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30))
+
+
+@register
+class ToySphere(Muon):
+    """Keeps matrices at the Frobenius norm that they begin with, and counts their steps by row norms: all at once."""
+
+    name = "toy_sphere"
+    options = (
+        *Muon.options,
+        Option("row_beta", 0.5, "decay of the row moment", check=lambda value: 0 <= value < 1),
+    )
+    state = (
+        *Muon.state,
+        PerMatrix("radius", "scalar", initial="frobenius_norm"),
+        PerMatrix("row_moment", "rows"),
+        PerMatrix("column_moment", "columns"),
+    )
+    statistics = ("frobenius_norm", "row_norms")
+    diagnostics = ("norm",)
+
+    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
+        norm = numbers.statistics["frobenius_norm"]
+        decay = 1 - numbers.options["lr"] * numbers.options["weight_decay"]
+        numbers.diagnostics["norm"] = norm
+        factor = torch.where(norm > 0, numbers.state["radius"] / norm.clamp_min(1e-30), 1.0)
+        return factor * decay, torch.full_like(norm, 0.5)
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        beta = batch.options["row_beta"]
+        moment, columns = batch.state["row_moment"], batch.state["column_moment"]
+        moment = beta * moment + (1 - beta) * batch.statistics["row_norms"]
+        columns.lerp_(batch.update.to(columns.dtype).square().sum(-2), 0.25)
+        scale = 1 / (1 + moment / moment.mean(-1, keepdim=True).clamp_min(1e-30))
+        batch.update = batch.update * scale.unsqueeze(-1).to(batch.update.dtype)
+        batch.state["row_moment"] = moment
+
+    def metrics(self, last, total):
+        return {"largest_norm": float(last["norm"].max()) if len(last["norm"]) else 0.0}
+
+
+@register
+class ToyMagnitudes(Muon):
+    """Multiplies the rows of W by factors, and the columns of updates."""
+
+    name = "toy_magnitudes"
+    state = (*Muon.state, PerMatrix("magnitude", "rows", initial="row_norms"))
+    statistics = ("row_norms", "column_norms", "top_singular")
+
+    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
+        norms, columns = numbers.statistics["row_norms"], numbers.statistics["column_norms"]
+        of_rows = (0.5 + 0.5 * numbers.state["magnitude"] / norms.clamp_min(1e-30)).unsqueeze(-1)
+        of_columns = 1 / (1 + columns / numbers.statistics["top_singular"].norm.clamp_min(1e-30)[:, None])
+        return of_rows, of_columns.unsqueeze(-2)
+
+
+@register
+class ToySigns(Rule):
+    """A rule without momentum or kernels: the sign of a matrix, times the mean size of its elements."""
+
+    name = "toy_signs"
+
+    def direction(self, batch: MatrixBatch) -> None:
+        batch.update = batch.matrices.sign() * batch.matrices.abs().mean(dim=(-2, -1), keepdim=True)
+
+
+@register
+class ToyThatWaits(Muon):
+    """Looks at a number on the host, which a graph can't capture."""
+
+    name = "toy_that_waits"
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        if float(batch.update.abs().max()) > 1e30:
+            batch.update.zero_()
+
+
+@register
+class ToyMomentum(Rule):
+    """An element-wise rule: plain momentum."""
+
+    name = "toy_momentum"
+    options = (*Rule.options, Option("beta", 0.5, "decay of the momentum", check=lambda v: 0 <= v < 1, per_step=True))
+    state = (PerParameter("momentum_buffer"),)
+
+    def prepare(self, group, grads, states):
+        buffers = [state["momentum_buffer"] for state in states]
+        torch._foreach_mul_(buffers, group["beta"])
+        torch._foreach_add_(buffers, grads)
+        return buffers
