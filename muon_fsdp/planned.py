@@ -125,9 +125,10 @@ class PlannedStep:
                 recorder.record(lambda: run(recorder))
             except Exception as error:
                 rules = ", ".join(sorted({repr(stage.rule) for stage in self.plan.stages}))
+                reason = str(error).partition("\n")[0]
                 raise RuntimeError(
                     f"cuda_graph=True can't capture the step: an operation of one of the rules {rules} can't be "
-                    f"captured ({error}). Leave cuda_graph out, or avoid what makes the host wait for the GPU."
+                    f"captured ({reason}). Leave cuda_graph out, or avoid what makes the host wait for the GPU."
                 ) from error
             self.graph = recorder
         else:

@@ -1,46 +1,368 @@
-"""A new update rule is one class and one row; everything else works with it as it is."""
+"""The seams: a rule, a statistic's state, a strategy and a kernel of one's own, each in one place.
+
+The toy rules are in tests/toy_rules.py. An independent reference in NumPy float64 says what they should do.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from muon_fsdp import MuonOptimizer
-from muon_fsdp.rules import RULES, Rule, StateSpec
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, plan
+from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
+from tests import extending_cases as cases
+from tests import toy_rules
+from tests.pool import RankPool
+from tests.reference import polar
+
+MATRIX_RULES = ("row_normed", "toy_sphere", "toy_magnitudes")
 
 
-class SignOfWholeMatrix(Rule):
-    """A toy that needs whole matrices: the sign of the momentum, times the mean size of the matrix."""
-
-    name = "toy"
-    orthogonalizes = True
-    state = (StateSpec("momentum_buffer"),)
-
-    def prepare(self, group, grads, states):
-        buffers = [state["momentum_buffer"] for state in states]
-        torch._foreach_add_(buffers, grads)
-        return buffers
-
-    def batch_key(self, group, rows, cols):
-        return "toy"
-
-    def flops(self, key, rows, cols):
-        return rows * cols
-
-    def direction(self, key, matrices, out, inverse_norms=None):
-        torch.mul(matrices.sign(), matrices.abs().mean(dim=(-2, -1), keepdim=True), out=out)
+# -------------------------------------------------------------------------------------------- against a reference
 
 
-def test_a_toy_rule(monkeypatch):
-    monkeypatch.setitem(RULES, "toy", SignOfWholeMatrix())
-    w, stack, b = nn.Parameter(torch.zeros(4, 5)), nn.Parameter(torch.zeros(3, 4, 5)), nn.Parameter(torch.zeros(4))
-    optimizer = MuonOptimizer([w, stack, b], rule="toy", lr=1.0)
-    for p in (w, stack, b):
+class ReferenceToySphere:
+    """`toy_sphere` for one matrix, without any of our code."""
+
+    def __init__(self, w: np.ndarray, beta: float = 0.5) -> None:
+        self.w, self.beta = w.copy(), beta
+        self.buffer, self.rows, self.columns = np.zeros_like(w), np.zeros(len(w)), np.zeros(w.shape[1])
+        self.radius = np.linalg.norm(w)
+
+    def step(self, grad: np.ndarray, lr: float, decay: float) -> np.ndarray:
+        self.buffer = 0.95 * self.buffer + grad
+        update = polar(self.buffer) * max(1.0, self.w.shape[0] / self.w.shape[1]) ** 0.5
+        self.rows = self.beta * self.rows + (1 - self.beta) * np.linalg.norm(self.w, axis=1)
+        self.columns += 0.25 * ((update**2).sum(0) - self.columns)
+        update /= (1 + self.rows / self.rows.mean())[:, None]
+        factor = self.radius / np.linalg.norm(self.w) * (1 - lr * decay)
+        self.w = factor * self.w - 0.5 * lr * update
+        return self.w
+
+
+def test_a_rule_with_state_an_option_and_statistics_follows_its_reference():
+    """A matrix, a stack of experts and a fused weight in blocks, with lr changing."""
+    torch.manual_seed(0)
+    shapes = {"w": (6, 9), "experts": (3, 7, 5), "qkv": (12, 8)}
+    params = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    optimizer = MuonOptimizer(
+        params.items(), lr=0.1, weight_decay=0.2, rule="toy_sphere", orthogonalization="exact", row_beta=0.6,
+        overrides={"qkv": {"split_sizes": (6, 4, 2), "row_beta": 0.3}},
+    )  # fmt: skip
+
+    def matrices(name: str, tensor: torch.Tensor) -> list[np.ndarray]:
+        blocks = tensor.split((6, 4, 2)) if name == "qkv" else tensor if tensor.ndim == 3 else [tensor]
+        return [block.detach().numpy() for block in blocks]
+
+    references = {
+        name: [ReferenceToySphere(m, 0.3 if name == "qkv" else 0.6) for m in matrices(name, p)]
+        for name, p in params.items()
+    }
+    for step in range(5):
+        lr = 0.1 * 0.8**step
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for name, p in params.items():
+            p.grad = torch.randn_like(p)
+            for reference, grad in zip(references[name], matrices(name, p.grad), strict=True):
+                reference.step(grad, lr, 0.2)
+        optimizer.step()
+    for name, p in params.items():
+        state = optimizer.state[p]
+        for found, reference in zip(matrices(name, p), references[name], strict=True):
+            np.testing.assert_allclose(found, reference.w, atol=1e-10, err_msg=name)
+        rows, columns, radii = (np.concatenate([np.atleast_1d(getattr(r, key)) for r in references[name]])
+                                for key in ("rows", "columns", "radius"))  # fmt: skip
+        np.testing.assert_allclose(state["row_moment"].numpy(), rows, atol=1e-10)
+        np.testing.assert_allclose(state["column_moment"].numpy(), columns, atol=1e-10)
+        np.testing.assert_allclose(state["radius"].numpy(), radii, atol=1e-10)
+    assert optimizer.metrics()["largest_norm"] == pytest.approx(
+        max(r.radius for many in references.values() for r in many), rel=0.2
+    )
+
+
+def test_factors_of_rows_and_columns_follow_a_reference():
+    w = nn.Parameter(torch.randn(5, 7, dtype=torch.float64))
+    reference, buffer = w.detach().numpy().copy(), np.zeros((5, 7))
+    magnitude = np.linalg.norm(reference, axis=1)
+    optimizer = MuonOptimizer([w], lr=0.1, rule="toy_magnitudes", orthogonalization="exact")
+    for _ in range(4):
+        w.grad = torch.randn_like(w)
+        buffer = 0.95 * buffer + w.grad.numpy()
+        of_rows = 0.5 + 0.5 * magnitude / np.linalg.norm(reference, axis=1)
+        of_columns = 1 / (1 + np.linalg.norm(reference, axis=0) / np.linalg.norm(reference, 2))
+        reference = of_rows[:, None] * reference - 0.1 * of_columns * polar(buffer)
+        optimizer.step()
+    np.testing.assert_allclose(w.detach().numpy(), reference, atol=2e-4)  # the spectral norm is found by iteration
+
+
+def test_a_matrix_that_is_not_updated_keeps_its_state():
+    torch.manual_seed(0)
+    used, unused = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6, 4))
+    optimizer = MuonOptimizer([used, unused], rule="toy_sphere")
+    used.grad = torch.randn(6, 4)
+    before = unused.detach().clone()
+    optimizer.step()
+    assert optimizer.state[used]["radius"] > 0
+    assert torch.equal(unused, before)
+    assert not any(value.any() for value in optimizer.state[unused].values())
+    with torch.no_grad():
+        unused.mul_(3)
+    unused.grad = torch.randn(6, 4)
+    optimizer.step()  # the state starts from W as it is at its own first step
+    torch.testing.assert_close(optimizer.state[unused]["radius"], 3 * before.norm().reshape(1))
+
+
+# ------------------------------------------------------------------------------------------------------- on ranks
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, dict[str, torch.Tensor]]:
+    return {rule: cases.trained(None, rule) for rule in MATRIX_RULES}
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> list[str]:
+    assert found.keys() == expected.keys()
+    distances = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
+    return [f"{name}: {distance:.1e}" for name, distance in distances.items() if not distance < atol]
+
+
+def signless(numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without what is determined up to a sign or a rotation."""
+    return {name: value for name, value in numbers.items() if "singular" not in name}
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+@pytest.mark.parametrize("strategy", ["owner", "replicate"])
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4), ("fsdp_tp", 4), ("fsdp", 3)])
+def test_a_toy_rule_on_ranks_is_the_one_on_a_device(ranks: RankPool, one_device, rule, strategy, layout, world_size):
+    for found in ranks.run(world_size, cases.trained, layout, rule, strategy):
+        assert not differences(signless(found), signless(one_device[rule]), 1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("rule", ["row_normed", "toy_sphere"])
+def test_a_toy_rule_is_saved_on_four_ranks_and_resumed_on_three_and_one(ranks: RankPool, one_device, tmp_path, rule):
+    ranks.run(4, cases.saved, "hsdp", rule, str(tmp_path))
+    for found in (*ranks.run(3, cases.resumed, "fsdp", rule, str(tmp_path)), cases.resumed(None, rule, str(tmp_path))):
+        assert not differences(found, one_device[rule], 1e-7)
+
+
+def test_a_toy_rule_under_ddp(ranks: RankPool, one_device):
+    for found in ranks.run(2, cases.trained, "ddp", "toy_sphere", "owner"):
+        assert not differences(found, one_device["toy_sphere"], 1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------- registering
+
+
+def test_the_example_of_the_design_runs_as_written():
+    page = (Path(__file__).parent.parent / "docs" / "rules.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (example,) = [snippet for snippet in snippets if 'name = "row_normed"' in snippet and "overrides" in snippet]
+    model = nn.ModuleDict({"block": nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(6, 8))}), "out": nn.Linear(8, 6)})
+    variables = {"model": model}
+    exec(example, variables)
+    optimizer = variables["optimizer"]
+    for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    torch.testing.assert_close(w.detach(), -w.grad.sign() * w.grad.abs().mean())
-    for i in range(3):
-        torch.testing.assert_close(stack.detach()[i], -stack.grad[i].sign() * stack.grad[i].abs().mean())
-    assert [row.rule for row in optimizer.routing_report().rows] == ["toy", "toy", "adamw"]
-    resumed = MuonOptimizer([w, stack, b], rule="toy")
+    by_name = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert by_name["block.mlp.0.weight"]["row_beta"] == 0.8
+    assert by_name["out.weight"]["row_beta"] == 0.95
+    register(toy_rules.RowNormed)  # the test's own again
+
+
+@pytest.fixture
+def registry():
+    before = dict(RULES)
+    yield RULES
+    RULES.clear()
+    RULES.update(before)
+
+
+def test_registering_again_replaces(registry):
+    """As a notebook cell does that is run twice; an optimizer that lives takes the new one at its next step."""
+
+    def define(size: float) -> None:
+        @register
+        class Constant(Rule):
+            name = "constant"
+
+            def prepare(self, group, grads, states):
+                return [torch.full_like(grad, size) for grad in grads]
+
+    define(1.0)
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = MuonOptimizer([p], other_rule="constant", constant_lr=1.0)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    define(10.0)
+    optimizer.step()
+    assert p.tolist() == [-11.0] * 3
+
+
+def test_five_lines_are_a_rule(registry):
+    @register
+    class Signs(Rule):
+        name = "signs"
+
+        def direction(self, batch):
+            batch.update = batch.matrices.sign()
+
+    w, b = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
+    optimizer = MuonOptimizer([w, b], rule="signs", lr=0.5)
+    w.grad, b.grad = torch.randn(3, 4), torch.randn(3)
+    optimizer.step()
+    assert torch.equal(w.detach(), -0.5 * w.grad.sign())
+    assert [row.rule for row in optimizer.routing_report().rows] == ["signs", "adamw"]
+    assert optimizer.plan_report(world_size=4).num_matrices == 1
+
+
+def test_the_rule_of_other_parameters_can_be_chosen():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
+    optimizer = MuonOptimizer(model, other_rule="toy_momentum", toy_momentum_lr=0.5, toy_momentum_beta=0.25)
+    assert [group["rule"] for group in optimizer.param_groups] == ["muon", "toy_momentum"]
+    start = model[0].weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), start - 0.5 * (1 + 1.25))
+    resumed = FSDPMuonOptimizer(model, other_rule="toy_momentum", toy_momentum_beta=0.25)
     resumed.load_state_dict(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="saved with rule 'toy_momentum', but takes 'adamw' here"):
+        MuonOptimizer(model).load_state_dict(optimizer.state_dict())
+
+
+def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(registry):
+    w = nn.Parameter(torch.randn(3, 4))
+    optimizer = MuonOptimizer([w], rule="row_normed")
+    w.grad = torch.randn(3, 4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    del registry["row_normed"]
+    with pytest.raises(RuntimeError, match="saved with rule 'row_normed', which is not registered: import the file"):
+        MuonOptimizer([w]).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"Unknown rule 'row_normed'.*must be registered first"):
+        MuonOptimizer([w], rule="row_normed")
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"name": "bad name"}, "needs a name that is an identifier"),
+        ({"options": (Option("lr", 0.1, "lr"),)}, "must include 'lr' as a per_step option"),
+        ({"statistics": ("row_norm",)}, "unknown statistic 'row_norm'; did you mean 'row_norms'"),
+        ({"state": (PerMatrix("a", "rows"), PerMatrix("a", "rows"))}, "state 'a' is declared twice"),
+        ({"state": (*Muon.state, PerMatrix("a", "rows", initial="row_norms"))}, "add it to statistics"),
+        (
+            {
+                "state": (*Muon.state, PerMatrix("a", "rows", initial="frobenius_norm")),
+                "statistics": ("frobenius_norm",),
+            },
+            "of kind 'rows' can't start from 'frobenius_norm'",
+        ),
+        ({"state": ()}, "kernels need the state 'momentum_buffer'"),
+        (
+            {"options": (*Muon.options, Option("x", 2.0, "x", check=lambda v: v < 1))},
+            "default of an option is not valid",
+        ),
+    ],
+)
+def test_declarations_that_contradict_themselves_are_refused(registry, body, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        register(type("Bad", (Muon,), {"name": "bad", **body}))
+
+
+def test_an_element_wise_rule_has_no_matrices(registry):
+    with pytest.raises(ValueError, match="need a rule that defines direction"):
+        register(type("Bad", (Rule,), {"name": "bad", "state": (PerMatrix("a", "rows"),)}))
+    with pytest.raises(TypeError, match="needs a subclass of Rule"):
+        register(object)
+
+
+def step_with(registry, **body) -> None:
+    register(type("Bad", (Muon,), {"name": "bad", **body}))
+    w = nn.Parameter(torch.randn(3, 4))
+    w.grad = torch.randn(3, 4)
+    MuonOptimizer([w], rule="bad").step()
+
+
+def test_mistakes_inside_a_rule_name_it(registry):
+    def reads_momentum(self, batch):
+        return batch.options["momentum"]
+
+    def changes_shape(self, batch):
+        Muon.direction(self, batch)
+        batch.state["a"] = batch.state["a"][:, :1]
+
+    def assigns_wrong_shape(self, batch):
+        batch.update = torch.zeros(1, 2, 2)
+
+    def undeclared(self, batch):
+        batch.diagnostics["b"] = torch.zeros(1)
+
+    state = (*Muon.state, PerMatrix("a", "rows"))
+    with pytest.raises(KeyError, match="may change at every step"):
+        step_with(registry, direction=reads_momentum)
+    with pytest.raises(ValueError, match=r"left 'a' with shape \(1, 1\), expected \(1, 3\)"):
+        step_with(registry, direction=changes_shape, state=state)
+    with pytest.raises(ValueError, match=r"batch.update has shape \(1, 3, 4\), got \(1, 2, 2\)"):
+        step_with(registry, direction=assigns_wrong_shape)
+    with pytest.raises(ValueError, match="which it does not declare"):
+        step_with(registry, direction=undeclared, state=state)
+    with pytest.raises(ValueError, match="factors must return tensors"):
+        step_with(registry, factors=lambda self, numbers: (torch.ones(3), torch.ones(1)))
+
+
+def test_kernels_count_only_where_prepare_and_apply_are_theirs(registry):
+    class OwnPrepare(Muon):
+        name = "own_prepare"
+        state = (PerParameter("extra"), *Muon.state)  # the order is free
+
+        def prepare(self, group, grads, states):
+            return super().prepare(group, [2 * grad for grad in grads], states)
+
+    class OwnDirection(Muon):
+        name = "own_direction"
+        state = (PerParameter("extra"), *Muon.state)
+
+        def direction(self, batch):
+            super().direction(batch)
+
+    assert OwnPrepare().fused is None
+    assert OwnDirection().fused is Muon.kernels
+
+
+# -------------------------------------------------------------------------------------------- a strategy, a kernel
+
+
+def last_rank_computes(units, holders, loads, wire_bytes):
+    """A toy strategy: everything on the last rank. It is one answer to "who computes a unit"."""
+    last = max(loads)
+    return [last] * len(units), {rank: float(rank == last) for rank in loads}
+
+
+def with_toy_strategy(layout: str, rule: str) -> tuple[dict[str, torch.Tensor], int]:
+    assign, plan._assign = plan._assign, last_rank_computes
+    try:
+        module, optimizer = cases.make(layout, rule, "owner")
+        for number in range(4):
+            cases.step(module, optimizer, number)
+        return cases.results(module, optimizer), optimizer._current_plan().plan.num_matrices
+    finally:
+        plan._assign = assign
+
+
+def test_a_toy_strategy_is_one_function(ranks: RankPool, one_device):
+    """Who computes a unit is decided in one place; exchange, state and statistics follow."""
+    outcomes = ranks.run(2, with_toy_strategy, "fsdp", "toy_sphere")
+    assert [count for _, count in outcomes] == [0, 13]
+    for found, _ in outcomes:
+        assert not differences(found, one_device["toy_sphere"], 1e-7)
