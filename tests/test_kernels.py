@@ -51,6 +51,21 @@ def error(result, expected):
     return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def assert_symmetric(out, side, within_tiles):
+    """To the bit: tiles of `side` beside the diagonal are mirrored, and the tensor cores of a GPU are symmetric.
+
+    The interpreter computes tiles with a BLAS, and no BLAS promises that: the half-precision results of a tile on the
+    diagonal may then be rounded to neighbours, unless the kernel makes them symmetric `within_tiles`.
+    """
+    if within_tiles or DEVICE == "cuda":
+        assert torch.equal(out, out.mT)
+        return
+    tile = torch.arange(out.shape[-1]) // side
+    beside = tile[:, None] != tile
+    assert torch.equal(out[:, beside], out.mT[:, beside])
+    torch.testing.assert_close(out, out.mT, rtol=2**-10, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "rows", "inner"), [(1, 1, 1), (3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70)])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -65,7 +80,8 @@ def test_symmetric_product(batch, rows, inner, dtype, transposed):
         triton_products.symmetric_product(a, a if number else a.clone(), c, e, out, square, **options)
         expected = 0.5 * x.double() @ x.double().mT + 2 * c.double() - e.double()
         assert error(out, expected) < TOLERANCE[dtype]
-        assert torch.equal(out, out.mT)
+        # Two matrices, and products in three parts, are made symmetric everywhere.
+        assert_symmetric(out, square.rows, within_tiles=not number or dtype == torch.float32)
         plain = triton_products.symmetric_product(
             a, a, None, None, poisoned(*out.shape, dtype=dtype), square, transposed=transposed
         )
