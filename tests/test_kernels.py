@@ -138,7 +138,7 @@ def unpacked(line):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 2, 7, 132]), st.booleans())
+@given(st.integers(1, 12), st.integers(1, 25), st.sampled_from([1, 2, 7, 132]), st.booleans())
 def test_a_schedule_has_every_tile_once(num_matrices, rows_of_tiles, programs, same):
     table = schedule.packed(schedule.schedule(num_matrices, rows_of_tiles, programs, same))
     assert len(table) == programs
@@ -322,6 +322,7 @@ def train(nesterov, dtype, accumulated=False, steps=3):
         groups,
         lr=torch.tensor(0.05, device=DEVICE),
         nesterov=nesterov,
+        ns_steps=2,  # every product takes the interpreter long; all five have tests of their own
         adamw_lr=0.01,
         adamw_weight_decay=0.2,
         adamw_betas=(0.9, 0.99999),  # 1 - beta must not be rounded
@@ -365,9 +366,9 @@ def test_norms_that_prepare_computes_are_those_of_the_matrices(kernels_everywher
         sizes = 10.0 ** (3 * torch.arange(len(p) if p.ndim == 3 else 1, device=DEVICE) - 4 * number)
         p.grad = random(*p.shape) * (sizes[:, None, None] if p.ndim == 3 else sizes)
     before = [p.detach().clone() for p in params]
-    MuonOptimizer(params, lr=1.0, scale=1.0).step()
+    MuonOptimizer(params, lr=1.0, scale=1.0, ns_steps=2).step()
     for p, old in zip(params, before, strict=True):
-        expected = orthogonalize(p.grad.double().cpu(), form="standard").to(DEVICE)
+        expected = orthogonalize(p.grad.double().cpu(), steps=2, form="standard").to(DEVICE)
         assert error(old - p.detach(), expected) < 2e-2
     assert "_partials_kernel" not in kernels_everywhere  # not computed a second time
 
@@ -663,7 +664,7 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
             {"params": [model.weight, model.other, model.stack, model.odd, model.bias]},
         ]
         optimizer = SpectralSphereOptimizer(groups, lambda_mode=mode, retract_mode=retract_mode)
-        for step in range(3):
+        for step in range(2):
             generator = torch.Generator().manual_seed(step)
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=generator).to(DEVICE)
