@@ -20,6 +20,7 @@ from muon_fsdp.distributed import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
 from muon_fsdp.newton_schulz import orthogonalize
+from tests.conftest import unmeasured
 
 pytest.importorskip("triton")
 
@@ -67,7 +68,9 @@ def assert_symmetric(out, side, within_tiles):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "rows", "inner"), [(1, 1, 1), (3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70)])
+@pytest.mark.parametrize(
+    ("batch", "rows", "inner"), [(1, 1, 1), *unmeasured((3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70))]
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_symmetric_product(batch, rows, inner, dtype, transposed):
     for number, tiles in enumerate(TILES):
@@ -100,7 +103,7 @@ def test_products_of_different_matrices_come_out_symmetric():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "rows", "inner", "cols"),
-    [(1, 1, 1, 1), (3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7)],
+    [(1, 1, 1, 1), *unmeasured((3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7))],
 )
 def test_multiply_add(batch, rows, inner, cols, dtype):
     for tiles in TILES:
@@ -114,7 +117,7 @@ def test_multiply_add(batch, rows, inner, cols, dtype):
         assert error(plain, a.double() @ b.double()) < (1e-5 if dtype == torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("rows_of_tiles", [1, 2, 9])
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, *unmeasured([9])])
 def test_a_triangle_is_covered_once(rows_of_tiles):
     """Every tile of the lower triangle, whatever the grouping: seen by what a product leaves unwritten."""
     x = random(1, 16 * rows_of_tiles - 3, 16)
@@ -151,7 +154,7 @@ def test_a_schedule_has_every_tile_once(num_matrices, rows_of_tiles, programs, s
     assert max(map(len, tiles)) <= (1 if len(expected) <= programs else len(expected) / programs + 2)
 
 
-@pytest.mark.parametrize("rows_of_tiles", [1, 2, 3, 16, 17, 1022])
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, 3, 16, 17, *unmeasured([1022])])
 def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
     tasks = [task for each in schedule.schedule(1, rows_of_tiles, 1, True) for task in each]
     assert len(tasks) == -(-rows_of_tiles * (rows_of_tiles + 1) // 4)
@@ -192,7 +195,7 @@ def test_strided_operands(kernels_everywhere):
     assert len(kernels_everywhere) == 3
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (3, 50, 129), (2, 129, 50), (70, 70)])
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), *unmeasured([(3, 50, 129)], [(2, 129, 50)], [(70, 70)])])
 def test_orthogonalization_by_kernels(kernels_everywhere, shape):
     matrices = random(*shape)
     expected = orthogonalize(matrices.double().cpu(), form="standard").to(DEVICE)
@@ -342,7 +345,7 @@ def train(nesterov, dtype, accumulated=False, steps=3):
 
 
 @pytest.mark.parametrize(
-    ("nesterov", "dtype", "accumulated"), [(False, torch.float32, False), (True, torch.bfloat16, True)]
+    ("nesterov", "dtype", "accumulated"), [*unmeasured((False, torch.float32, False)), (True, torch.bfloat16, True)]
 )
 def test_a_step_by_kernels_is_the_step_without(request, monkeypatch, nesterov, dtype, accumulated):
     monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
@@ -654,7 +657,7 @@ def test_products_leave_out_what_is_not_active(kernels_everywhere):
 
 
 @pytest.mark.parametrize("mode", ["bracketed", "projection"])
-@pytest.mark.parametrize("retract_mode", ["hard", "dynamic"])
+@pytest.mark.parametrize("retract_mode", ["hard", *unmeasured(["dynamic"])])
 def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
     def trained():
         torch.manual_seed(0)
