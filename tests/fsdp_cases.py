@@ -288,14 +288,14 @@ def saved_in(folder: str, layout: str, options: dict[str, Any], rule: str = "muo
     """Train, save with torch.distributed.checkpoint, train on; the losses after the save."""
     module, data_rank, data_size = lay_out(make_model(hidden=32), layout)
     optimizer = FSDPMuonOptimizer(module, rule=rule, **OPTIONS)
-    train(module, optimizer, range(5), data_rank, data_size)
+    train(module, optimizer, range(3), data_rank, data_size)
     choice = StateDictOptions(**options)
     state = {
         "model": get_model_state_dict(module, options=choice),
         "optimizer": get_optimizer_state_dict(module, optimizer, options=choice),
     }
     dcp.save(state, checkpoint_id=folder)
-    return train(module, optimizer, range(5, 10), data_rank, data_size)
+    return train(module, optimizer, range(3, 6), data_rank, data_size)
 
 
 def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule: str = "muon") -> list[float]:
@@ -316,7 +316,7 @@ def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule:
     set_model_state_dict(module, state["model"], options=choice)
     set_optimizer_state_dict(module, optimizer, state["optimizer"], options=choice)
     assert all(isinstance(s["momentum_buffer"], DTensor) == isinstance(p, DTensor) for p, s in optimizer.state.items())
-    return train(module, optimizer, range(5, 10), data_rank, data_size)
+    return train(module, optimizer, range(3, 6), data_rank, data_size)
 
 
 def full_state_dict_round_trip() -> bool:

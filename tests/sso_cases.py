@@ -36,7 +36,7 @@ def largest_distance(layout: str, model_options: Any) -> float:
     module, rank, size = lay_out(make_model(**model_options), layout)
     optimizer = _optimizer(module)
     worst = 0.0
-    for step in range(8):
+    for step in range(5):
         train(module, optimizer, range(step, step + 1), rank, size)
         for name, p in module.named_parameters():
             if p.ndim < 2 or "wte" in name or "lm_head" in name:
@@ -80,10 +80,10 @@ def count_collectives(layout: str) -> dict[str, int]:
 def save_in_the_middle(layout: str, path: str, radius_mode: str) -> list[float]:
     module, rank, size = lay_out(make_model(), layout)
     optimizer = _optimizer(module, radius_mode=radius_mode)
-    train(module, optimizer, range(4), rank, size)
+    train(module, optimizer, range(3), rank, size)
     model_state, optimizer_state = get_state_dict(module, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    return train(module, optimizer, range(4, 8), rank, size)
+    return train(module, optimizer, range(3, 6), rank, size)
 
 
 def resume(layout: str, path: str, radius_mode: str) -> list[float]:
@@ -93,7 +93,7 @@ def resume(layout: str, path: str, radius_mode: str) -> list[float]:
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return train(module, optimizer, range(4, 8), rank, size)
+    return train(module, optimizer, range(3, 6), rank, size)
 
 
 def norms_of_shards() -> tuple[list[float], list[float]]:

@@ -35,9 +35,12 @@ def model_options(layout: str) -> dict[str, int]:
     return {"hidden": 32} if "tp" in layout else {}  # tensor parallelism needs even shards
 
 
+STEPS = 10
+
+
 @functools.cache
 def one_device(hidden: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    return cases.curve(None, {}, {"hidden": hidden})
+    return cases.curve(None, {}, {"hidden": hidden}, STEPS)
 
 
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
@@ -45,7 +48,7 @@ def one_device(hidden: int) -> tuple[list[float], dict[str, np.ndarray]]:
 def test_same_curve_as_one_device(ranks: RankPool, layout, world_size, strategy):
     options = model_options(layout)
     expected, expected_weights = one_device(options.get("hidden", 31))
-    results = ranks.run(world_size, cases.curve, layout, {"strategy": strategy}, options)
+    results = ranks.run(world_size, cases.curve, layout, {"strategy": strategy}, options, STEPS)
     for losses, weights in results:
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         for name, value in expected_weights.items():
@@ -56,7 +59,8 @@ def test_same_curve_as_one_device(ranks: RankPool, layout, world_size, strategy)
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_bfloat16_on_the_wire(ranks: RankPool, layout, world_size):
     expected, _ = one_device(31)
-    results = ranks.run(world_size, cases.curve, layout, {"strategy": "owner", "comm_dtype": torch.bfloat16})
+    options = {"strategy": "owner", "comm_dtype": torch.bfloat16}
+    results = ranks.run(world_size, cases.curve, layout, options, {}, STEPS)
     np.testing.assert_allclose(results[0][0], expected, rtol=1e-2)
     assert results[0][0] != expected
     for _, weights in results[1:]:  # replicas and everyone else see the same weights
@@ -69,7 +73,7 @@ def test_bfloat16_on_the_wire(ranks: RankPool, layout, world_size):
 def test_stages_and_their_overlap_do_not_change_the_curve(ranks: RankPool, layout, world_size, max_stage_bytes):
     expected, _ = one_device(31)
     options = {"strategy": "owner", "max_stage_bytes": max_stage_bytes}
-    (losses, _), *_ = ranks.run(world_size, cases.curve, layout, options)
+    (losses, _), *_ = ranks.run(world_size, cases.curve, layout, options, {}, STEPS)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 

@@ -46,7 +46,7 @@ def test_train_gpt_under_torchrun(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["examples/train_gpt.py", "--model", "small", "--sequence-length", "16", "--steps", "3", "--fsdp"]
+    command += ["examples/train_gpt.py", "--model", "demo", "--sequence-length", "16", "--steps", "3", "--fsdp"]
     command += ["--data", str(text), "--output", str(tmp_path / "out"), "--batch-size", "4", "--eval-windows", "4"]
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root)}

@@ -8,6 +8,7 @@ By pytest on a pool of gloo ranks; and directly, on two GPUs or on the CPU:
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -76,15 +77,34 @@ def test_loss_falls(ranks: RankPool):
     assert all(ranks.run(2, loss_falls))
 
 
-@pytest.mark.parametrize("name", ["test_fsdp_integration.py", "test_fsdp.py"])
-def test_runs_under_torchrun(name):
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"tests/{name}"]
+ONE_AFTER_THE_OTHER = """
+import os, runpy, sys
+first, second = sys.argv[1:]
+before = list(sys.path)
+runpy.run_path(first, run_name="__main__")
+sys.path[:] = before
+# The store of torchrun still holds the addresses of the first group.
+os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=os.environ["NEXT_PORT"])
+runpy.run_path(second, run_name="__main__")
+"""
+
+
+def test_both_run_under_torchrun(tmp_path):
+    """As programs, and on the same ranks: to start these takes longer than all that they do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "NEXT_PORT": str(port)}
+    environment.pop("PYTHONPATH", None)  # they find the package themselves
+    (tmp_path / "both.py").write_text(ONE_AFTER_THE_OTHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "both.py"]
+    command += [str(ROOT / "tests" / name) for name in ("test_fsdp_integration.py", "test_fsdp.py")]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "passed, 0 failed" in result.stdout
+    assert "2 passed, 0 failed" in result.stdout
+    assert "6 passed, 0 failed" in result.stdout
 
 
 def main() -> None:

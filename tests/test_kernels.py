@@ -20,6 +20,7 @@ from muon_fsdp.distributed import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
 from muon_fsdp.newton_schulz import orthogonalize
+from tests.conftest import unmeasured
 
 pytest.importorskip("triton")
 
@@ -59,8 +60,25 @@ def error(result, expected):
     return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def assert_symmetric(out, side, within_tiles):
+    """To the bit: tiles of `side` beside the diagonal are mirrored, and the tensor cores of a GPU are symmetric.
+
+    The interpreter computes tiles with a BLAS, and no BLAS promises that: the half-precision results of a tile on the
+    diagonal may then be rounded to neighbours, unless the kernel makes them symmetric `within_tiles`.
+    """
+    if within_tiles or DEVICE == "cuda":
+        assert torch.equal(out, out.mT)
+        return
+    tile = torch.arange(out.shape[-1]) // side
+    beside = tile[:, None] != tile
+    assert torch.equal(out[:, beside], out.mT[:, beside])
+    torch.testing.assert_close(out, out.mT, rtol=2**-10, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "rows", "inner"), [(1, 1, 1), (3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70)])
+@pytest.mark.parametrize(
+    ("batch", "rows", "inner"), [(1, 1, 1), *unmeasured((3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70))]
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_symmetric_product(batch, rows, inner, dtype, transposed):
     for number, tiles in enumerate(TILES):
@@ -73,7 +91,8 @@ def test_symmetric_product(batch, rows, inner, dtype, transposed):
         triton_products.symmetric_product(a, a if number else a.clone(), c, e, out, square, **options)
         expected = 0.5 * x.double() @ x.double().mT + 2 * c.double() - e.double()
         assert error(out, expected) < TOLERANCE[dtype]
-        assert torch.equal(out, out.mT)
+        # Two matrices, and products in three parts, are made symmetric everywhere.
+        assert_symmetric(out, square.rows, within_tiles=not number or dtype == torch.float32)
         plain = triton_products.symmetric_product(
             a, a, None, None, poisoned(*out.shape, dtype=dtype), square, transposed=transposed
         )
@@ -92,7 +111,7 @@ def test_products_of_different_matrices_come_out_symmetric():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "rows", "inner", "cols"),
-    [(1, 1, 1, 1), (3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7)],
+    [(1, 1, 1, 1), *unmeasured((3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7))],
 )
 def test_multiply_add(batch, rows, inner, cols, dtype):
     for tiles in TILES:
@@ -106,7 +125,7 @@ def test_multiply_add(batch, rows, inner, cols, dtype):
         assert error(plain, a.double() @ b.double()) < (1e-5 if dtype == torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("rows_of_tiles", [1, 2, 9])
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, *unmeasured([9])])
 def test_a_triangle_is_covered_once(rows_of_tiles):
     """Every tile of the lower triangle, whatever the grouping: seen by what a product leaves unwritten."""
     x = random(1, 16 * rows_of_tiles - 3, 16)
@@ -130,7 +149,7 @@ def unpacked(line):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 2, 7, 132]), st.booleans())
+@given(st.integers(1, 12), st.integers(1, 25), st.sampled_from([1, 2, 7, 132]), st.booleans())
 def test_a_schedule_has_every_tile_once(num_matrices, rows_of_tiles, programs, same):
     table = schedule.packed(schedule.schedule(num_matrices, rows_of_tiles, programs, same))
     assert len(table) == programs
@@ -143,7 +162,7 @@ def test_a_schedule_has_every_tile_once(num_matrices, rows_of_tiles, programs, s
     assert max(map(len, tiles)) <= (1 if len(expected) <= programs else len(expected) / programs + 2)
 
 
-@pytest.mark.parametrize("rows_of_tiles", [1, 2, 3, 16, 17, 1022])
+@pytest.mark.parametrize("rows_of_tiles", [1, 2, 3, 16, 17, *unmeasured([1022])])
 def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
     tasks = [task for each in schedule.schedule(1, rows_of_tiles, 1, True) for task in each]
     assert len(tasks) == -(-rows_of_tiles * (rows_of_tiles + 1) // 4)
@@ -184,7 +203,7 @@ def test_strided_operands(kernels_everywhere):
     assert len(kernels_everywhere) == 3
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (3, 50, 129), (2, 129, 50), (70, 70)])
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), *unmeasured([(3, 50, 129)], [(2, 129, 50)], [(70, 70)])])
 def test_orthogonalization_by_kernels(kernels_everywhere, shape):
     matrices = random(*shape)
     expected = orthogonalize(matrices.double().cpu(), form="standard").to(DEVICE)
@@ -314,6 +333,7 @@ def train(nesterov, dtype, accumulated=False, steps=3):
         groups,
         lr=torch.tensor(0.05, device=DEVICE),
         nesterov=nesterov,
+        ns_steps=2,  # every product takes the interpreter long; all five have tests of their own
         adamw_lr=0.01,
         adamw_weight_decay=0.2,
         adamw_betas=(0.9, 0.99999),  # 1 - beta must not be rounded
@@ -333,7 +353,7 @@ def train(nesterov, dtype, accumulated=False, steps=3):
 
 
 @pytest.mark.parametrize(
-    ("nesterov", "dtype", "accumulated"), [(False, torch.float32, False), (True, torch.bfloat16, True)]
+    ("nesterov", "dtype", "accumulated"), [*unmeasured((False, torch.float32, False)), (True, torch.bfloat16, True)]
 )
 def test_a_step_by_kernels_is_the_step_without(request, monkeypatch, nesterov, dtype, accumulated):
     monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
@@ -357,9 +377,9 @@ def test_norms_that_prepare_computes_are_those_of_the_matrices(kernels_everywher
         sizes = 10.0 ** (3 * torch.arange(len(p) if p.ndim == 3 else 1, device=DEVICE) - 4 * number)
         p.grad = random(*p.shape) * (sizes[:, None, None] if p.ndim == 3 else sizes)
     before = [p.detach().clone() for p in params]
-    MuonOptimizer(params, lr=1.0, scale=1.0).step()
+    MuonOptimizer(params, lr=1.0, scale=1.0, ns_steps=2).step()
     for p, old in zip(params, before, strict=True):
-        expected = orthogonalize(p.grad.double().cpu(), form="standard").to(DEVICE)
+        expected = orthogonalize(p.grad.double().cpu(), steps=2, form="standard").to(DEVICE)
         assert error(old - p.detach(), expected) < 2e-2
     assert "_partials_kernel" not in kernels_everywhere  # not computed a second time
 
@@ -645,7 +665,7 @@ def test_products_leave_out_what_is_not_active(kernels_everywhere):
 
 
 @pytest.mark.parametrize("mode", ["bracketed", "projection"])
-@pytest.mark.parametrize("retract_mode", ["hard", "dynamic"])
+@pytest.mark.parametrize("retract_mode", ["hard", *unmeasured(["dynamic"])])
 def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
     def trained():
         torch.manual_seed(0)
@@ -655,7 +675,7 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
             {"params": [model.weight, model.other, model.stack, model.odd, model.bias]},
         ]
         optimizer = SpectralSphereOptimizer(groups, lambda_mode=mode, retract_mode=retract_mode)
-        for step in range(3):
+        for step in range(2):
             generator = torch.Generator().manual_seed(step)
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=generator).to(DEVICE)

@@ -327,11 +327,16 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
 # ---------------------------------------------------------------------------------------------------------- balance
 
 
+ALL_WORLD_SIZES = [8, 24, 64, 512, 4096]
+# Its 45,090 parameters take seconds each time. Stacked, the same matrices are planned for all of them.
+WORLD_SIZES = {"deepseek-v3": [24, 4096]}
+
+
 def planned(name: str) -> list[tuple[int, float, float, int]]:
     """(ranks, seconds, balance, matrices) of planning a model for several numbers of ranks."""
     optimizer = MuonOptimizer([nn.Parameter(torch.empty(shape, device="meta")) for shape in MODELS[name]])
     results = []
-    for world_size in (8, 24, 64, 512, 4096):
+    for world_size in WORLD_SIZES.get(name, ALL_WORLD_SIZES):
         seconds = math.inf
         for _ in range(3):  # a busy machine slows one run, not all
             start = time.process_time()
@@ -346,7 +351,7 @@ def planned(name: str) -> list[tuple[int, float, float, int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_balance_and_time_of_planning(ranks: RankPool, name):
     (results,) = ranks.run(1, planned, name)  # in another process: coverage would be timed here
-    assert [num_ranks for num_ranks, *_ in results] == [8, 24, 64, 512, 4096]
+    assert [num_ranks for num_ranks, *_ in results] == WORLD_SIZES.get(name, ALL_WORLD_SIZES)
     for num_ranks, seconds, balance, matrices in results:
         assert seconds < 5
         assert balance <= 1.15, num_ranks

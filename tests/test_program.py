@@ -13,8 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import curves
-from muon_fsdp.training import checkpoint, model, program
+from muon_fsdp.training import checkpoint, launcher, model, program
 from muon_fsdp.training.config import ConfigError, TrainConfig, parse
 from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import clip_gradient
@@ -60,11 +61,14 @@ def lines(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(arguments: list[str], log: Path, **environment: str) -> subprocess.Popen:
-    """The program as a process of its own, with the real preset "demo"."""
-    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", "--sequence-length", "16", *arguments]
+DEMO = ["--model", "demo", "--sequence-length", "16"]  # a preset that other processes know too
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen:
+    """The program as a process of its own."""
+    command = [sys.executable, "-m", "muon_fsdp.training", *DEMO, *arguments]
     with log.open("w") as stream:
-        return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=stream, stderr=stream)
+        return subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
 
 
 def wait_for(what: object, process: subprocess.Popen, seconds: float = 120) -> None:
@@ -174,7 +178,7 @@ def test_ctrl_c_saves_and_a_run_goes_on(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in log.read_text()
 
 
-def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Path, tmp_path: Path) -> None:
+def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
     folder = output / "checkpoints"
     process = start(flags(text, output, 100_000, "--save-every", "1"), log)
@@ -184,23 +188,36 @@ def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Pat
     saved = checkpoint.checkpoints(folder)
     assert saved
     step = int(saved[-1].name.removeprefix("step-"))
-    process = start(flags(text, output, step + 2, "--resume"), log)
-    assert process.wait(120) == 0, log.read_text()
-    assert f"going on from step {step}" in log.read_text()
+    assert main([*DEMO, *flags(text, output, step + 2, "--resume")]) == 0
+    assert f"going on from step {step}" in capsys.readouterr().out
     assert not list(folder.glob("*.partial"))
     assert [line["step"] for line in lines(output) if line["kind"] == "train"] == list(range(1, step + 3))
 
 
-def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path) -> None:
-    output, log = tmp_path / "out", tmp_path / "log"
-    process = start(flags(text, output, 100_000, "--processes", "2", "--fsdp"), log)
-    wait_for(lambda: has_trained(output), process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
-    assert process.wait(120) == 1
-    assert "error: rank 1 was ended by SIGKILL" in log.read_text()
-    assert "error: another rank has ended; the last checkpoint is as it was" in log.read_text()
-    assert "Traceback" not in log.read_text()
+def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process starts the ranks and waits for them."""
+    output, started, popen = tmp_path / "out", [], subprocess.Popen
+
+    def noting_popen(*args: object, **options: object) -> subprocess.Popen:
+        process = popen(*args, **options)
+        started.append(process)
+        if len(started) == 2:
+            threading.Thread(target=kill_when_trained, args=(process,)).start()
+        return process
+
+    def kill_when_trained(process: subprocess.Popen) -> None:
+        try:
+            wait_for(lambda: has_trained(output), process)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", noting_popen)
+    assert main([*DEMO, *flags(text, output, 100_000, "--processes", "2", "--fsdp")]) == 1
+    assert has_trained(output)
+    said = capfd.readouterr().err
+    assert "error: rank 1 was ended by SIGKILL" in said
+    assert "error: another rank has ended; the last checkpoint is as it was" in said
+    assert "Traceback" not in said
 
 
 def train_with_little_room(arguments: list[str]) -> tuple[int, str]:
@@ -326,19 +343,20 @@ def test_what_rank_0_finds_ends_every_rank(text: Path, tmp_path: Path, ranks: Ra
         assert message in said[0]
 
 
-def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path) -> None:
+def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path, capfd) -> None:
     """Rank 1 reads it; rank 0 would only see that its peer is gone."""
     tokens = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
-    data, log = tmp_path / "tokens.bin", tmp_path / "log"
+    data = tmp_path / "tokens.bin"
     starts = torch.randint(3600 - 16, (2,), generator=torch.Generator().manual_seed(0)).tolist()
     assert abs(starts[0] - starts[1]) > 16
     tokens[starts[1] + 3] = 300
     data.write_bytes(bytes(tokens.view(torch.uint8).tolist()))
     arguments = flags(data, tmp_path / "out", 2, "--vocab-size", "256", "--batch-size", "2", "--processes", "2")
-    assert start([*arguments, "--fsdp"], log).wait(120) in (1, 2)
-    assert "error: rank 1: the data holds token 300" in log.read_text()
-    assert "error: another rank has ended" in log.read_text()
-    assert "Traceback" not in log.read_text()
+    assert main([*DEMO, *arguments, "--fsdp"]) in (1, 2)
+    said = capfd.readouterr().err
+    assert "error: rank 1: the data holds token 300" in said
+    assert "error: another rank has ended" in said
+    assert "Traceback" not in said
 
 
 def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,16 +451,18 @@ def test_epochs_are_so_many_readings_of_the_text(text: Path, tmp_path: Path) -> 
     assert read_result(tmp_path / "out").num_steps == round(0.1 * 400 * 45 * 0.9 / (8 * 16))
 
 
-def test_a_taken_port_is_told(text: Path, tmp_path: Path) -> None:
+def test_a_taken_port_is_told(text: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        log = tmp_path / "log"
         job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        assert start(flags(text, tmp_path / "out", 2, "--fsdp"), log, **job).wait(120) == 2
-    assert f"no connection at 127.0.0.1:{port}" in log.read_text()
-    assert "torchrun --standalone" in log.read_text()
+        for name, value in job.items():
+            monkeypatch.setenv(name, value)
+        assert main(flags(text, tmp_path / "out", 2, "--fsdp")) == 2
+    error = capsys.readouterr().err
+    assert f"no connection at 127.0.0.1:{port}" in error
+    assert "torchrun --standalone" in error
 
 
 def clip_on_two_meshes() -> tuple[float, float, float]:
@@ -481,20 +501,31 @@ def test_half_precision_on_a_cpu_is_autocast(text: Path, tmp_path: Path, monkeyp
 
 
 def test_the_second_ctrl_c_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
     with program._stop_signals() as stop:
         assert not stop.wanted
         signal.raise_signal(signal.SIGINT)
         assert stop.wanted
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -> None:
-    common = ["--model", "demo", "--steps", "2", "--output", str(tmp_path / "out")]
+def in_this_process(command: list[str], **_: object) -> subprocess.CompletedProcess:
+    """A run of the program without the seconds that a process needs to begin."""
+    assert command[:3] == [sys.executable, "-m", "muon_fsdp.training"]
+    said = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        return subprocess.CompletedProcess(command, main(command[3:]), "", said.getvalue())
+
+
+def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["--model", "small", "--steps", "2", "--output", str(tmp_path / "out")]
     program_flags = ["--", "--data", str(text), "--sequence-length", "16", "--batch-size", "4", "--eval-windows", "4"]
     rates = "muon=0.02:adamw=0.001,0.001/0.1"
-    assert curves.main(["optimizers", *common, "--name", "one", "--rates", rates, *program_flags]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(curves.subprocess, "run", in_this_process)
+        assert curves.main(["optimizers", *common, "--name", "one", "--rates", rates, *program_flags]) == 0
     rows = [row.split(",") for row in (tmp_path / "out" / "one.csv").read_text().splitlines()]
     assert rows[0] == ["run", "step", "train_loss", "validation_loss"]
     runs = ("AdamW lr 0.001", "AdamW lr 0.001/0.1", "Muon lr 0.02")
@@ -502,14 +533,14 @@ def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys) -
     assert rows[2][3] != rows[4][3]  # the rate of the rest counts
     assert (tmp_path / "out" / "one.png").read_bytes().startswith(b"\x89PNG")
     assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
-    rates = "muon=0.02"
-    assert curves.main(["optimizers", *common, "--name", "none", "--rates", rates, "--", "--data", "nowhere"]) == 1
+    alone = ["--optimizers", "muon", "--rates", "muon=0.02"]
+    assert curves.main(["optimizers", *common, "--name", "none", *alone, "--", "--data", "nowhere"]) == 1
     assert "no such file or folder" in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves(text: Path, tmp_path: Path) -> None:
     """As `| head` does: the run is saved and ends, and says so."""
-    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", *flags(text, tmp_path / "out", 1000)]
+    command = [sys.executable, "-m", "muon_fsdp.training", *DEMO, *flags(text, tmp_path / "out", 100_000)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while " step " not in process.stdout.readline():
         assert process.poll() is None
@@ -520,12 +551,12 @@ def test_a_reader_that_leaves(text: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
 
 
-def test_names_that_stdout_can_not_show(text: Path, tmp_path: Path) -> None:
-    output = tmp_path / "g\u0103\u76ee"
-    command = [sys.executable, "-m", "muon_fsdp.training", "--model", "demo", *flags(text, output, 1)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"g\\u0103\\u76ee" in done.stdout
+def test_names_that_stdout_can_not_show(text: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    assert main(flags(text, tmp_path / "g\u0103\u76ee", 1)) == 0
+    assert b"g\\u0103\\u76ee" in shown.getvalue()
+    assert capfd.readouterr().err == ""
 
 
 def test_speed_is_that_of_the_ranks_that_run_now(text: Path, tmp_path: Path, capsys) -> None:
