@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, plan
+from muon_fsdp import MuonOptimizer, plan
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
 from tests import extending_cases as cases
 from tests import toy_rules
@@ -234,7 +234,7 @@ def test_the_rule_of_other_parameters_can_be_chosen():
     optimizer.step()
     optimizer.step()
     torch.testing.assert_close(model[0].weight.detach(), start - 0.5 * (1 + 1.25))
-    resumed = FSDPMuonOptimizer(model, other_rule="toy_momentum", toy_momentum_beta=0.25)
+    resumed = MuonOptimizer(model, other_rule="toy_momentum", toy_momentum_beta=0.25)
     resumed.load_state_dict(optimizer.state_dict())
     with pytest.raises(RuntimeError, match="saved with rule 'toy_momentum', but takes 'adamw' here"):
         MuonOptimizer(model).load_state_dict(optimizer.state_dict())
