@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import muon_fsdp
 import muon_fsdp.distributed
@@ -29,15 +29,12 @@ import muon_fsdp.spectral
 import muon_fsdp.utils
 import muon_optimizer
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.groups import prefixed
 from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
-from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS
-from muon_fsdp.options import ADAMW_OPTIONS, FOREIGN_KEYS, GROUP_OPTIONS, NonFinite
-from muon_fsdp.plan import STRATEGIES
-from muon_fsdp.rules import RULES
-from muon_fsdp.rules.base import NUM_VECTORS
-from muon_fsdp.scaling import SCALE_VERSIONS
-from muon_fsdp.spectral import LAMBDA_MODES, RADIUS_MODES, RETRACT_MODES
-from muon_fsdp.views import VIEW_NAMES
+from muon_fsdp.options import ENGINE_OPTIONS, FOREIGN_KEYS
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
+from muon_fsdp.state import NUM_VECTORS
+from muon_fsdp.statistics import STATISTICS
 
 PAGE = Path(__file__).with_name("api.md")
 
@@ -54,27 +51,23 @@ PUBLIC_MODULES: tuple[ModuleType, ...] = (
     muon_optimizer,
 )
 
-# Options that take a name; the first is the default.
-CHOICES: dict[str, Sequence[str]] = {
-    "rule": tuple(RULES),
-    "scale": SCALE_VERSIONS,
-    "orthogonalization": ORTHOGONALIZATIONS,
-    "view": VIEW_NAMES,
-    "radius_mode": RADIUS_MODES,
-    "retract_mode": RETRACT_MODES,
-    "lambda_mode": LAMBDA_MODES,
-    "nonfinite": get_args(NonFinite),
-    "strategy": STRATEGIES,
+# Rules of the package; tests register others.
+BUILT_IN: dict[str, Rule] = {
+    name: rule for name, rule in RULES.items() if type(rule).__module__.startswith("muon_fsdp.")
+}
+OTHER_RULE = RULES[DEFAULT_OTHER_RULE]
+GROUP_OPTIONS = {
+    *(name for rule in BUILT_IN.values() for name in rule.all_options),
+    *(prefixed(OTHER_RULE, name) for name in OTHER_RULE.all_options),
+    "rule",
 }
 
-SPHERE_OPTIONS = (
-    "power_iteration_steps",
-    "radius_mode",
-    "radius_scaler",
-    "retract_mode",
-    "retract_alpha",
-    "lambda_mode",
-)
+
+def _choices() -> dict[str, Sequence[str]]:
+    """Options that take a name, with the names; the default first."""
+    options = [*(o for rule in BUILT_IN.values() for o in rule.all_options.values()), *ENGINE_OPTIONS]
+    return {"rule": tuple(BUILT_IN), **{option.name: option.choices for option in options if option.choices}}
+
 
 TITLE = """# API reference
 
@@ -167,8 +160,8 @@ ENVIRONMENT = (
 )
 
 RULES_INTRODUCTION = """\
-For writing an update rule of your own: one subclass of `Rule` with a name, its state and three methods, and one row
-in `RULES`. `tests/test_extending.py` adds one."""
+For writing an update rule of your own: [rules.md](rules.md) grows one from five lines. The options of the built-in
+rules:"""
 
 ELEMENTWISE_INTRODUCTION = """\
 *Not* the orthogonalizing Muon: fused element-wise optimizers. Also importable from `muon_optimizer`. State of a
@@ -193,10 +186,10 @@ A logical matrix is what is orthogonalized: `num_heads=8` makes eight of one par
 min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
-Every group has all of these keys, whatever its rule, and `params` (with `param_names` where parameters have names).
-They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, `adamw_lr`,
-`adamw_betas`, `adamw_eps` and `adamw_weight_decay` are the options of its AdamW parameters, and
-{foreign} may be there for
+Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, and the options of its
+own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, options of
+the rules that its parameters take may be there. In a group that holds matrices, options of the other parameters have
+the name of their rule before them (`adamw_lr`). {foreign} may be there for
 schedulers and users; any other key is an error."""
 
 ERRORS = (
@@ -234,7 +227,7 @@ def parse(thing: object) -> Doc:
     text = inspect.getdoc(thing)
     if not text:
         raise SystemExit(f"{thing} has no docstring")
-    parts = re.split(r"^(Args|Keys):\n", text, flags=re.MULTILINE)
+    parts = re.split(r"^(Args|Keys|Returns|Raises):\n", text, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     summary, _, rest = parts[0].strip().partition("\n\n")
     return Doc(
@@ -299,7 +292,6 @@ def _options(signature: inspect.Signature, doc: Doc, where: str, *, with_groups:
     if set(names) != set(doc.arguments):
         difference = set(names) ^ set(doc.arguments)
         raise SystemExit(f"{where}: signature and docstring differ in {sorted(difference)}")
-    elsewhere = f'of rule "spectral_sphere": see [{SpectralSphereOptimizer.__name__}](#spectralsphereoptimizer).'
     rows = []
     for name in names:
         parameter = signature.parameters[name]
@@ -307,9 +299,8 @@ def _options(signature: inspect.Signature, doc: Doc, where: str, *, with_groups:
         default = "" if variadic or parameter.default is parameter.empty else _value(parameter.default)
         row = [f"`**{name}`" if variadic else f"`{name}`", default]
         if with_groups:
-            row.append("yes" if name in (*GROUP_OPTIONS, *ADAMW_OPTIONS) else "")
-        of_sphere = where == MuonOptimizer.__name__ and name in SPHERE_OPTIONS
-        rows.append([*row, elsewhere if of_sphere else doc.arguments[name]])
+            row.append("yes" if name in GROUP_OPTIONS else "")
+        rows.append([*row, doc.arguments[name]])
     return _table(["option", "default", *(["group"] if with_groups else []), "meaning"], rows)
 
 
@@ -339,8 +330,11 @@ def _method(owner: type, name: str) -> str:
     doc = parse(function)
     title = _signature(function, name, full=name in ("routing_report", "plan_report", "metrics"))
     parts = [f"**`{title}`**: {doc.summary}", doc.body]
-    if doc.keys:
-        parts.append(_table(["key", "meaning"], [(f"`{key}`", text) for key, text in doc.keys.items()]))
+    keys = dict(doc.keys)
+    for rule in BUILT_IN.values() if name == "metrics" else ():
+        keys |= {key: f"under rule `{rule.name}`: {text}" for key, text in parse(rule.metrics).keys.items()}
+    if keys:
+        parts.append(_table(["key", "meaning"], [(f"`{key}`", text) for key, text in keys.items()]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -366,7 +360,7 @@ def _optimizer(owner: type, level: str = "##") -> str:
     if owner is MuonOptimizer:
         rows = [
             (f"`{name}`", ", ".join(_value(value) for value in values) + (", or a number" if name == "scale" else ""))
-            for name, values in CHOICES.items()
+            for name, values in _choices().items()
         ]
         parts.append("Names that options take, the default first:\n\n" + _table(["option", "names"], rows))
     if owner is muon_fsdp.elementwise.TritonMuonW:
@@ -417,28 +411,31 @@ def _record(owner: type, level: str = "###") -> str:
 
 def _state_table() -> str:
     shapes = {
-        "parameter": "that of the parameter",
-        "scalar": "a scalar",
+        "elements": "that of the parameter",
+        "scalar": "one number per logical matrix",
         "rows": "d_out of every logical matrix",
         "columns": "d_in of every logical matrix",
-        "subspaces": "k x d_in of every logical matrix",
-        "matrices": "one number per logical matrix",
+        "subspace": "k x d_in of every logical matrix",
     }
-    rows = [(f"`{rule.name}`", f"`{spec.name}`", shapes[spec.like]) for rule in RULES.values() for spec in rule.state]
+    rows = [
+        (f"`{rule.name}`", f"`{spec.name}`", "a scalar" if spec.name == "step" else shapes[spec.kind])
+        for rule in BUILT_IN.values()
+        for spec in rule.all_state
+    ]
     return _table(["rule", "key", "shape"], rows)
 
 
 def _group_section() -> str:
-    own = {
-        "rule": "the rule of all parameters of this group",
-        "lr": "its learning rate, of matrices or of AdamW",
-        "weight_decay": "its decoupled decay",
-        "betas": "of AdamW; unused by the others",
-        "eps": "of AdamW; unused by the others",
-    }
-    rows = [(f"`{key}`", text) for key, text in own.items()]
-    rows.append(("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"))
-    rows.append((_names(key for key in GROUP_OPTIONS if key not in own), "as the options of that name"))
+    rows = [
+        ("`rule`", "the rule of all parameters of this group"),
+        ("`lr`", "their learning rate"),
+        ("`weight_decay`", "their decoupled weight decay"),
+        ("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"),
+    ]
+    rows += [
+        (_names(name for name in rule.all_options if name not in ("lr", "weight_decay")), f"under rule `{rule.name}`")
+        for rule in BUILT_IN.values()
+    ]
     foreign = _names(key for key in FOREIGN_KEYS if key not in ("params", "param_names"))
     introduction = GROUPS_INTRODUCTION.format(foreign=foreign)
     return "\n\n".join(["## Parameter groups", introduction, _table(["key", "meaning"], rows)])
@@ -448,27 +445,63 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _rule_options() -> str:
+    rows = [
+        (f"`{rule.name}`", f"`{option.name}`", _value(option.default), option.doc, "yes" if option.per_step else "")
+        for rule in BUILT_IN.values()
+        for option in rule.all_options.values()
+    ]
+    return _table(["rule", "option", "default", "meaning", "per step"], rows)
+
+
+# What a subclass of Rule may set, in words.
+RULE_ATTRIBUTES = (
+    ("name", "what the option `rule` says"),
+    ("title", "what tables and plots call the rule; its name by default"),
+    ("aliases", "further names on the command line"),
+    ("options", "its `Option`s; begin with those of the class that it extends"),
+    ("state", "its state: `PerParameter` and `PerMatrix`"),
+    ("statistics", "the names of the statistics of W that it needs"),
+    ("diagnostics", "the names of numbers per matrix for `metrics`"),
+    ("update_dtype", "`torch.float32` if float16 can't hold its updates on GPUs"),
+    ("kernels", "its `FusedKernels`; they count unless a subclass overrides `prepare` or `apply`"),
+    ("hints", "by the name of an option that users expect and the rule does not have: why"),
+    ("recipe", "`lr` and `weight_decay` that the training program starts from"),
+)
+
+
 def _rule_section() -> str:
-    rule = muon_fsdp.rules.Rule
-    parts = ["### Rule", parse(rule).summary, parse(rule).body]
-    attributes = [
-        ("name", "what the option `rule` says"),
-        ("orthogonalizes", "whether what `prepare` gives passes through `direction` as whole matrices"),
-        ("state", "the `StateSpec`s of a parameter"),
-        ("spherical", "whether weights are kept on spheres: then `tangent` takes the place of `direction`"),
-        ("fused", "whether the rule has kernels for `prepare` and `apply` (`fused_*`)"),
-    ]
-    methods = [
-        (f"`{_signature(getattr(rule, name), name, full=False)}`", _one_line(getattr(rule, name)))
-        for name in vars(rule)
-        if not name.startswith("_") and inspect.isfunction(getattr(rule, name))
-    ]
-    parts.append(_table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in attributes]))
-    parts.append(_table(["method", "meaning"], methods))
-    spec = parse(muon_fsdp.rules.StateSpec)
-    parts += ["### StateSpec", "`StateSpec(name, like='parameter')`", spec.summary, spec.body]
-    parts += ["### RULES", f"The rules by name: {_names(RULES)}."]
+    rules = muon_fsdp.rules
+    parts = [_rule_options(), "### Rule", parse(Rule).summary, parse(Rule).body]
+    parts.append(_table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in RULE_ATTRIBUTES]))
+    parts.append(_table(["method", "meaning"], _methods_of(Rule)))
+    parts += ["Built-in rules, which can be extended:", _built_in_rules()]
+    parts.append(_function(rules.register, "###"))
+    parts.append(_function(rules.rule_named, "###"))
+    parts += ["### RULES", f"The registered rules by name: {_names(BUILT_IN)}, and yours."]
+    parts += [_record(owner) for owner in (rules.Option, rules.PerParameter, rules.PerMatrix)]
+    for owner in (rules.MatrixBatch, rules.MatrixNumbers):
+        doc = parse(owner)
+        rows = [(f"`{name}`", text) for name, text in doc.arguments.items()]
+        parts += [f"### {owner.__name__}", doc.summary, _table(["attribute", "meaning"], rows)]
+    parts += ["### FusedKernels", parse(rules.FusedKernels).summary]
+    parts.append(_table(["method", "meaning"], _methods_of(rules.FusedKernels)))
+    rows = [(f"`{name}`", statistic.doc) for name, statistic in STATISTICS.items()]
+    parts += ["Statistics of the weights:", _table(["name", "value"], rows), _record(rules.TopSingular)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _built_in_rules() -> str:
+    blocks = [f"### {type(rule).__name__}\n\n`{parse(type(rule)).summary}`" for rule in BUILT_IN.values()]
+    return "\n\n".join(blocks)
+
+
+def _methods_of(owner: type) -> list[tuple[str, str]]:
+    return [
+        (f"`{_signature(getattr(owner, name), name, full=False)}`", _one_line(getattr(owner, name)))
+        for name in vars(owner)
+        if not name.startswith("_") and inspect.isfunction(getattr(owner, name))
+    ]
 
 
 def _one_line(function: Callable[..., object]) -> str:

@@ -64,7 +64,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         params: a model, one tensor, tensors, named tensors, or groups with options.
         lr: learning rate of the matrices, a float or a one-element tensor.
         {options}
-        rule: the rule of matrices: "muon", "normuon", "spectral_sphere", "adamw", or one that you registered.
+        rule: the rule of matrices, by its name: a built-in one, or one that you registered.
         other_rule: the element-wise rule of all other parameters.
         {engine}
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
@@ -500,7 +500,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         return make_report(specs, self._engine)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger, by name; one rank may ask alone.
+        """Return numbers for a logger, by name; one rank may ask alone. Rules add their own.
 
         Nothing is kept for most of them during training: updates of a sample, one matrix of every shape that this
         rank holds whole, are computed when asked for, from the momentum as it is.
@@ -508,18 +508,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         Keys:
             skipped_steps: steps left out by `nonfinite="skip"` since the optimizer was made.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
-                where there is no sample: before the first step, where all matrices are sharded, and under rule
-                "spectral_sphere".
+                where there is no sample: before the first step, where all matrices are sharded, and under rules that
+                need statistics of the weights.
             update_rms: the mean over the sample of lr times the root mean square of the update. Absent likewise.
-            lambda_fallbacks: under rule "spectral_sphere", as are the next: matrices and steps in which the search
-                for lambda failed, so that lambda = 0 was taken.
-            matrices_without_norm: matrices and steps in which a matrix was zero and therefore not retracted.
-            spectral_norm_over_radius_min: the smallest s / R before retraction in the last step, over all matrices.
-            spectral_norm_over_radius_max: the largest.
-            lambda_abs_mean: the mean of |lambda| in the last step.
-            lambda_abs_max: the largest.
-            msign_calls_median: orthogonalizations that a matrix took in the last step, the median.
-            msign_calls_max: the largest.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         planned = self._current_plan()

@@ -14,10 +14,11 @@ from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
 from muon_fsdp.elementwise import TritonMuon, benchmark_muon_optimizers
-from muon_fsdp.options import ADAMW_OPTIONS, FOREIGN_KEYS, GROUP_OPTIONS
+from muon_fsdp.options import FOREIGN_KEYS
 from muon_fsdp.report import PlanReport
-from muon_fsdp.rules import RULES, Rule
+from muon_fsdp.rules import RULES, AdamW, Muon, NorMuon, Rule, SpectralSphere
 
+BUILT_IN = [RULES[rule.name] for rule in (Muon, NorMuon, SpectralSphere, AdamW)]
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "api.md"
 
@@ -93,14 +94,21 @@ def test_every_key_of_a_group_is_there():
     section = PAGE.read_text().partition("## Parameter groups")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", section))
     assert MuonOptimizer(nn.Linear(6, 4)).param_groups[0].keys() <= named
-    assert {*GROUP_OPTIONS, *FOREIGN_KEYS} <= named
+    assert {*(option for rule in BUILT_IN for option in rule.all_options), *FOREIGN_KEYS} <= named
 
 
 def test_every_option_is_there():
     options = set(inspect.signature(MuonOptimizer.__init__).parameters) - {"self"}
     documented = keys_of_table("## MuonOptimizer")
-    assert options == set(documented)
-    assert set(ADAMW_OPTIONS) < options
+    assert options - {"options"} == set(documented)
+    assert {"adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", *RULES["muon"].all_options} < options
+
+
+def test_every_option_of_every_rule_is_there():
+    text = PAGE.read_text()
+    for rule in BUILT_IN:
+        for name in rule.all_options:
+            assert f"| `{rule.name}` | `{name}` |" in text
 
 
 def test_the_state_is_as_told():
@@ -115,4 +123,4 @@ def test_the_state_is_as_told():
                 for key, value in optimizer.state[parameter].items():
                     assert f"| `{group['rule']}` | `{key}` |" in text
                     assert value.dtype == torch.float32
-    assert text.count("| `momentum_buffer` |") == len(RULES)
+    assert text.count("| `momentum_buffer` |") == len(BUILT_IN)

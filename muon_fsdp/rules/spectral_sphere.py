@@ -148,6 +148,18 @@ class SpectralSphere(Muon):
         ]
 
     def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
+        """Return how the last step went.
+
+        Keys:
+            lambda_fallbacks: matrices and steps in which the search for lambda failed, so that lambda = 0 was taken.
+            matrices_without_norm: matrices and steps in which a matrix was zero and therefore not retracted.
+            spectral_norm_over_radius_min: the smallest s / R before retraction in the last step, over all matrices.
+            spectral_norm_over_radius_max: the largest.
+            lambda_abs_mean: the mean of |lambda| in the last step.
+            lambda_abs_max: the largest.
+            msign_calls_median: orthogonalizations that a matrix took in the last step, the median.
+            msign_calls_max: the largest.
+        """
         numbers = {"lambda_fallbacks": total["lambda_failed"], "matrices_without_norm": total["without_norm"]}
         if not len(last["lambda"]):
             return numbers
