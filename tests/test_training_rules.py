@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -276,6 +277,15 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     assert "going on from step 3" in printed
     hidden, rest = made[0].param_groups
     assert (hidden["row_beta"], hidden["steps"], rest["rule"]) == (0.25, 4, "adamw")  # and not the checkpoint's
+
+
+def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsys) -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    (command,) = re.findall(r"^muon-fsdp train (.* --plugin .*) --processes", text, flags=re.MULTILINE)
+    (tmp_path / "my_plugin.py").write_text(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0])
+    own = command.replace("my_rules.py", str(tmp_path / "my_plugin.py")).split()
+    assert main([*flags, *own, "--model", "small", "--steps", "2"]) == 0
+    assert "sign on 12 tensors, 24,576 parameters, lr 0.002, weight decay 0.1" in capsys.readouterr().out
 
 
 def test_help_shows_the_options_of_a_plugin(plugin: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
