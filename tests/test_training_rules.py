@@ -279,6 +279,13 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     assert (hidden["row_beta"], hidden["steps"], rest["rule"]) == (0.25, 4, "adamw")  # and not the checkpoint's
 
 
+def test_options_that_older_runs_saved_beside_the_others(capsys) -> None:
+    config = TrainConfig(options={"momentum": 0.95})
+    saved = {name: value for name, value in as_json(config).items() if name not in ("options", "plugin")}
+    program._print_changes(saved | {"scale": "v4", "lambda_mode": "bracketed"}, config)
+    assert capsys.readouterr().out == "note: this run goes on with other settings: scale v4 -> v2\n"
+
+
 def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsys) -> None:
     text = (ROOT / "docs" / "training.md").read_text()
     (command,) = re.findall(r"^muon-fsdp train (.* --plugin .*) --processes", text, flags=re.MULTILINE)
