@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from muon_fsdp.training.config import NAMES
+from muon_fsdp.training.plugins import find_rule, load_plugins, plugins_in
 from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
+from muon_fsdp.training.rule_flags import default_options
 
 RATES = {"muon": ("0.01", "0.02", "0.04"), "adamw": ("0.001", "0.002", "0.004"), "sso": ("0.01", "0.02")}
 RATES["normuon"] = RATES["muon"]
@@ -41,8 +42,7 @@ def run(label: str, optimizer: str, flags: Sequence[str], folder: Path) -> Finis
     """The training program in a process of its own; None if it failed, which a rate that is too large may."""
     output = folder / label.replace(" ", "-").replace(",", "").replace("/", "-")
     command = [sys.executable, "-m", "muon_fsdp.training", "--output", str(output), "--optimizer", optimizer]
-    # A flag for every run, but AdamW knows no graph.
-    command += ["--name", label, *(flag for flag in flags if flag != "--cuda-graph" or optimizer != "adamw")]
+    command += ["--name", label, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         print(f"{label}: {done.stderr.strip().splitlines()[-1]}", flush=True)
@@ -109,10 +109,12 @@ def write_plot(path: Path, title: str, runs: Sequence[Finished]) -> None:
 def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
     """Every optimizer at several rates; the best of each is what is shown."""
     for optimizer in args.optimizers.split(","):
-        for rate in args.rates.get(optimizer, RATES[optimizer]):
+        rule = find_rule(optimizer)
+        usual = RATES.get(optimizer, (str(default_options(rule)["lr"]),))
+        for rate in args.rates.get(optimizer, usual):
             lr, _, rest_lr = rate.partition("/")
             flags = ["--lr", lr, *(["--rest-lr", rest_lr] if rest_lr else [])]
-            found = run(f"{NAMES[optimizer]} lr {rate}", optimizer, [*shared, *flags], folder)
+            found = run(f"{rule.display_name} lr {rate}", optimizer, [*shared, *flags], folder)
             if found:
                 yield found
 
@@ -132,7 +134,7 @@ def compare_ranks(args: argparse.Namespace, shared: list[str], folder: Path) -> 
 
 def compare_memory(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
     for name in ("adamw", "muon", "sso"):
-        if found := run(NAMES[name], name, shared, folder):
+        if found := run(find_rule(name).display_name, name, shared, folder):
             peak = found.end.get("peak_memory_bytes")
             state = found.end["optimizer_state_bytes_per_rank"] / 1e6
             print(
@@ -164,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     more = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     args = parser.parse_args(arguments[: len(arguments) - len(more) - 1] if "--" in arguments else arguments)
+    load_plugins(plugins_in(more, "muon-fsdp train"))
     shared = ["--model", args.model, "--steps", str(args.steps), *more]
     args.output.mkdir(parents=True, exist_ok=True)
     runs = []

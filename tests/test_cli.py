@@ -28,6 +28,8 @@ from muon_fsdp.benchmarks.timing import Ceilings
 from muon_fsdp.cli import checks, main, output, two_ranks
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.models import named_models
+from muon_fsdp.rules import RULES
+from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS
 from tests.model_shapes import MODELS
 
@@ -283,6 +285,34 @@ def test_replicas_and_everywhere_by_hand(folder):
     assert "No parameter is orthogonalized" in run("plan", "my_nets:squares", "--mesh", "4", "--rule", "adamw").stdout
 
 
+PLUGIN = """
+print("loaded")
+from muon_fsdp.rules import Rule, register
+
+@register
+class Plain(Rule):
+    name, aliases = "plain", ("pl",)
+    def direction(self, batch):
+        batch.update = batch.matrices
+    def flops(self, options, rows, cols):
+        return 7.0 * rows
+"""
+
+
+def test_a_plan_for_a_rule_of_a_user(folder, monkeypatch):
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    (folder / "my_nets.py").write_text(SQUARES)
+    (folder / "plain_plugin.py").write_text(PLUGIN)
+    args = ("plan", "my_nets:squares", "--world-size", "1", "--json")
+    try:
+        found = plan_of(run(*args, "--rule", "pl", "--plugin", "plain_plugin.py"))
+    finally:
+        RULES.pop("plain", None)
+    assert (found["rule"], found["flops"]["busiest_rank"], found["memory"]["state"]) == ("plain", 8 * 7 * 64, 0)
+    assert plan_of(run(*args, "--rule", "sso"))["rule"] == "spectral_sphere"
+    assert plan_of(run(*args))["rule"] == "muon"
+
+
 def plan_of(result) -> dict:
     return json.loads(result.stdout)
 
@@ -487,7 +517,11 @@ def test_a_configuration_that_can_not_be_built(folder, offline):
         (["demo", "--mesh", "3,3"], "has 9 ranks and --world-size is 8"),
         (["demo", "--mesh", "0,8"], "--mesh 0,8 is not"),
         (["demo", "--strategy", "fast"], "Unknown strategy 'fast'; valid names are auto, owner, replicate"),
-        (["demo", "--rule", "sgd"], "Unknown rule 'sgd'"),
+        (
+            ["demo", "--rule", "sgd"],
+            "unknown rule 'sgd'; rules are muon, normuon, spectral_sphere (sso), adamw; pass ",
+        ),
+        (["demo", "--plugin", "nowhere.py"], "--plugin nowhere.py: no such file; pass the path of a Python file"),
         (["demo", "--dtype", "int8"], "--dtype int8 is not one of float32"),
         (["demo", "--comm-dtype", "x"], "--comm-dtype x is not one of"),
         (["demo", "--max-stage-bytes", "lots"], "--max-stage-bytes lots is not a number of bytes"),

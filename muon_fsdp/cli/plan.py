@@ -40,7 +40,16 @@ def plan(
         str | None, typer.Option(help="SHARDS, or REPLICAS,SHARDS for HSDP. Default: one shard per rank.")
     ] = None,
     strategy: Annotated[str, typer.Option(help="Who orthogonalizes a matrix: auto, owner or replicate.")] = "auto",
-    rule: Annotated[str, typer.Option(help="Rule of the matrices: muon, normuon, spectral_sphere or adamw.")] = "muon",
+    rule: Annotated[
+        str | None,
+        typer.Option(help="Rule of the matrices, by name (a wrong one lists them). Default: as of MuonOptimizer."),
+    ] = None,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Python file, or package.module, that registers rules of your own; may be repeated."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help=f"Precision of the sharded weights: {', '.join(DTYPES)}. Default: float32, or as built."),
@@ -65,14 +74,15 @@ def plan(
 ) -> None:
     """Plan the optimizer step of a model on ranks that need not exist.
 
-    Which parameters Muon takes under FSDP2, who orthogonalizes them, what travels, memory per rank, and an estimate of
-    the time. It needs no GPU, no processes and no memory for weights.
+    Which parameters the rule of matrices takes under FSDP2, who computes their updates, what travels, memory per rank,
+    and an estimate of the time. It needs no GPU, no processes and no memory for weights.
     """
     shape = _mesh(mesh, world_size)
     stage_bytes = _size("--max-stage-bytes", max_stage_bytes)
     with status(f"planning {model} ..."):
+        name = _rule(rule, plugin or [])
         figures, report, routes = _figures(
-            model, shape, strategy, rule, dtype, comm_dtype, stage_bytes, tflops, bandwidth, memory_bandwidth
+            model, shape, strategy, name, dtype, comm_dtype, stage_bytes, tflops, bandwidth, memory_bandwidth
         )
     if json:
         content = _as_json(figures, report)
@@ -104,6 +114,19 @@ def _mesh(mesh: str | None, world_size: int | None) -> tuple[int, ...]:
     if world_size is not None and math.prod(shape) != world_size:
         fail(f"--mesh {mesh} has {math.prod(shape)} ranks and --world-size is {world_size}: make them equal")
     return shape
+
+
+def _rule(name: str | None, plugins: list[str]) -> str:
+    """Return the name of the rule that was asked for, by name or alias, after plugins have registered theirs."""
+    from muon_fsdp.rules import DEFAULT_RULE
+    from muon_fsdp.training.arguments import ConfigError
+    from muon_fsdp.training.plugins import find_rule, load_plugins
+
+    try:
+        load_plugins(plugins)
+        return find_rule(DEFAULT_RULE if name is None else name).name
+    except ConfigError as error:
+        fail(str(error))
 
 
 def _refuse_too_many(shape: tuple[int, ...]) -> None:
@@ -286,7 +309,10 @@ def _show_memory(memory: Memory) -> None:
         ("scratch, at most", _bytes(memory.scratch), "0 B"),
         ("sum", _bytes(memory.total), _bytes(memory.adamw_total)),
     ]
-    print_table("Memory of the fullest rank", ("", "as planned", "AdamW for all"), rows)
+    from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+
+    everywhere = f"{RULES[DEFAULT_OTHER_RULE].display_name} for all"
+    print_table("Memory of the fullest rank", ("", "as planned", everywhere), rows)
 
 
 def _show_time(time: Time, assumed: dict[str, float]) -> None:

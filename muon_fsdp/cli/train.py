@@ -14,7 +14,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def train(context: typer.Context) -> None:
-    """Train a GPT with Muon, NorMuon, SSO or AdamW on one device, or with DDP, FSDP2, HSDP and tensor parallelism."""
+    """Train a GPT with any registered rule on one device, or with DDP, FSDP2, HSDP and tensor parallelism."""
     from muon_fsdp.training.program import main
 
     raise typer.Exit(main(context.args, prog="muon-fsdp train"))

@@ -7,6 +7,10 @@ import sys
 from typing import NoReturn
 
 
+class ConfigError(ValueError):
+    """What was asked for cannot be done; the message says what to change."""
+
+
 def fail(message: str) -> NoReturn:
     """Say in one line what was wrong with what was asked, and exit with 2."""
     print(f"error: {message}", file=sys.stderr)

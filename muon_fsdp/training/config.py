@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from muon_fsdp.training.arguments import OneLineParser
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule
+from muon_fsdp.training.arguments import ConfigError, OneLineParser, fail
 from muon_fsdp.training.model import PRESETS, GPTConfig, preset
+from muon_fsdp.training.plugins import add_plugin_flag, find_rule, load_plugins, plugins_in
+from muon_fsdp.training.rule_flags import (
+    OptionFlag,
+    add_option_flags,
+    by_value,
+    check_options,
+    default_options,
+    given_options,
+)
 
-OptimizerName = Literal["muon", "normuon", "sso", "adamw"]
 Parallelism = Literal["none", "ddp", "fsdp"]
 ScheduleName = Literal["cosine", "trapezoid"]
 Precision = Literal["auto", "float32", "bfloat16"]
 
 VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows: GPUs multiply odd sizes slowly
-NAMES = {"muon": "Muon", "normuon": "NorMuon", "sso": "SSO", "adamw": "AdamW"}
-
-
-class ConfigError(ValueError):
-    """What was asked for cannot be done; the message says what to change."""
+DEFAULT_REST_LR = 4e-3
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. None stands for a default that depends on the rest, as the flags' help says."""
+    """One run. None stands for a default that depends on the rest, as the flags' help says.
+
+    `optimizer` is the rule of the hidden matrices, by name or alias; it ends up as the name. `options` are those of the
+    rule that differ from its defaults. `plugin` names files that register rules, and they are imported.
+    """
 
     model: str = "small"
     sequence_length: int | None = None
@@ -42,12 +52,12 @@ class TrainConfig:
     micro_batch_size: int | None = None
     seed: int = 0
 
-    optimizer: OptimizerName = "muon"
+    optimizer: str = DEFAULT_RULE
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    plugin: Sequence[str] = ()
     lr: float | None = None
     rest_lr: float | None = None
     weight_decay: float | None = None
-    scale: str = "v2"
-    lambda_mode: str = "bracketed"
     cuda_graph: bool = False
     schedule: ScheduleName = "cosine"
     warmup_fraction: float = 0.1
@@ -97,12 +107,34 @@ class TrainConfig:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {value}")
         if self.parallel == "ddp" and self.replicas * self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tp belong to --fsdp; leave out --ddp")
-        if self.cuda_graph and self.optimizer == "adamw":
-            raise ConfigError("--cuda-graph is not of adamw; leave it out with --optimizer adamw")
+        self._settle_optimizer()
+
+    def _settle_optimizer(self) -> None:
+        """Find the rule and check its options."""
+        load_plugins(self.plugin)
+        rule = find_rule(self.optimizer)
+        check_options(self.options, rule)
+        for name, value in (("optimizer", rule.name), ("options", dict(self.options)), ("plugin", tuple(self.plugin))):
+            object.__setattr__(self, name, value)
+        reason = rule.not_capturable(self.matrix_options) if self.cuda_graph else None
+        if reason is not None:
+            raise ConfigError(f"--cuda-graph can't capture this step: {reason}; leave it out")
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of the hidden matrices."""
+        return RULES[self.optimizer]
+
+    @property
+    def matrix_options(self) -> dict[str, Any]:
+        """All options of the hidden matrices."""
+        own = {"lr": self.lr, "weight_decay": self.weight_decay}
+        given = {name: value for name, value in own.items() if value is not None}
+        return {**default_options(self.rule), **given, **self.options}
 
     @property
     def label(self) -> str:
-        return self.name or NAMES[self.optimizer]
+        return self.name or self.rule.display_name
 
     @property
     def folder(self) -> Path:
@@ -138,104 +170,149 @@ def _flag(name: str) -> str:
     return {"tensor_parallel": "--tp"}.get(name, "--" + name.replace("_", "-"))
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The flags of every program that trains: each sets the field of `TrainConfig` that has its name."""
+def make_parser(prog: str) -> tuple[argparse.ArgumentParser, list[OptionFlag]]:
+    """Return the flags of every program that trains, and those of options of rules.
+
+    Each of the others sets the field of `TrainConfig` that has its name. Rules must have been registered before.
+    """
     parser = OneLineParser(
         prog=prog,
         allow_abbrev=False,  # the launcher has to find --processes
-        description="Train a GPT with Muon on one device, or on ranks with DDP, FSDP2, HSDP and tensor parallelism.",
+        description="Train a GPT on one device, or on ranks with DDP, FSDP2, HSDP and tensor parallelism.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
     )
-    default = TrainConfig()
+    _add_model_and_data(parser)
+    _add_length(parser)
+    _add_optimizer(parser)
+    _add_devices(parser)
+    _add_files(parser)
+    return parser, add_option_flags(parser)
 
-    def add(group: argparse._ArgumentGroup, flag: str, text: str, **options: Any) -> None:
-        name = options.setdefault("dest", flag[2:].replace("-", "_"))
-        options.setdefault("default", getattr(default, name))
-        if options.get("action") is None:
-            options.setdefault("type", str)
-            if options["default"] is not None:
-                text += " (default: %(default)s)"
-            if "choices" not in options:
-                options.setdefault("metavar", {int: "N", float: "X", Path: "PATH"}.get(options["type"], "NAME"))
-        group.add_argument(flag, help=text, **options)
 
+_DEFAULT = TrainConfig()
+
+
+def _add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
+    name = options.setdefault("dest", flag[2:].replace("-", "_"))
+    options.setdefault("default", getattr(_DEFAULT, name))
+    if options.get("action") is None:
+        options.setdefault("type", str)
+        if options["default"] is not None:
+            text += " (default: %(default)s)"
+        if "choices" not in options:
+            options.setdefault("metavar", {int: "N", float: "X", Path: "PATH"}.get(options["type"], "NAME"))
+    group.add_argument(flag, help=text, **options)
+
+
+def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and data")
-    add(model, "--model", "preset", choices=list(PRESETS))
-    add(model, "--sequence-length", "tokens in a window (default: the preset's)", type=int)
-    add(model, "--vocab-size", "rows of the embedding (default: the data's, up to a multiple of 64; the preset's for "
-        "token shards without a tokenizer.json)", type=int)  # fmt: skip
-    add(model, "--positions", "default: the preset's", choices=["rope", "learned"])
-    add(model, "--qk-norm", "normalize queries and keys (default: the preset's)", action=argparse.BooleanOptionalAction)
-    add(model, "--data", "text file, folder of texts, or folder of token shards *.bin with 16 bits a token "
-        "(default: the source of Python's standard library)", type=Path)  # fmt: skip
+    _add(model, "--model", "preset", choices=list(PRESETS))
+    _add(model, "--sequence-length", "tokens in a window (default: the preset's)", type=int)
+    _add(model, "--vocab-size", "rows of the embedding (default: the data's, up to a multiple of 64; the preset's for "
+         "token shards without a tokenizer.json)", type=int)  # fmt: skip
+    _add(model, "--positions", "default: the preset's", choices=["rope", "learned"])
+    switch = argparse.BooleanOptionalAction
+    _add(model, "--qk-norm", "normalize queries and keys (default: the preset's)", action=switch)
+    _add(model, "--data", "text file, folder of texts, or folder of token shards *.bin with 16 bits a token "
+         "(default: the source of Python's standard library)", type=Path)  # fmt: skip
 
+
+def _add_length(parser: argparse.ArgumentParser) -> None:
     length = parser.add_argument_group("length and batches")
-    add(length, "--steps", "optimizer steps (default: 100, or what --epochs says)", type=int)
-    add(length, "--epochs", "as many steps as read the text so many times", type=float)
-    add(length, "--batch-size", "sequences in a step, over all ranks", type=int)
-    add(length, "--micro-batch-size", "sequences in one forward on one rank; gradients of several add up "
-        "(default: all that a rank has)", type=int)  # fmt: skip
-    add(length, "--seed", "of the weights and of the data's order", type=int)
+    _add(length, "--steps", "optimizer steps (default: 100, or what --epochs says)", type=int)
+    _add(length, "--epochs", "as many steps as read the text so many times", type=float)
+    _add(length, "--batch-size", "sequences in a step, over all ranks", type=int)
+    _add(length, "--micro-batch-size", "sequences in one forward on one rank; gradients of several add up "
+         "(default: all that a rank has)", type=int)  # fmt: skip
+    _add(length, "--seed", "of the weights and of the data's order", type=int)
 
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     optimizer = parser.add_argument_group("optimizer")
-    add(optimizer, "--optimizer", "of the hidden matrices; the rest takes AdamW", choices=list(get_args(OptimizerName)))
-    add(optimizer, "--lr", "of the matrices (default: 0.002 for adamw, 0.02 for the others)", type=float)
-    add(optimizer, "--rest-lr", "of embedding, head and vectors (default: 0.004)", type=float)
-    add(optimizer, "--weight-decay", "of the matrices (default: 0.01 for muon and normuon, 0.1 for adamw)", type=float)
-    add(optimizer, "--scale", "of Muon's update by shape", choices=["v1", "v2", "v3", "v4"])
-    add(optimizer, "--lambda-mode", "of sso", choices=["bracketed", "bisection", "projection", "zero"])
-    add(optimizer, "--cuda-graph", "capture the optimizer's step (on a GPU, not of adamw)", action="store_true")
-    add(optimizer, "--schedule", "of every lr", choices=list(get_args(ScheduleName)))
-    add(optimizer, "--warmup-fraction", "of the steps", type=float)
-    add(optimizer, "--decay-fraction", "of the steps, at the end of a trapezoid", type=float)
-    add(optimizer, "--final-lr-fraction", "of the lr, at the last step", type=float)
-    add(optimizer, "--clip-norm", "largest norm of the gradient", type=float)
+    rest, names = RULES[DEFAULT_OTHER_RULE].display_name, [n for r in RULES.values() for n in (r.name, *r.aliases)]
+    _add(optimizer, "--optimizer", f"rule of the hidden matrices; the rest takes {rest}", type=_rule_name,
+         metavar="|".join(names))  # fmt: skip
+    add_plugin_flag(optimizer)
+    _add(optimizer, "--lr", f"of the matrices (default: {_by_rule('lr')})", type=float)
+    _add(optimizer, "--rest-lr", f"of embedding, head and vectors (default: {DEFAULT_REST_LR})", type=float)
+    _add(optimizer, "--weight-decay", f"of the matrices (default: {_by_rule('weight_decay')})", type=float)
+    _add(optimizer, "--cuda-graph", "capture the optimizer's step (on a GPU)", action="store_true")
+    _add(optimizer, "--schedule", "of every lr", choices=list(get_args(ScheduleName)))
+    _add(optimizer, "--warmup-fraction", "of the steps", type=float)
+    _add(optimizer, "--decay-fraction", "of the steps, at the end of a trapezoid", type=float)
+    _add(optimizer, "--final-lr-fraction", "of the lr, at the last step", type=float)
+    _add(optimizer, "--clip-norm", "largest norm of the gradient", type=float)
 
+
+def _by_rule(option: str) -> str:
+    return by_value(lambda rule: default_options(rule)[option])
+
+
+def _rule_name(text: str) -> str:
+    try:
+        return find_rule(text).name
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_devices(parser: argparse.ArgumentParser) -> None:
     parallel = parser.add_argument_group("devices and ranks")
     modes = parallel.add_mutually_exclusive_group()
     modes.add_argument("--fsdp", dest="parallel", action="store_const", const="fsdp", help="FSDP2: shard everything")
     modes.add_argument("--ddp", dest="parallel", action="store_const", const="ddp", help="DDP: replicas")
     parser.set_defaults(parallel=None)
-    add(parallel, "--replicas", "HSDP: so many replicas of the shards (implies --fsdp)", type=int)
-    add(parallel, "--tp", "tensor parallelism over so many ranks (implies --fsdp)", dest="tensor_parallel", type=int)
+    _add(parallel, "--replicas", "HSDP: so many replicas of the shards (implies --fsdp)", type=int)
+    _add(parallel, "--tp", "tensor parallelism over so many ranks (implies --fsdp)", dest="tensor_parallel", type=int)
     parallel.add_argument("--processes", metavar="N", type=int, help="start N processes here, instead of torchrun")
-    add(parallel, "--device", "cpu or cuda (default: cuda where there is one)", choices=["cpu", "cuda"])
-    add(
-        parallel,
-        "--precision",
-        "of the forward and backward; auto is bfloat16 on GPUs",
-        choices=list(get_args(Precision)),
-    )
-    add(parallel, "--compile", "torch.compile the blocks", action="store_true")
+    _add(parallel, "--device", "cpu or cuda (default: cuda where there is one)", choices=["cpu", "cuda"])
+    precisions = list(get_args(Precision))
+    _add(parallel, "--precision", "of the forward and backward; auto is bfloat16 on GPUs", choices=precisions)
+    _add(parallel, "--compile", "torch.compile the blocks", action="store_true")
 
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("what it leaves behind")
-    add(files, "--output", "folder (default: runs/MODEL-OPTIMIZER)", type=Path)
-    add(files, "--resume", "go on from the newest checkpoint in the folder", action="store_true")
-    add(files, "--save-every", "steps between checkpoints (default: one at the end)", type=int)
-    add(files, "--keep", "checkpoints", type=int)
-    add(files, "--eval-every", "steps between validations (default: a twentieth of the run)", type=int)
-    add(files, "--eval-windows", "sequences in a validation", type=int)
-    add(files, "--log-every", "steps between looks at the device (default: 1 on a CPU, 10 on a GPU)", type=int)
-    add(files, "--tensorboard", "write TensorBoard events too", action="store_true")
-    add(files, "--name", "of the run, in its lines", type=str)
-    return parser
+    _add(files, "--output", "folder (default: runs/MODEL-RULE)", type=Path)
+    _add(files, "--resume", "go on from the newest checkpoint in the folder", action="store_true")
+    _add(files, "--save-every", "steps between checkpoints (default: one at the end)", type=int)
+    _add(files, "--keep", "checkpoints", type=int)
+    _add(files, "--eval-every", "steps between validations (default: a twentieth of the run)", type=int)
+    _add(files, "--eval-windows", "sequences in a validation", type=int)
+    _add(files, "--log-every", "steps between looks at the device (default: 1 on a CPU, 10 on a GPU)", type=int)
+    _add(files, "--tensorboard", "write TensorBoard events too", action="store_true")
+    _add(files, "--name", "of the run, in its lines", type=str)
 
 
 def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | None]:
-    """The configuration, and how many processes to start (None: this one)."""
-    parser = make_parser(prog)
-    values = vars(parser.parse_args(argv))
+    """Return the configuration, and how many processes to start (None: this one)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        load_plugins(plugins_in(arguments, prog))  # before the flags are made, which depend on them
+    except ConfigError as error:
+        fail(str(error))
+    parser, option_flags = make_parser(prog)
+    values = vars(parser.parse_args(arguments))
     processes = values.pop("processes")
     if processes is not None and processes < 1:
         parser.error(f"--processes must be at least 1, got {processes}")
     if values["parallel"] is None:
         values["parallel"] = "fsdp" if values["replicas"] * values["tensor_parallel"] > 1 else "none"
     try:
-        return TrainConfig(**values), processes
+        options = given_options(values, option_flags, find_rule(values["optimizer"]))
+        return TrainConfig(**values, options=options), processes
     except ValueError as error:
         parser.error(str(error))
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    """Return the configuration as JSON holds it."""
+    return {field.name: json_value(getattr(config, field.name)) for field in fields(config)}
+
+
+def json_value(value: Any) -> Any:
+    """Return a value as it comes back from JSON: paths as text, tuples as lists."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: json_value(each) for name, each in value.items()}
+    return [json_value(each) for each in value] if isinstance(value, tuple | list) else value

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from muon_fsdp.training.config import ConfigError, TrainConfig
+from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.training.config import TrainConfig
 from muon_fsdp.training.model import GPT
 
 

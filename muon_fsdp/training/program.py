@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from muon_fsdp.rules import RULES
 from muon_fsdp.training import checkpoint
+from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError
-from muon_fsdp.training.config import ConfigError, TrainConfig, as_json, parse
+from muon_fsdp.training.config import TrainConfig, as_json, json_value, parse
 from muon_fsdp.training.data import Corpus, DataError, open_corpus, training_batches, validation_batches
 from muon_fsdp.training.launcher import launch, launcher_is_gone
 from muon_fsdp.training.loop import Batch, Pace, check_tokens, train
 from muon_fsdp.training.model import GPT, GPTConfig
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import World, connect, place
+from muon_fsdp.training.plugins import find_rule
 from muon_fsdp.training.progress import show_progress
 from muon_fsdp.training.results import (
     Journal,
@@ -35,6 +39,7 @@ from muon_fsdp.training.results import (
     start_line,
     train_line,
 )
+from muon_fsdp.training.rule_flags import default_options
 from muon_fsdp.training.schedule import make_schedule
 
 DEFAULT_STEPS = 100
@@ -83,7 +88,7 @@ def _run(
     base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
     result = RunResult(config.label, groups=describe_groups(optimizer))
     if saved is not None:
-        checkpoint.load(saved, model, optimizer, world)
+        _load(saved, model, optimizer, world)
         result = _earlier_result(config, manifest["step"], result)
         if world.is_main:
             _print_changes(manifest["config"], config)
@@ -268,20 +273,49 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
     differences = [
         f"{name} {saved.get(name)!r} there, {given[name]!r} here" for name in given if saved.get(name) != given[name]
     ]
-    if manifest["config"]["optimizer"] != config.optimizer:
-        differences.append(f"optimizer {manifest['config']['optimizer']!r} there, {config.optimizer!r} here")
+    trained_with = _rule_of(manifest)
+    if trained_with != config.optimizer:
+        differences.append(f"optimizer {trained_with!r} there, {config.optimizer!r} here")
     if differences:
         raise ConfigError(f"the checkpoint is of another model or optimizer: {'; '.join(differences)}")
 
 
+def _rule_of(manifest: dict[str, Any]) -> str:
+    """Return the name of the rule that a checkpoint was trained with, which may be saved by an alias."""
+    saved = manifest["config"]["optimizer"]
+    try:
+        return find_rule(saved).name
+    except ConfigError:
+        files = manifest["config"].get("plugin") or ["FILE"]
+        flags = " ".join(f"--plugin {file}" for file in files)
+        raise ConfigError(
+            f"the checkpoint is of rule {saved!r}, which is not registered: pass {flags} --optimizer {saved}"
+        ) from None
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Load weights and state; options stay what this run was told, not what the run before was."""
+    groups = optimizer.param_groups
+    told = [{name: group[name] for name in RULES[group["rule"]].all_options} for group in groups]
+    checkpoint.load(path, model, optimizer, world)
+    for group, options in zip(optimizer.param_groups, told, strict=True):
+        group.update(options)
+
+
 def _print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
-    """What a resumed run does otherwise than before; where it runs does not matter."""
+    """Tell what a resumed run does otherwise than before; where it runs does not matter."""
     given = as_json(config)
     matters = (
-        "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "scale", "lambda_mode",
-        "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
+        "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "schedule",
+        "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
     )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
+    defaults = json_value(default_options(config.rule))
+    before = {**defaults, **saved, **saved.get("options", {})}  # which older runs saved beside the others
+    now = {**defaults, **given["options"]}
+    changes += [
+        f"{name} {before[name]} -> {now[name]}" for name in now if name not in given and before[name] != now[name]
+    ]
     if changes:
         print(f"note: this run goes on with other settings: {', '.join(changes)}", flush=True)
 

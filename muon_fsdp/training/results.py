@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from muon_fsdp.training.config import ConfigError
+from muon_fsdp.training.arguments import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 

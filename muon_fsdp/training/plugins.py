@@ -1,0 +1,145 @@
+"""Rules by the names of a command line, and files of users that register further ones."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from muon_fsdp.option import suggestion
+from muon_fsdp.rules import RULES, Rule
+from muon_fsdp.training.arguments import ConfigError, OneLineParser
+
+_LOADED: dict[str, dict[str, Rule]] = {}  # by the name of a module: what it has registered
+HELP = "Python file, or package.module, that registers rules of your own; may be repeated"
+
+
+def find_rule(name: str) -> Rule:
+    """Return the rule that has this name or this alias.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    if name in RULES:
+        return RULES[name]
+    for rule in RULES.values():
+        if name in rule.aliases:
+            return rule
+    aliases = [alias for rule in RULES.values() for alias in rule.aliases]
+    near = suggestion(name, [*RULES, *aliases])
+    there_are = f"{near} Rules are" if near else "; rules are"
+    raise ConfigError(
+        f"unknown rule {name!r}{there_are} {shown_names()}; pass --plugin FILE to load a rule of your own"
+    )
+
+
+def shown_names() -> str:
+    """Return the names of all rules, their aliases in brackets."""
+    names = (f"{rule.name} ({', '.join(rule.aliases)})" if rule.aliases else rule.name for rule in RULES.values())
+    return ", ".join(names)
+
+
+def plugins_in(argv: Sequence[str], prog: str) -> list[str]:
+    """Return what `--plugin` names in arguments that nobody has parsed yet: further flags depend on it."""
+    parser = OneLineParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--plugin", action="append", default=[])
+    found: list[str] = parser.parse_known_args(list(argv))[0].plugin
+    return found
+
+
+def load_plugins(plugins: Iterable[str]) -> None:
+    """Import files and modules that register rules; one that was imported before is left as it is.
+
+    Raises:
+        ConfigError: there is no such file, it fails, or it registers nothing.
+    """
+    for plugin in plugins:
+        before = dict(RULES)
+        try:
+            with redirect_stdout(sys.stderr):  # what is imported may print; stdout belongs to the program
+                module = _import_file(plugin) if _is_file(plugin) else _import_module(plugin)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"--plugin {plugin}: {_reason(error, plugin)}") from error
+        new = {name: rule for name, rule in RULES.items() if before.get(name) is not rule or _is_of(rule, module)}
+        RULES.update(_LOADED.setdefault(module, new))
+        if not _LOADED[module]:
+            del _LOADED[module]
+            raise ConfigError(
+                f"--plugin {plugin}: it registers no rule; write @register of muon_fsdp.rules above the class of yours"
+            )
+
+
+def _is_of(rule: Rule, module: str) -> bool:
+    return f"{type(rule).__module__}.".startswith(f"{module}.")
+
+
+def _is_file(plugin: str) -> bool:
+    return plugin.endswith(".py") or os.sep in plugin or Path(plugin).exists()
+
+
+def _import_file(plugin: str) -> str:
+    """Run a file as a module of its own, which finds its neighbours; return the module's name."""
+    path = Path(plugin).resolve()
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"--plugin {plugin}: {what}; pass the path of a Python file, or package.module")
+    name = f"muon_fsdp_plugin_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    if name in _LOADED:
+        return name
+    _search_in(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--plugin {plugin}: not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return name
+
+
+def _import_module(plugin: str) -> str:
+    _search_in(os.getcwd())
+    try:
+        importlib.import_module(plugin)
+    except ModuleNotFoundError as error:
+        if not plugin.startswith(error.name or plugin):
+            raise
+        raise ConfigError(
+            f"--plugin {plugin}: no such file, and no module of this name in the current folder or installed; pass "
+            "the path of a Python file, or package.module"
+        ) from None
+    return plugin
+
+
+def _search_in(folder: str) -> None:
+    if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
+        sys.path.append(folder)  # last, so that nothing there hides what is installed
+
+
+def _reason(error: BaseException, plugin: str) -> str:
+    """Return what went wrong in a plugin in one line, with the line of the file where that is known."""
+    if isinstance(error, SystemExit):
+        return "it ends the program; leave that to what runs only as a script (if __name__ == '__main__')"
+    lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    name = Path(plugin).name
+    numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == name]
+    line = error.lineno if isinstance(error, SyntaxError) else numbers[-1] if numbers else None
+    return f"line {line}: {text}" if line is not None else text
+
+
+def add_plugin_flag(group: argparse._ActionsContainer) -> None:
+    """Let `--help` show the flag that `plugins_in` reads."""
+    group.add_argument("--plugin", action="append", default=[], metavar="FILE", help=HELP)
