@@ -16,7 +16,7 @@ from muon_fsdp.distributed import gather_full, scatter_full
 from muon_fsdp.groups import Params, rules_of
 from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.option import Option, integer
-from muon_fsdp.rules import DEFAULT_RULE, Rule
+from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 from muon_fsdp.signature import UNSET, show_options
 
 # Defaults of this class that differ from the rules' own.
@@ -85,17 +85,19 @@ class FSDPMuonOptimizer(MuonOptimizer):
         model.register_forward_hook(_ForwardNote(self))
 
     def _class_defaults(self, rule: Rule) -> dict[str, Any]:
-        beta2 = self._moments.get("beta2", BETA2)
-        defaults: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": beta2, **self._moments}
+        own: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": BETA2}
         if not rule.needs_matrices:
-            defaults["weight_decay"] = self._decay
+            own["weight_decay"] = self._decay
             self._given.taken |= {"weight_decay"} & self._given.options.keys()
         if "betas" in rule.all_options:
-            defaults["betas"] = (rule.all_options["betas"].default[0], beta2)
-        for name, value in defaults.items():
+            own["betas"] = (rule.all_options["betas"].default[0], self._moments.get("beta2", BETA2))
+        # A registered rule that declares such an option itself knows its default better.
+        shipped = [option for built_in in BUILT_IN for option in RULES[built_in.name].all_options.values()]
+        defaults = {name: value for name, value in own.items() if rule.all_options.get(name) in shipped}
+        for name, value in {**defaults, **self._moments}.items():
             if name in rule.all_options:
-                rule.all_options[name].validate(value, name if name != "betas" else "beta2")
-        return defaults
+                rule.all_options[name].validate(value, "beta2" if name == "betas" else name)
+        return {**defaults, **self._moments}
 
     def _parameter_defaults(self, parameter: Tensor, rule: Rule) -> dict[str, Any]:
         return {"weight_decay": 0.0} if parameter.ndim < 2 else {}

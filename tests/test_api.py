@@ -100,7 +100,7 @@ def test_every_key_of_a_group_is_there():
 def test_every_option_is_there():
     options = set(inspect.signature(MuonOptimizer.__init__).parameters) - {"self"}
     documented = keys_of_table("## MuonOptimizer")
-    assert options - {"options"} == set(documented)
+    assert {*options - {"options"}, "**options"} == set(documented)
     assert {"adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", *RULES["muon"].all_options} < options
 
 

@@ -109,6 +109,16 @@ def test_unprefixed_options_of_the_others_in_a_mixed_group():
     assert (muon["lr"], adamw["lr"], adamw["betas"]) == (0.5, 3e-4, (0.5, 0.6))
 
 
+def test_a_registered_rule_keeps_the_defaults_that_it_declares():
+    """FSDPMuonOptimizer has defaults of its own for the options of built-in rules."""
+    model = Net()
+    optimizer = FSDPMuonOptimizer(model, rule="toy_second_moment")
+    group = group_of(optimizer, "fc.weight")
+    assert (group["beta2"], group["nesterov"], group["weight_decay"]) == (0.75, True, 0.01)
+    optimizer = FSDPMuonOptimizer(model, rule="toy_second_moment", beta2=0.5)
+    assert group_of(optimizer, "fc.weight")["beta2"] == 0.5
+
+
 def test_a_wrapped_model_with_adamw_for_everything():
     optimizer = FSDPMuonOptimizer(Net(), rule="adamw", adamw_lr=1e-3)
     assert {group["rule"] for group in optimizer.param_groups} == {"adamw"}

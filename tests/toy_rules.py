@@ -118,3 +118,11 @@ class ToyMomentum(Rule):
         torch._foreach_mul_(buffers, group["beta"])
         torch._foreach_add_(buffers, grads)
         return buffers
+
+
+@register
+class ToySecondMoment(Muon):
+    """Declares an option that a built-in rule has too, with a default of its own."""
+
+    name = "toy_second_moment"
+    options = (*Muon.options, Option("beta2", 0.75, "decay of a second moment"))

@@ -10,7 +10,8 @@ from muon_fsdp.rules.spectral_sphere import SpectralSphere
 from muon_fsdp.state import PerMatrix, PerParameter
 from muon_fsdp.statistics import TopSingular
 
-for _rule in (Muon, NorMuon, SpectralSphere, AdamW):
+BUILT_IN = (Muon, NorMuon, SpectralSphere, AdamW)
+for _rule in BUILT_IN:
     register(_rule)
 
 # The rules of matrices and of everything else where nobody names others.
