@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, plan
+from muon_fsdp import MuonOptimizer, fused, plan
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
 from tests import extending_cases as cases
 from tests import toy_rules
@@ -366,3 +366,34 @@ def test_a_toy_strategy_is_one_function(ranks: RankPool, one_device):
     assert [count for _, count in outcomes] == [0, 13]
     for found, _ in outcomes:
         assert not differences(found, one_device["toy_sphere"], 1e-7)
+
+
+def test_a_toy_kernel_is_one_class(monkeypatch):
+    """In Triton's interpreter where there is no GPU; the order of its states and scalars is its own."""
+    pytest.importorskip("triton")
+    from tests import toy_kernels
+
+    launched = []
+    monkeypatch.setattr(fused, "unusable", lambda device: None)
+    launch = toy_kernels.launch
+    monkeypatch.setattr(
+        toy_kernels, "launch", lambda kernel, *args, **options: launched.append(1) or launch(kernel, *args, **options)
+    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(17,), (40, 7), ()]
+    starts = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
+    found = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for rule in ("toy_momentum", "toy_fused_momentum"):
+        params = [nn.Parameter(start.to(device)) for start in starts]
+        optimizer = MuonOptimizer([{"params": params, "rule": rule, "lr": 0.1, "beta": 0.25}])
+        for grads in gradients:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad.to(device)
+            params[0].grad = None
+            optimizer.step()
+        found[rule] = [*params, *(optimizer.state[p]["momentum_buffer"] for p in params)]
+    assert len(launched) == 3
+    for plain, by_kernel in zip(*found.values(), strict=True):
+        torch.testing.assert_close(by_kernel, plain)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from muon_fsdp.rules import RULES, Option, Rule, register
+from muon_fsdp.rules import BUILT_IN, RULES, Option, Rule, register
 from muon_fsdp.training import model, plugins, program
 from muon_fsdp.training.config import TrainConfig, as_json, make_parser, parse
 from muon_fsdp.training.model import GPT, GPTConfig
@@ -57,6 +57,8 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plugins, "_LOADED", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     rules, modules = dict(RULES), set(sys.modules)
+    for name in RULES.keys() - {rule.name for rule in BUILT_IN}:  # those of other tests
+        del RULES[name]
     yield
     RULES.clear()
     RULES.update(rules)
