@@ -206,7 +206,7 @@ class _StageRun:
                 assert self.rule.fused is not None
                 tensors, factors = each.tensors, None
                 if self._matrices is not None and self.rule.multiplies_weights:
-                    tensors, factors = each.with_factor_chunks(), self._matrices.flat_factors()
+                    tensors, factors = each.with_factor_chunks(), self._matrices.factors.flat()
                 self.rule.fused.apply(self._groups[each.group], tensors, self._buffer, factors)
             for options, positions in self.single:
                 works = [self.work[i] for i in positions]
@@ -217,7 +217,7 @@ class _StageRun:
                     updates = [self._updates[i] for i in positions]
                 parameters = [work.parameter for work in works]
                 if self._matrices is not None and self.rule.multiplies_weights:
-                    of_parameters = map(self._matrices.factors_of, positions, parameters)
+                    of_parameters = map(self._matrices.factors.of, positions, parameters)
                     self.rule.apply(options, parameters, updates, list(of_parameters))
                 else:
                     self.rule.apply(options, parameters, updates)

@@ -236,8 +236,8 @@ def make_fused_step(
     for of_stage, norms in zip(members, partials, strict=True):
         lists = []
         for group, positions in of_stage:
-            multiplies = matrices is not None and matrices.multiplies(positions[0])
-            chunks = matrices.factor_chunks(positions, device) if matrices is not None and multiplies else None
+            multiplies = matrices is not None and matrices.factors.multiply(positions[0])
+            chunks = matrices.factors.chunks(positions, device) if matrices is not None and multiplies else None
             lists.append(FusedList(group, positions, next(tensors), chunks))
         step.stages.append(_fused_stage(lists, shards, norms, device))
     return step

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from muon_fsdp.distributed import add_up, my_rank
-from muon_fsdp.kernels.tables import cut_into_chunks, is_on_device, pinned
+from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.matrix_sets import Entry, MatrixClass, MatrixSet, make_sets, own_tile
 from muon_fsdp.option import PlannedOptions
-from muon_fsdp.parts import local_parts, segments_of
 from muon_fsdp.plan import Member, Stage
 from muon_fsdp.recorder import Recorder
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.state import PerMatrix, State
-from muon_fsdp.statistics import STATISTICS, Observer
+from muon_fsdp.statistics import Observer
+from muon_fsdp.weight_factors import Factors, WeightFactors
 
 # Steps in which a statistic that iterates may find matrices without a start. The second, because a matrix that began at
 # zero has a direction only then.
 COLD_STEPS = 2
 
-FactorKind: TypeAlias = Literal["matrix", "rows", "columns"]
 BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and where its matrices are: a run, or their numbers
 
 
@@ -40,7 +39,6 @@ class _ClassNumbers:
     before: State  # the state at the beginning of the step
     state: State  # the same after statistics and factors
     statistics: dict[str, Any]
-    factors: tuple[Tensor, Tensor] | None = None  # of weights and of updates
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
     found: dict[str, Tensor] = field(default_factory=dict)  # what this rank tells the others; zero elsewhere
 
@@ -51,7 +49,6 @@ class MatrixStates:
     def __init__(self, entries: Sequence[Entry], stages: Sequence[Stage]) -> None:
         rank = my_rank()
         self._entries = {entry.position: entry for entry in entries}
-        self._tiles = {entry.position: own_tile(entry, rank) for entry in entries}
         self.sets: list[MatrixSet] = make_sets(entries, rank)
         self._classes: list[MatrixClass] = [kind for own in self.sets for kind in own.classes]
         self._rules: list[Rule] = [RULES[kind.rule] for kind in self._classes]
@@ -62,20 +59,17 @@ class MatrixStates:
             for index, kind in enumerate(self._classes)
             for place in kind.places
         }
-        self._first = _running_sums([kind.count for kind in self._classes])  # numbers among all matrices
-        self._factor_kinds = [_factor_kinds(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
+        self.factors = WeightFactors(entries, {e.position: own_tile(e, rank) for e in entries}, self._classes)
         self._inputs = [_Inputs(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
         # Of every batch: its class, and where its matrices are in that. Captured steps need them in place.
         self._places = [
             [self._place(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_numbers else []
             for stage in stages
         ]
-        self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
         self._states: list[Tensor] = []  # all per-matrix state, as it was last looked up
         self._slices: list[dict[str, list[Tensor]]] = []
         self._times = 0  # that these states have been looked up
         self._now: list[_ClassNumbers] = []
-        self._flat_factors: Tensor | None = None
 
     # -------------------------------------------------------------------------------------------- before the stages
 
@@ -125,7 +119,7 @@ class MatrixStates:
     def begin(self, shards: Sequence[Tensor], recorder: Recorder) -> None:
         """Observe the statistics of all weights, and ask the rules for factors."""
         by_position = {position: shards[position] for position in self._entries}
-        self._now, self._flat_factors = [], None
+        self._now = []
         first = 0
         for own, observer in zip(self.sets, self._observers, strict=True):
             states = [self._read(first + index) for index in range(len(own.classes))]
@@ -134,8 +128,7 @@ class MatrixStates:
             for old, state, statistics in zip(before, states, found, strict=True):
                 self._now.append(_ClassNumbers(old, state, statistics))
             first += len(own.classes)
-        for index, numbers in enumerate(self._now):
-            self._start(index, numbers)
+        self.factors.set([self._start(index, numbers) for index, numbers in enumerate(self._now)])
 
     def _read(self, index: int) -> State:
         kind = self._classes[index]
@@ -146,23 +139,24 @@ class MatrixStates:
             for spec in self._specs[index]
         }
 
-    def _start(self, index: int, numbers: _ClassNumbers) -> None:
-        """Start state from statistics where it has not begun, ask for factors, and clear what will be found."""
+    def _start(self, index: int, numbers: _ClassNumbers) -> Factors | None:
+        """Start state from statistics where it has not begun, clear what will be found, and ask for factors."""
         rule, kind = self._rules[index], self._classes[index]
         for spec in rule.matrix_state:
             if spec.initial is not None:
                 value = numbers.state[spec.name]
                 numbers.state[spec.name] = torch.where(value == 0, numbers.statistics[spec.initial], value)
+        factors = None
         if rule.multiplies_weights:
-            of_class = MatrixNumbers(
-                kind.rows, kind.cols, numbers.state, numbers.statistics, self._inputs[index].options
-            )
+            options = self._inputs[index].options
+            of_class = MatrixNumbers(kind.rows, kind.cols, numbers.state, numbers.statistics, options)
             of_weights, of_updates = rule.factors(of_class)
-            numbers.factors = of_weights.to(kind.dtype), of_updates.to(kind.dtype)
+            factors = of_weights.to(kind.dtype), of_updates.to(kind.dtype)
             numbers.diagnostics = of_class.diagnostics
         names = [name for name in rule.diagnostics if name not in numbers.diagnostics]
         numbers.found = {spec.name: torch.zeros_like(numbers.state[spec.name]) for spec in rule.matrix_state}
         numbers.found |= {name: torch.zeros(kind.count, dtype=kind.dtype, device=kind.device) for name in names}
+        return factors
 
     # -------------------------------------------------------------------------------------------- within the stages
 
@@ -247,96 +241,6 @@ class MatrixStates:
         for name, slices in self._slices[index].items():
             parts = torch.split(self._now[index].state[name].reshape(-1), [part.numel() for part in slices])
             torch._foreach_copy_(slices, list(parts))
-
-    # ------------------------------------------------------------------------------------------------------- factors
-
-    @property
-    def unfusable(self) -> dict[int, str]:
-        """Positions whose weights kernels can't multiply by factors, and why."""
-        reasons = {}
-        for position, entry in self._entries.items():
-            if not RULES[entry.rule].multiplies_weights:
-                continue
-            kinds = [self._factor_kinds[self._class_of[(position, b)][0]] for b in range(len(entry.view.block_shapes))]
-            if any(kind != ("matrix", "matrix") for kind in kinds):
-                reasons[position] = f"rule {entry.rule!r} multiplies its rows or columns by factors"
-            elif segments_of(entry.view, self._tiles[position]) is None:
-                reasons[position] = "its matrices are not runs of memory"
-        return reasons
-
-    def multiplies(self, position: int) -> bool:
-        """Return whether the weights of a parameter are multiplied by factors."""
-        return position in self._entries and RULES[self._entries[position].rule].multiplies_weights
-
-    def factor_chunks(self, positions: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
-        """Cut parameters into chunks of which each has one factor: the number of its matrix among all."""
-        segments = []
-        for tensor, position in enumerate(positions):
-            view = self._entries[position].view
-            numbers = [
-                self._first[index] + first + i
-                for block, (count, _, _) in enumerate(view.block_shapes)
-                for index, first in [self._class_of[(position, block)]]
-                for i in range(count)
-            ]
-            for start, length, matrix in segments_of(view, self._tiles[position]) or ():
-                segments.append((tensor, start, length, numbers[matrix]))
-        return cut_into_chunks(segments, device)
-
-    def flat_factors(self) -> Tensor:
-        """Return the factors (2, matrices) of weights and updates of all matrices, as kernels read them."""
-        if self._flat_factors is None:
-            self._flat_factors = self._make_flat_factors()
-        return self._flat_factors
-
-    def _make_flat_factors(self) -> Tensor:
-        columns: list[list[Tensor]] = [[], []]
-        for kind, numbers in zip(self._classes, self._now, strict=True):
-            given = numbers.factors if numbers.factors is not None and numbers.factors[0].ndim == 1 else None
-            for column, values in zip(columns, given or (torch.ones(kind.count, device=kind.device),) * 2, strict=True):
-                column.append(values.float())
-        return torch.stack([torch.cat(column) for column in columns])
-
-    def factors_of(self, position: int, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of a shard and of its update, broadcastable to it."""
-        view = self._entries[position].view
-        classes = [self._class_of[(position, block)] for block in range(len(view.block_shapes))]
-        result = []
-        for which in range(2):
-            kind: FactorKind = self._factor_kinds[classes[0][0]][which]
-            parts = []
-            for (index, first), (count, _, _) in zip(classes, view.block_shapes, strict=True):
-                factors = self._now[index].factors
-                assert factors is not None
-                parts.append(factors[which][first : first + count].reshape(-1))
-            values = torch.cat(parts)
-            numbers = self._map(position, shard, kind)
-            result.append(values[0] if numbers is None else values[numbers])
-        return result[0], result[1]
-
-    def _map(self, position: int, shard: Tensor, kind: FactorKind) -> Tensor | None:
-        """Return the number of the factor of every element of a shard, broadcastable to it; None if there is one."""
-        if (position, kind) not in self._maps:
-            view, tile = self._entries[position].view, self._tiles[position]
-            matrix_of, row_of = view.row_numbers()
-            shapes = [(rows, cols) for count, rows, cols in view.block_shapes for _ in range(count)]
-            first_row = torch.tensor(_running_sums([rows for rows, _ in shapes]))
-            first_col = torch.tensor(_running_sums([cols for _, cols in shapes]))
-            index = torch.empty(tuple(shard.shape), dtype=torch.int64)
-            for part in local_parts(view, tile):
-                matrices = matrix_of[part.rows]
-                numbers = matrices[:, None].expand(-1, part.width)
-                if kind == "rows":
-                    numbers = (first_row[matrices] + row_of[part.rows])[:, None].expand(-1, part.width)
-                elif kind == "columns":
-                    numbers = first_col[matrices][:, None] + torch.arange(part.first_col, part.first_col + part.width)
-                part.of(index).copy_(numbers)
-            for axis in range(index.ndim):  # a number that is the same along an axis is kept once
-                if index.shape[axis] > 1 and bool((index == index.narrow(axis, 0, 1)).all()):
-                    index = index.narrow(axis, 0, 1)
-            only_one = kind == "matrix" and len(shapes) == 1
-            self._maps[(position, kind)] = None if only_one else index.contiguous().to(shard.device)
-        return self._maps[(position, kind)]
 
     # ------------------------------------------------------------------------------------------------------- metrics
 
@@ -430,32 +334,3 @@ def _rows(value: Any, where: Tensor | slice) -> Any:
     if not isinstance(value, Tensor):
         return type(value)(*(_rows(part, where) for part in value))
     return value[where].clone() if isinstance(where, slice) else value[where]
-
-
-def _running_sums(numbers: Sequence[int]) -> list[int]:
-    sums, total = [], 0
-    for each in numbers:
-        sums.append(total)
-        total += each
-    return sums
-
-
-def _factor_kinds(rule: Rule, kind: MatrixClass) -> tuple[FactorKind, FactorKind]:
-    """Find out, with one zero matrix, whether a rule's factors belong to matrices, rows or columns."""
-    if not rule.multiplies_weights:
-        return "matrix", "matrix"
-    specs = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
-    state = {spec.name: torch.zeros(1, *spec.shape_of_matrix(kind.rows, kind.cols)) for spec in specs}
-    statistics = {name: STATISTICS[name].example(kind.rows, kind.cols) for name in rule.statistics}
-    options = {**kind.options, **{name: torch.zeros(1, dtype=torch.float64) for name in rule.per_step_names}}
-    kinds: dict[tuple[int, ...], FactorKind] = {(1, 1, kind.cols): "columns", (1, kind.rows, 1): "rows", (1,): "matrix"}
-    found = []
-    for factor in rule.factors(MatrixNumbers(kind.rows, kind.cols, state, statistics, options)):
-        shape = tuple(factor.shape)
-        if shape not in kinds:
-            raise ValueError(
-                f"rule {rule.name!r}: factors must return tensors (B,), (B, d_out, 1) or (B, 1, d_in); for one "
-                f"{kind.rows} x {kind.cols} matrix it returned {shape}"
-            )
-        found.append(kinds[shape])
-    return found[0], found[1]

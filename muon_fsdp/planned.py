@@ -145,7 +145,7 @@ class PlannedStep:
     ) -> FusedStep:
         """The fused lists, made anew when other tensors than before take part in them."""
         if self._fused is None or not self._fused.fits(shards, states, gradients):
-            excluded = self.matrices.unfusable if self.matrices is not None else ()
+            excluded = self.matrices.factors.unfusable if self.matrices is not None else ()
             signature = signature_of(shards, states, gradients, groups, self._fused, excluded)
             if self._fused is not None and self._fused.signature == signature:
                 self._fused.accept(states)  # other tensors of the same kind: the tables will say where
@@ -181,29 +181,29 @@ class PlannedStep:
     def _refuse_what_has_no_graph(
         self, groups: Sequence[Mapping[str, Any]], shards: Sequence[Tensor], states: Sequence[State]
     ) -> None:
+        """Raise if some parameter can't be part of a captured step, naming it and the reason."""
         devices = {shard.device for shard in shards}
+        unfusable = self.matrices.factors.unfusable if self.matrices is not None else {}
         of_parameters = [group for group in groups for _ in group["params"]]
         for position, (shard, group) in enumerate(zip(shards, of_parameters, strict=True)):
-            kernels, grad = RULES[group["rule"]].fused, self.parameters[position].grad
-            unfusable = self.matrices.unfusable if self.matrices is not None else {}
-            if kernels is None:
-                reason: str | None = f"its rule {group['rule']!r} has no kernels for prepare and apply"
-            else:
-                of_kernels = [local(states[position][name]) for name in kernels.layout.states]
-                reason = not_fusable(shard, of_kernels) or RULES[group["rule"]].not_capturable(group)
-            if reason is not None:
-                pass
-            elif grad is not None and grad.dtype not in FUSED_DTYPES:
-                reason = f"its gradient is {grad.dtype}"
-            elif position in unfusable:
-                reason = unfusable[position]
-            elif len(devices) > 1:
+            reason = self._obstacle(position, shard, group, states[position]) or unfusable.get(position)
+            if reason is None and len(devices) > 1:
                 reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
             if reason is not None:
                 raise RuntimeError(
                     f"cuda_graph=True can't capture the step: parameter {self._names[position]!r}: {reason}. "
                     "Leave cuda_graph out."
                 )
+
+    def _obstacle(self, position: int, shard: Tensor, group: Mapping[str, Any], state: State) -> str | None:
+        """Return why one parameter can't be part of a captured step, or None."""
+        rule, grad = RULES[group["rule"]], self.parameters[position].grad
+        if rule.fused is None:
+            return f"its rule {rule.name!r} has no kernels for prepare and apply"
+        reason = not_fusable(shard, [local(state[name]) for name in rule.fused.layout.states])
+        if reason is None and grad is not None and grad.dtype not in FUSED_DTYPES:
+            reason = f"its gradient is {grad.dtype}"
+        return reason or rule.not_capturable(group)
 
     @property
     def compared(self) -> bool:

@@ -12,8 +12,8 @@ from muon_fsdp.rules import BUILT_IN
 PACKAGE = Path(__file__).parent.parent / "muon_fsdp"
 NAMES = {name for rule in BUILT_IN for name in (rule.name, *rule.aliases)}
 CLASSES = {rule.__name__ for rule in BUILT_IN}
-# Modules that may speak of rules besides rules and benchmarks: the optimizer whose purpose is one rule, and the demo that
-# compares two.
+# Modules that may speak of rules besides rules and benchmarks: the optimizer whose purpose is one rule, and the demo
+# that compares two.
 ALLOWED = {"sso.py", "__init__.py", "training/demo.py"}
 
 
