@@ -36,7 +36,7 @@ BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and where its mat
 class _ClassNumbers:
     """What one class has in one step; everything is (count, ...)."""
 
-    before: State  # the state at the beginning of the step
+    before: State  # what `direction` may change, at the beginning of the step
     state: State  # the same after statistics and factors
     statistics: dict[str, Any]
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
@@ -123,7 +123,10 @@ class MatrixStates:
         first = 0
         for own, observer in zip(self.sets, self._observers, strict=True):
             states = [self._read(first + index) for index in range(len(own.classes))]
-            before = [dict(state) for state in states]
+            before = [
+                {spec.name: state[spec.name] for spec in RULES[kind.rule].matrix_state}
+                for kind, state in zip(own.classes, states, strict=True)
+            ]
             found = observer.observe(by_position, states, recorder, cold=self.is_cold)
             for old, state, statistics in zip(before, states, found, strict=True):
                 self._now.append(_ClassNumbers(old, state, statistics))

@@ -519,7 +519,7 @@ def test_a_configuration_that_can_not_be_built(folder, offline):
         (["demo", "--strategy", "fast"], "Unknown strategy 'fast'; valid names are auto, owner, replicate"),
         (
             ["demo", "--rule", "sgd"],
-            "unknown rule 'sgd'; rules are muon, normuon, spectral_sphere (sso), adamw; pass ",
+            "unknown rule 'sgd'; rules are muon, normuon, spectral_sphere (sso), adamw",
         ),
         (["demo", "--plugin", "nowhere.py"], "--plugin nowhere.py: no such file; pass the path of a Python file"),
         (["demo", "--dtype", "int8"], "--dtype int8 is not one of float32"),
