@@ -227,10 +227,11 @@ class _StageRun:
 
     def _update_dtype(self, units: Tensor) -> torch.dtype:
         """Return the precision of updates: float16 on GPUs, where it is what the iteration has, if the rule allows."""
-        is_half = units.is_cuda and units.dtype != torch.float64
-        if is_half and all(self.rule.half_precision_suffices(b.options, b.rows, b.cols) for b in self.stage.batches):
+        if not units.is_cuda or units.dtype == torch.float64:
+            return working_dtype(units.dtype)
+        if all(self.rule.half_precision_suffices(b.options, b.rows, b.cols) for b in self.stage.batches):
             return torch.float16
-        return working_dtype(units.dtype)
+        return self.rule.update_dtype or working_dtype(units.dtype)
 
     def _directions(self, units: Tensor, results: Tensor) -> None:
         """Pass whole units through `direction`, batch by batch; units that are not there are left out."""

@@ -86,18 +86,21 @@ class FSDPMuonOptimizer(MuonOptimizer):
 
     def _class_defaults(self, rule: Rule) -> dict[str, Any]:
         own: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": BETA2}
+        given: dict[str, Any] = dict(self._moments)
         if not rule.needs_matrices:
             own["weight_decay"] = self._decay
             self._given.taken |= {"weight_decay"} & self._given.options.keys()
-        if "betas" in rule.all_options:
-            own["betas"] = (rule.all_options["betas"].default[0], self._moments.get("beta2", BETA2))
+        betas = rule.all_options["betas"].default if "betas" in rule.all_options else None
+        if isinstance(betas, tuple) and len(betas) == 2:
+            own["betas"] = (betas[0], BETA2)
+            given |= {"betas": (betas[0], given["beta2"])} if "beta2" in given else {}
         # A registered rule that declares such an option itself knows its default better.
         shipped = [option for built_in in BUILT_IN for option in RULES[built_in.name].all_options.values()]
-        defaults = {name: value for name, value in own.items() if rule.all_options.get(name) in shipped}
-        for name, value in {**defaults, **self._moments}.items():
+        defaults = {name: value for name, value in own.items() if rule.all_options.get(name) in shipped} | given
+        for name, value in defaults.items():
             if name in rule.all_options:
                 rule.all_options[name].validate(value, "beta2" if name == "betas" else name)
-        return {**defaults, **self._moments}
+        return defaults
 
     def _parameter_defaults(self, parameter: Tensor, rule: Rule) -> dict[str, Any]:
         return {"weight_decay": 0.0} if parameter.ndim < 2 else {}

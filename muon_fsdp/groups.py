@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from muon_fsdp.option import Option, UnknownOptionError, canonical, suggestion
-from muon_fsdp.options import FOREIGN_KEYS, MICRO_STEP, SCHEDULED_LRS, SCHEDULED_MOMENTA
+from muon_fsdp.options import ENGINE_OPTIONS, FOREIGN_KEYS, MICRO_STEP, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES, Rule, rule_named
 
 Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Group: TypeAlias = dict[str, Any]
 
+
+# Arguments of the constructors that hold for the whole optimizer.
+ARGUMENTS = ("other_rule", "overrides", "replicate_group", *(option.name for option in ENGINE_OPTIONS))
 
 # ------------------------------------------------------------------------------------------------------------ options
 
@@ -35,11 +38,13 @@ class Source:
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.options if not options_called(name)]
-        if unknown:
-            known = {option for rule in RULES.values() for option in rule.all_options}
-            names = ", ".join(repr(name) for name in unknown)
-            near = suggestion(unknown[0], sorted({*known, *_prefixed_names()}))
-            raise UnknownOptionError(f"Unknown option {names} in {self.where}{near}")
+        if not unknown:
+            return
+        if unknown[0] in ARGUMENTS and not self.is_constructor:
+            raise UnknownOptionError(f"{self.where}: {unknown[0]!r} holds for the whole optimizer: pass it there")
+        known = {option for rule in RULES.values() for option in rule.all_options} | {*_prefixed_names()}
+        near = suggestion(unknown[0], sorted(known | {*ARGUMENTS} if self.is_constructor else known))
+        raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
 
     def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
         """Return what this place says to parameters of a rule, beside those of the other rules of the place."""
@@ -88,10 +93,10 @@ class Source:
             used = ", ".join(repr(rule.name) for rule in rules) or "none"
             instead = next((prefixed(r, name) for r in rules if not r.needs_matrices and name in r.all_options), None)
             advice = f"; pass {instead!r}" if instead else ""
-            owners = ", ".join(repr(rule.name) for rule in options_called(name))
+            owners = [repr(rule.name) for rule in options_called(name)]
+            belongs = f"it belongs to rule {', '.join(owners)}, and " if len(owners) <= 3 else ""
             raise ValueError(
-                f"{self.where}: option {name!r} has no effect{advice}: it belongs to rule {owners}, and the rules in "
-                f"use are {used}"
+                f"{self.where}: option {name!r} has no effect{advice}: {belongs}the rules in use are {used}"
             )
 
 
@@ -135,7 +140,10 @@ def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     foreign = {key: value for key, value in given.items() if key in FOREIGN_KEYS}
     options = {key: value for key, value in given.items() if key not in foreign and key != "rule"}
     if "rule" in given:
-        rule = rule_named(given["rule"])
+        try:
+            rule = rule_named(given["rule"])
+        except ValueError as error:
+            raise ValueError(f"a parameter group: {error}") from None
         # A cyclic scheduler writes momentum into every group, whatever its rule.
         if "momentum" not in rule.all_options and any(key in foreign for key in SCHEDULED_MOMENTA):
             foreign |= {"momentum": options.pop("momentum")} if "momentum" in options else {}
@@ -168,6 +176,17 @@ def as_torch_params(params: Params) -> Any:
             f"params must be a model, tensors, (name, tensor) pairs or a list of groups, got {type(params).__name__}"
         )
     return params
+
+
+def with_lists(groups: Any) -> list[Any]:
+    """Return parameters or groups as lists, so that they can be looked at before torch takes them."""
+    listed = list(groups)
+    return [
+        {**group, "params": list(group["params"])}
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
+        else group
+        for group in listed
+    ]
 
 
 def names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Tensor]]:

@@ -23,7 +23,7 @@ from muon_fsdp.recorder import Recorder
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.state import PerMatrix, State
 from muon_fsdp.statistics import Observer
-from muon_fsdp.weight_factors import Factors, WeightFactors
+from muon_fsdp.weight_factors import FactorOptions, Factors, WeightFactors, as_factor
 
 # Steps in which a statistic that iterates may find matrices without a start. The second, because a matrix that began at
 # zero has a direction only then.
@@ -87,7 +87,7 @@ class MatrixStates:
             for spec in specs
             for place in kind.places
         ]
-        if len(now) != len(self._states) or any(a is not b for a, b in zip(now, self._states, strict=True)):
+        if not self._slices or any(a is not b for a, b in zip(now, self._states, strict=True)):
             self._states, self._times = now, 0
             self._slices = [
                 {spec.name: self._slices_of(kind, spec, states) for spec in specs}
@@ -149,13 +149,18 @@ class MatrixStates:
             if spec.initial is not None:
                 value = numbers.state[spec.name]
                 numbers.state[spec.name] = torch.where(value == 0, numbers.statistics[spec.initial], value)
-        factors = None
+        factors, before = None, dict(numbers.state)
         if rule.multiplies_weights:
             options = self._inputs[index].options
             of_class = MatrixNumbers(kind.rows, kind.cols, numbers.state, numbers.statistics, options)
             of_weights, of_updates = rule.factors(of_class)
-            factors = of_weights.to(kind.dtype), of_updates.to(kind.dtype)
-            numbers.diagnostics = of_class.diagnostics
+            factors = as_factor(of_weights, kind), as_factor(of_updates, kind)
+            for name, value in numbers.state.items():  # options are float64, and may have made it that too
+                numbers.state[name] = _checked(rule, name, value, before[name].shape).to(kind.dtype)
+            numbers.diagnostics = {
+                name: _checked(rule, name, value, torch.Size((kind.count,)), rule.diagnostics)
+                for name, value in of_class.diagnostics.items()
+            }
         names = [name for name in rule.diagnostics if name not in numbers.diagnostics]
         numbers.found = {spec.name: torch.zeros_like(numbers.state[spec.name]) for spec in rule.matrix_state}
         numbers.found |= {name: torch.zeros(kind.count, dtype=kind.dtype, device=kind.device) for name in names}
@@ -184,12 +189,11 @@ class MatrixStates:
             return  # everyone has computed the same, and the first rank tells
         index, where = place
         found, rule = self._now[index].found, self._rules[index]
-        for name, value in (*((s.name, batch.state[s.name]) for s in rule.matrix_state), *batch.diagnostics.items()):
-            if name not in found:
-                raise ValueError(f"rule {rule.name!r} writes batch.diagnostics[{name!r}], which it does not declare")
-            if value.shape != found[name][where].shape:
-                expected, given = tuple(found[name][where].shape), tuple(value.shape)
-                raise ValueError(f"rule {rule.name!r} left {name!r} with shape {given}, expected {expected}")
+        for spec in rule.matrix_state:
+            target = found[spec.name]
+            target[where] = _checked(rule, spec.name, batch.state[spec.name], target[where].shape).to(target.dtype)
+        for name, value in batch.diagnostics.items():
+            value = _checked(rule, name, value, torch.Size(batch.matrices.shape[:1]), tuple(found))
             found[name][where] = value.to(found[name].dtype)
 
     def place(self, stage_number: int, stage: Stage, batch_number: int, members: Sequence[Member]) -> BatchPlace:
@@ -281,11 +285,11 @@ class _Inputs:
         self._present: tuple[bool, ...] = ()
         self.updated = torch.ones(kind.count, dtype=torch.bool, device=kind.device)
         self._groups = sorted({place.group for place in kind.places})
-        self._names = rule.per_step_names if rule.multiplies_weights else ()
+        self._names = rule.per_step_numbers if rule.multiplies_weights else ()
         self._table = torch.zeros(len(self._names), len(self._groups), dtype=torch.float64, device=kind.device)
         group_of = [self._groups.index(place.group) for place in kind.places for _ in range(place.count)]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(kind.device)
-        self._values = ""
+        self._values: list[list[float]] = []
 
     def fill(
         self,
@@ -311,25 +315,29 @@ class _Inputs:
 
     def _fill_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rows = [[groups[group][name] for group in self._groups] for name in self._names]
-        values = [[float(value) if _is_host_number(value) else float("nan") for value in row] for row in rows]
-        if repr(values) != self._values:  # as text, because NaN is not equal to itself
+        values = [[0.0 if is_on_device(value) else float(value) for value in row] for row in rows]
+        if values != self._values:
             self._table.copy_(pinned(values, torch.float64, self._table.device), non_blocking=True)
-            self._values = repr(values)
+            self._values = values
         for row, places in zip(rows, self._table, strict=True):
             for value, place in zip(row, places, strict=True):
                 if is_on_device(value):
                     place.copy_(value.reshape(()))
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, Any]:
         """The planned options, and those that may change at every step as tensors (count,)."""
         per_step = self._table[:, self._group_of].unbind()
-        return {**self._kind.options, **dict(zip(self._names, per_step, strict=True))}
+        return FactorOptions(self._kind.options, dict(zip(self._names, per_step, strict=True)))
 
 
-def _is_host_number(value: Any) -> bool:
-    """Return whether the host can read the number now; a pair of betas is none, and `factors` sees NaN for it."""
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not is_on_device(value))
+def _checked(rule: Rule, name: str, value: Tensor, shape: torch.Size, declared: Sequence[str] | None = None) -> Tensor:
+    """Return what a rule wrote, or raise if its shape is wrong or the rule did not declare it."""
+    if declared is not None and name not in declared:
+        raise ValueError(f"rule {rule.name!r} writes diagnostics[{name!r}], which it does not declare")
+    if value.shape != shape:
+        raise ValueError(f"rule {rule.name!r} left {name!r} with shape {tuple(value.shape)}, expected {tuple(shape)}")
+    return value
 
 
 def _rows(value: Any, where: Tensor | slice) -> Any:

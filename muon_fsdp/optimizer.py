@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -26,8 +26,10 @@ from muon_fsdp.groups import (
     rules_of,
     scheduled_lrs,
     split_foreign,
+    with_lists,
 )
 from muon_fsdp.kernels import on_device
+from muon_fsdp.option import canonical
 from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
@@ -112,7 +114,11 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._planned: PlannedStep | None = None
         defaults = self._resolved(self._rule)  # what torch's schedulers look at: a cyclic one moves momentum
         self._given.taken.clear()  # by parameters, so far
-        super().__init__(as_torch_params(params), defaults)
+        groups = with_lists(as_torch_params(params))
+        self._pattern_rules = self._rules_of_patterns(groups) if self._overrides else {}
+        self._is_built = False
+        super().__init__(groups, defaults)
+        self._is_built = True
         self._router.forget_model()
         self._check_use_of_options()
         if self._router.unused_patterns:
@@ -146,6 +152,28 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Return the options of parameters of one rule, given what their group and an override say."""
         defaults = dict(route.defaults) if route is not None else {}
         return resolve(rule, self._class_defaults(rule), defaults, [(self._given, ()), *sources])
+
+    def _rules_of_patterns(self, groups: Sequence[Any]) -> dict[str, set[str]]:
+        """Return the rules of all parameters that each override matches, whatever groups they are in.
+
+        What an override says to matrices and vectors must not depend on how they are grouped.
+        """
+        found: dict[str, set[str]] = defaultdict(set)
+        for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
+            with suppress(TypeError, ValueError, KeyError):  # what is wrong with a group is told when it is added
+                named, parameters = names_and_parameters(group)
+                rule, explicit = self._rule_of_group(group)
+                for index, parameter in enumerate(parameters):
+                    name = self._router.name_of(parameter) or (clean_name(named[index]) if named else "")
+                    route = self._router.route(parameter, name, named=True, rule=rule, rule_is_explicit=explicit)
+                    if route.pattern is not None:
+                        found[route.pattern].add(route.rule)
+        return found
+
+    def _rule_of_group(self, given: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the rule that a user's group asks for, and whether it binds all that can take it."""
+        rule = rule_named(given["rule"]) if "rule" in given else self._rule
+        return rule.name, "rule" in given or not rule.needs_matrices
 
     def _check_use_of_options(self) -> None:
         """Raise for an option that had no effect on any parameter."""
@@ -184,6 +212,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             group = self._resolved(rule, None, [(source, ())])
             new_groups = [self._new_group(group, [], [], source, foreign)]
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
+        for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
+            self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
         for group, group_routes in new_groups:  # views are checked before anything is changed
             self._views(group, group_routes)
         self._name_all_groups(new_groups, named is not None)
@@ -208,8 +238,9 @@ class MuonOptimizer(torch.optim.Optimizer):
             if kind not in known:
                 sources: list[tuple[Source, Sequence[Rule]]] = [(source, rules)]
                 override = self._overrides.get(route.pattern) if route.pattern is not None else None
-                if override is not None:
-                    beside = rules_of(other for other in routes if other.pattern == route.pattern)
+                if override is not None and route.pattern is not None:
+                    here = {other.rule for other in routes if other.pattern == route.pattern}
+                    beside = [RULES[name] for name in here | self._pattern_rules.get(route.pattern, set())]
                     sources.append((override, beside))
                 options = self._resolved(RULES[route.rule], route, sources)
                 said = override.of(RULES[route.rule], beside) if override is not None else None
@@ -239,8 +270,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             group.setdefault("param_names", [route.given_name or route.name for route in routes])
 
     def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
-        rule = rule_named(given["rule"]) if "rule" in given else self._rule
-        explicit = "rule" in given or not rule.needs_matrices
+        rule, explicit = self._rule_of_group(given)
         first = sum(map(len, self._routes))
         taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
         routes = []
@@ -254,12 +284,12 @@ class MuonOptimizer(torch.optim.Optimizer):
             has_name = model_name is not None or named is not None
             if self._router.overrides and not has_name:
                 raise ValueError("overrides need names: pass the model, or model.named_parameters()")
-            route = self._router.route(parameter, name, named=has_name, rule=rule.name, rule_is_explicit=explicit)
+            route = self._router.route(parameter, name, named=has_name, rule=rule, rule_is_explicit=explicit)
             if self._engine.strict and route.guessed:
                 raise ValueError(
                     f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would take rule {route.rule!r} "
                     f"by a guess ({route.reason}); pass overrides={{{name!r}: {route.rule!r}}} or "
-                    f"{{{name!r}: {rule.name!r}}}"
+                    f"{{{name!r}: {rule!r}}}"
                 )
             defaults = tuple(self._parameter_defaults(parameter, RULES[route.rule]).items())
             given_name = named[index] if named else None
@@ -335,7 +365,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         decision = None
         if not self.state:
             decision = self._agree(planned, gradients, inert=self._is_inert(gradients))
-        self._create_state()
+        self._create_state(planned)
         if (decision is not None and decision.inert) or self._still_accumulates():
             return loss
         if decision is None:
@@ -389,17 +419,26 @@ class MuonOptimizer(torch.optim.Optimizer):
             bool(grad.any()) for grad in gradients.values()
         )
 
-    def _create_state(self) -> None:
+    def _create_state(self, planned: PlannedStep) -> None:
+        """Create the state that is missing, for parameters without a gradient too."""
         for group, routes in zip(self.param_groups, self._routes, strict=True):
             specs = RULES[group["rule"]].all_state
             names = {spec.name for spec in specs}
-            if all(names <= self.state[parameter].keys() for parameter in group["params"]):
+            if planned.has_state and all(names <= self.state[parameter].keys() for parameter in group["params"]):
                 continue
-            for parameter, view in zip(group["params"], self._views(group, routes), strict=True):
+            for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
                 state = self.state[parameter]
                 for spec in specs:
+                    if spec.name in state and state[spec.name].shape != spec.shape(parameter, view):
+                        warnings.warn(
+                            f"state {spec.name!r} of parameter {route.name!r} starts anew: its rule or view was "
+                            "changed, and it no longer fits",
+                            stacklevel=4,
+                        )
+                        del state[spec.name]
                     if spec.name not in state:
                         state[spec.name] = spec.create(parameter, view)
+        planned.has_state = True
 
     def _agree(self, planned: PlannedStep, gradients: Mapping[int, Tensor], *, inert: bool) -> _Agreed:
         """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere.
@@ -468,20 +507,34 @@ class MuonOptimizer(torch.optim.Optimizer):
         """The plan, made anew when parameters or options have been exchanged since the last step."""
         parameters = self._parameters()
         self._all_routes()  # refuses groups that no longer fit
+        key = self._plan_key(parameters)
+        if self._planned is None or self._planned.key != key:
+            self._complete_groups()
+            key = self._plan_key(parameters)
+            self._planned = PlannedStep(
+                key, self.param_groups, self._routes, self._all_views(), self._engine, self._replicate_group
+            )
+        return self._planned
+
+    def _plan_key(self, parameters: Sequence[Tensor]) -> object:
+        """Return all that a plan depends on."""
         rules = [RULES[group["rule"]] for group in self.param_groups]
         options = [
             (rule, *[group.get(name) for name in rule.plan_names])
             for rule, group in zip(rules, self.param_groups, strict=True)
         ]
-        key = (options, [(id(p), p.dtype, p.device) for p in parameters])
-        if self._planned is None or self._planned.key != key:
-            for rule, group in zip(rules, self.param_groups, strict=True):
-                for name, option in rule.all_options.items():  # missing where the rule of a group was changed
+        return options, [(id(p), p.dtype, p.device) for p in parameters]
+
+    def _complete_groups(self) -> None:
+        """Check what users have changed in groups, and give a group whose rule was changed the options it lacks."""
+        for number, group in enumerate(self.param_groups):
+            options = RULES[group["rule"]].all_options
+            try:
+                for name, option in options.items():
                     option.validate(group.setdefault(name, option.default))
-            self._planned = PlannedStep(
-                key, self.param_groups, self._routes, self._all_views(), self._engine, self._replicate_group
-            )
-        return self._planned
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"param_groups[{number}]: {error}") from None
+            group.update(canonical({name: group[name] for name in options}))
 
     def _all_views(self) -> list[list[MatrixView | None]]:
         return [self._views(group, routes) for group, routes in zip(self.param_groups, self._routes, strict=True)]
@@ -581,6 +634,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_other_rule_name",
             "_given",
             "_overrides",
+            "_pattern_rules",
+            "_is_built",
             "_engine",
             "_router",
             "_routes",

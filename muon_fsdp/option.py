@@ -46,6 +46,11 @@ class Option:
 
     def check_value(self, value: Any, name: str) -> None:
         """Do what `validate` does, for the default too."""
+        if not _fits_a_checkpoint(value):
+            raise TypeError(
+                f"Invalid {self.label or name}: {_shown(value)} (option {name!r} must be a number, a string, None or a "
+                "sequence of these)"
+            )
         label = self.label or name
         if self.choices and (isinstance(value, str) or self.check is None):
             if value not in self.choices:
@@ -82,6 +87,15 @@ class PlannedOptions(Mapping[str, Any]):
             raise KeyError(f"rule {self._rule!r} has no option {name!r}{suggestion(name, self._values)}")
         return self._values[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an option or the default; a per-step option raises here too."""
+        return self[name] if name in self._per_step else self._values.get(name, default)
+
+    @property
+    def rule(self) -> str:
+        """The name of the rule that they belong to."""
+        return self._rule
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -98,6 +112,14 @@ class PlannedOptions(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return self._text
+
+
+def _fits_a_checkpoint(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True  # its own check says what is wrong with more than one number
+    if isinstance(value, (list, tuple)):
+        return all(map(_fits_a_checkpoint, value))
+    return value is None or isinstance(value, (bool, str, Real))
 
 
 def merge(*declarations: Iterable[Option]) -> tuple[Option, ...]:
@@ -187,7 +209,7 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
-        return value.item()
+        return value.item() if value.numel() == 1 else tuple(value.flatten().tolist())
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

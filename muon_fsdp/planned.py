@@ -42,6 +42,7 @@ class PlannedStep:
         replicate_group: dist.ProcessGroup | None,
     ) -> None:
         self.key = key
+        self.has_state = False  # whether the state of all parameters was found to fit
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
         self.is_plain = [not isinstance(parameter, DTensor) for parameter in self.parameters]
         self.layouts = layouts_of(self.parameters, replicate_group)

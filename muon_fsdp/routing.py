@@ -116,7 +116,9 @@ class Router:
         if obeyed:
             rule, reason = options["rule"], f"override {pattern!r}"
         elif _is_vector(parameter):
-            rule, reason = self.other_rule, "scalar" if parameter.ndim == 0 else "vector"
+            if not rule_is_explicit or RULES[rule].needs_matrices:
+                rule = self.other_rule
+            reason = "scalar" if parameter.ndim == 0 else "vector"
         elif rule_is_explicit:
             reason = f"group with rule {rule!r}"
         elif facts.other_reason is not None:

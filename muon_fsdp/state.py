@@ -12,6 +12,7 @@ from torch import Tensor
 from muon_fsdp.views import MatrixView
 
 State: TypeAlias = dict[str, Tensor]
+ParameterKind: TypeAlias = Literal["elements", "scalar"]
 MatrixKind: TypeAlias = Literal["scalar", "rows", "columns", "subspace"]
 
 # Vectors that span the subspace that is kept of a matrix.
@@ -38,7 +39,7 @@ class PerParameter:
     """
 
     name: str
-    kind: Literal["elements", "scalar"] = "elements"
+    kind: ParameterKind = "elements"
 
     @property
     def is_sharded(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch import Tensor
 from muon_fsdp.kernels.tables import cut_into_chunks
 from muon_fsdp.layout import Tile
 from muon_fsdp.matrix_sets import Entry, MatrixClass
+from muon_fsdp.option import PlannedOptions
 from muon_fsdp.parts import local_parts, segments_of
 from muon_fsdp.rules import RULES, MatrixNumbers, Rule
 from muon_fsdp.state import PerMatrix
 from muon_fsdp.statistics import STATISTICS
 
-FactorKind: TypeAlias = Literal["matrix", "rows", "columns"]
+FactorKind: TypeAlias = Literal["matrix", "rows", "columns", "elements"]
 Factors: TypeAlias = tuple[Tensor, Tensor]  # of the weights and of the updates of a class
 
 
@@ -90,13 +91,15 @@ class WeightFactors:
         """Return the factors of a shard and of its update, broadcastable to it."""
         blocks, shapes = self._blocks(position), self._entries[position].view.block_shapes
         result = []
-        for which, kind in enumerate(self._kinds[blocks[0][0]]):
+        for which in range(2):
+            kind = _common({self._kinds[index][which] for index, _ in blocks})
             parts = []
-            for (index, first), (count, _, _) in zip(blocks, shapes, strict=True):
+            for (index, first), (count, rows, cols) in zip(blocks, shapes, strict=True):
                 factors = self._now[index]
                 assert factors is not None
-                parts.append(factors[which][first : first + count].reshape(-1))
-            values, numbers = torch.cat(parts), self._map(position, shard, kind)
+                parts.append(_expanded(factors[which][first : first + count], kind, rows, cols))
+            values = torch.cat(parts) if len(parts) > 1 else parts[0]
+            numbers = self._map(position, shard, kind)
             result.append(values[0] if numbers is None else values[numbers])
         return result[0], result[1]
 
@@ -118,19 +121,58 @@ class WeightFactors:
             return None
         first_row = torch.tensor(_running_sums([rows for rows, _ in shapes]))
         first_col = torch.tensor(_running_sums([cols for _, cols in shapes]))
+        first_element = torch.tensor(_running_sums([rows * cols for rows, cols in shapes]))
         index = torch.empty(tuple(shard.shape), dtype=torch.int64)
         for part in local_parts(view, self._tiles[position]):
             matrices = matrix_of[part.rows]
             numbers = matrices[:, None].expand(-1, part.width)
             if kind == "rows":
                 numbers = (first_row[matrices] + row_of[part.rows])[:, None].expand(-1, part.width)
-            elif kind == "columns":
-                numbers = first_col[matrices][:, None] + torch.arange(part.first_col, part.first_col + part.width)
+            elif kind in ("columns", "elements"):
+                columns = torch.arange(part.first_col, part.first_col + part.width)
+                numbers = first_col[matrices][:, None] + columns
+                if kind == "elements":
+                    num_cols = torch.tensor([cols for _, cols in shapes])[matrices]
+                    numbers = (first_element[matrices] + row_of[part.rows] * num_cols)[:, None] + columns
             part.of(index).copy_(numbers)
         for axis in range(index.ndim):  # a number that is the same along an axis is kept once
             if index.shape[axis] > 1 and bool((index == index.narrow(axis, 0, 1)).all()):
                 index = index.narrow(axis, 0, 1)
         return index.contiguous().to(shard.device)
+
+
+class FactorOptions(dict[str, Any]):
+    """The options that `factors` may read: planned ones, and numbers that may change at every step."""
+
+    def __init__(self, planned: PlannedOptions, per_step: Mapping[str, Tensor]) -> None:
+        super().__init__({**planned, **per_step})
+        self._rule = planned.rule
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"factors of rule {self._rule!r} can't read {name!r}: it is no option, or a per_step option that is not a "
+            "number; declare it without per_step=True"
+        )
+
+
+def as_factor(value: Tensor | float, kind: MatrixClass) -> Tensor:
+    """Return a factor in working precision; one number serves all matrices of the class."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return torch.as_tensor(value, dtype=kind.dtype, device=kind.device).expand(kind.count)
+    return value.to(kind.dtype)
+
+
+def _common(kinds: set[FactorKind]) -> FactorKind:
+    """Return the kind that can express the factors of all blocks of a parameter."""
+    kinds = kinds - {"matrix"} or kinds
+    return kinds.pop() if len(kinds) == 1 else "elements"
+
+
+def _expanded(factor: Tensor, kind: FactorKind, rows: int, cols: int) -> Tensor:
+    """Return the factors of some matrices as numbers of another kind, flat."""
+    whole = factor.view(-1, 1, 1) if factor.ndim == 1 else factor
+    shapes = {"matrix": (1, 1), "rows": (rows, 1), "columns": (1, cols), "elements": (rows, cols)}
+    return whole.expand(-1, *shapes[kind]).reshape(-1)
 
 
 def _running_sums(numbers: Sequence[int]) -> list[int]:
@@ -148,13 +190,14 @@ def _factor_kinds(rule: Rule, kind: MatrixClass) -> tuple[FactorKind, FactorKind
     specs = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
     state = {spec.name: torch.zeros(1, *spec.shape_of_matrix(kind.rows, kind.cols)) for spec in specs}
     statistics = {name: STATISTICS[name].example(kind.rows, kind.cols) for name in rule.statistics}
-    options = {**kind.options, **{name: torch.zeros(1, dtype=torch.float64) for name in rule.per_step_names}}
+    options = FactorOptions(kind.options, {name: torch.zeros(1, dtype=torch.float64) for name in rule.per_step_numbers})
     kinds = {shape: of_what for of_what, shape in _shapes(1, kind.rows, kind.cols).items()}
     found = []
     for factor in rule.factors(MatrixNumbers(kind.rows, kind.cols, state, statistics, options)):
-        if factor.shape not in kinds:
+        shape = factor.shape if isinstance(factor, Tensor) and factor.ndim else (1,)  # one number serves all matrices
+        if shape not in kinds:
             raise _wrong_shape(kind, 1, factor)
-        found.append(kinds[factor.shape])
+        found.append(kinds[shape])
     return found[0], found[1]
 
 
@@ -162,8 +205,8 @@ def _shapes(count: int, rows: int, cols: int) -> dict[FactorKind, tuple[int, ...
     return {"columns": (count, 1, cols), "rows": (count, rows, 1), "matrix": (count,)}
 
 
-def _wrong_shape(kind: MatrixClass, count: int, factor: Tensor) -> ValueError:
+def _wrong_shape(kind: MatrixClass, count: int, factor: Tensor | float) -> ValueError:
     return ValueError(
         f"rule {kind.rule!r}: factors must return tensors (B,), (B, d_out, 1) or (B, 1, d_in), the same kind at every "
-        f"step; for {count} matrices of {kind.rows} x {kind.cols} it returned {tuple(factor.shape)}"
+        f"step; for {count} matrices of {kind.rows} x {kind.cols} it returned {tuple(getattr(factor, 'shape', ()))}"
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, fused, plan
+from muon_fsdp import MuonOptimizer, create_hybrid_optimizer, fused, plan
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
 from tests import extending_cases as cases
 from tests import toy_rules
@@ -240,6 +240,23 @@ def test_the_rule_of_other_parameters_can_be_chosen():
         MuonOptimizer(model).load_state_dict(optimizer.state_dict())
 
 
+def test_an_element_wise_rule_takes_vectors_that_are_given_to_it():
+    w, b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+    optimizer = MuonOptimizer([{"params": [w]}, {"params": [b], "rule": "toy_momentum", "beta": 0.3}])
+    assert [(g["rule"], g.get("beta")) for g in optimizer.param_groups] == [("muon", None), ("toy_momentum", 0.3)]
+    assert [g["rule"] for g in MuonOptimizer([w, b], rule="toy_momentum").param_groups] == ["toy_momentum"]
+    optimizer = MuonOptimizer([w, b], other_rule="toy_momentum")
+    assert [g["rule"] for g in MuonOptimizer(optimizer.param_groups).param_groups] == ["muon", "toy_momentum"]
+
+
+def test_a_hybrid_with_another_element_wise_rule():
+    model = nn.Linear(4, 3)
+    optimizer = create_hybrid_optimizer(model, other_rule="toy_momentum", toy_momentum_lr=0.1)
+    assert [(g["rule"], g["lr"]) for g in optimizer.param_groups] == [("muon", 0.02), ("toy_momentum", 0.1)]
+    usual = create_hybrid_optimizer(model).param_groups[1]
+    assert (usual["lr"], usual["weight_decay"]) == (1e-3, 0.01)
+
+
 def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(registry):
     w = nn.Parameter(torch.randn(3, 4))
     optimizer = MuonOptimizer([w], rule="row_normed")
@@ -259,7 +276,15 @@ def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(registry):
         ({"name": "bad name"}, "needs a name that is an identifier"),
         ({"options": (Option("lr", 0.1, "lr"),)}, "must include 'lr' as a per_step option"),
         ({"statistics": ("row_norm",)}, "unknown statistic 'row_norm'; did you mean 'row_norms'"),
-        ({"state": (PerMatrix("a", "rows"), PerMatrix("a", "rows"))}, "state 'a' is declared twice"),
+        ({"state": (PerMatrix("a", "rows"), PerMatrix("a", "rows"))}, "'a' is declared twice"),
+        ({"state": (*Muon.state, PerMatrix("a", "rows")), "diagnostics": ("a",)}, "'a' is declared twice"),
+        ({"state": (*Muon.state, PerMatrix("a", "row"))}, "unknown kind 'row'; valid"),
+        ({"state": (*Muon.state, PerParameter("a", "rows"))}, "unknown kind 'rows'; valid"),
+        ({"diagnostics": "abc"}, "diagnostics must be a tuple"),
+        ({"options": (*Muon.options, Option("strategy", "x", "x"))}, "'strategy' has a name that the optimizers use"),
+        ({"options": (*Muon.options, Option("params", "x", "x"))}, "'params' has a name that the optimizers use"),
+        ({"options": (*Muon.options, Option("micro_step", 1, "x"))}, "'micro_step' has a name that the optimizers use"),
+        ({"options": (*Muon.options, Option("table", {}, "x"))}, "must be a number, a string, None or a sequence"),
         ({"state": (*Muon.state, PerMatrix("a", "rows", initial="row_norms"))}, "add it to statistics"),
         (
             {
@@ -285,6 +310,104 @@ def test_an_element_wise_rule_has_no_matrices(registry):
         register(type("Bad", (Rule,), {"name": "bad", "state": (PerMatrix("a", "rows"),)}))
     with pytest.raises(TypeError, match="needs a subclass of Rule"):
         register(object)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"statistics": ("frobenius_norm",)},
+        {"factors": lambda self, numbers: (0.5, torch.tensor(2.0))},
+        {"diagnostics": ("size",)},
+    ],
+)
+def test_a_rule_without_state_of_matrices_may_have_the_others(registry, body):
+    def direction(self, batch):
+        Muon.direction(self, batch)
+        if self.statistics:
+            batch.update.mul_(batch.statistics["frobenius_norm"].view(-1, 1, 1))
+        if self.diagnostics:
+            batch.diagnostics["size"] = batch.update.abs().amax((-2, -1))
+
+    def metrics(self, last, total):
+        return {name: float(value.sum()) for name, value in last.items()}
+
+    register(type("Lone", (Muon,), {"name": "lone", "direction": direction, "metrics": metrics, **body}))
+    params = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+    plain = [nn.Parameter(p.detach().clone()) for p in params]
+    starts = [p.detach().clone() for p in params]
+    optimizer, muon = MuonOptimizer(params, rule="lone", lr=0.1), MuonOptimizer(plain, lr=0.1)
+    for p, q in zip(params, plain, strict=True):
+        p.grad = torch.randn(4, 3)
+        q.grad = p.grad.clone()
+    optimizer.step()
+    muon.step()
+    for p, q, start in zip(params, plain, starts, strict=True):
+        update = start - q.detach()
+        expected = start - update
+        if "statistics" in body:
+            expected = start - start.norm() * update
+        elif "factors" in body:
+            expected = 0.5 * start - 2 * update
+        torch.testing.assert_close(p.detach(), expected)
+    assert ("size" in optimizer.metrics()) == ("diagnostics" in body)
+
+
+def test_blocks_of_one_parameter_may_have_factors_of_different_kinds(registry):
+    @register
+    class MixedKinds(Muon):
+        name = "mixed_kinds"
+
+        def factors(self, numbers):
+            count = len(numbers.options["lr"])
+            if numbers.rows > numbers.cols:
+                return torch.arange(1.0, numbers.rows + 1).view(1, -1, 1).expand(count, -1, 1), 0.0
+            return torch.arange(1.0, numbers.cols + 1).view(1, 1, -1).expand(count, 1, -1), 0.0
+
+    w, thin = nn.Parameter(torch.randn(12, 4)), nn.Parameter(torch.randn(6, 1))
+    starts = [w.detach().clone(), thin.detach().clone()]
+    optimizer = MuonOptimizer(
+        [{"params": [w], "split_sizes": (9, 3)}, {"params": [thin], "split_sizes": (1, 5)}], rule="mixed_kinds"
+    )
+    for p in (w, thin):
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.testing.assert_close(w.detach()[:9], starts[0][:9] * torch.arange(1.0, 10.0)[:, None])
+    torch.testing.assert_close(w.detach()[9:], starts[0][9:] * torch.arange(1.0, 5.0))
+    torch.testing.assert_close(thin.detach()[1:], starts[1][1:] * torch.arange(1.0, 6.0)[:, None])
+
+
+def test_what_factors_may_read_and_write(registry):
+    seen = []
+
+    def factors(self, numbers):
+        numbers.state["a"] = numbers.state["a"] + numbers.options["lr"]  # float64, as options are
+        return numbers.options["lr"] * 0 + 1, 1.0
+
+    def direction(self, batch):
+        Muon.direction(self, batch)
+        seen.append(batch.state["a"].dtype)
+
+    state = (*Muon.state, PerMatrix("a", "scalar"))
+    step_with(registry, factors=factors, direction=direction, state=state)
+    assert seen == [torch.float32]
+    pair = Option("pair", (0.5, 0.5), "two numbers", per_step=True)
+    with pytest.raises(KeyError, match=r"can't read 'pair'.*not a number"):
+        step_with(registry, factors=lambda self, n: (n.options["pair"], 1.0), options=(*Muon.options, pair))
+    with pytest.raises(KeyError, match="can't read 'lrr'"):
+        step_with(registry, factors=lambda self, n: (n.options["lrr"], 1.0))
+
+    def wrong_shape(self, numbers):
+        numbers.state["a"] = torch.zeros(1, 2)
+        return 1.0, 1.0
+
+    def undeclared(self, numbers):
+        numbers.diagnostics["b"] = torch.zeros(1)
+        return 1.0, 1.0
+
+    with pytest.raises(ValueError, match=r"left 'a' with shape \(1, 2\), expected \(1,\)"):
+        step_with(registry, factors=wrong_shape, state=state)
+    with pytest.raises(ValueError, match=r"diagnostics\['b'\], which it does not declare"):
+        step_with(registry, factors=undeclared)
 
 
 def step_with(registry, **body) -> None:
@@ -317,6 +440,10 @@ def test_mistakes_inside_a_rule_name_it(registry):
         step_with(registry, direction=assigns_wrong_shape)
     with pytest.raises(ValueError, match="which it does not declare"):
         step_with(registry, direction=undeclared, state=state)
+    with pytest.raises(KeyError, match="may change at every step"):
+        step_with(registry, direction=lambda self, batch: batch.options.get("momentum", 0.9))
+    with pytest.raises(KeyError, match="has no option 'scal'; did you mean 'scale'"):
+        step_with(registry, direction=lambda self, batch: batch.options["scal"])
     with pytest.raises(ValueError, match="factors must return tensors"):
         step_with(registry, factors=lambda self, numbers: (torch.ones(3), torch.ones(1)))
 

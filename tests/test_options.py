@@ -56,6 +56,22 @@ def test_equal_options_under_two_patterns_are_two_places(make):
     assert group_of(optimizer, "out.bias")["lr"] == 0.5
 
 
+@BOTH
+def test_what_an_override_means_does_not_depend_on_groups(make):
+    """Groups with and without decay are common; the lr of fc.* is the matrix's in both."""
+    model = Net()
+    decay = [
+        {"params": [("fc.weight", model.fc.weight)], "weight_decay": 0.1},
+        {"params": [("fc.bias", model.fc.bias)]},
+    ]
+    args = (model, decay) if make is FSDPMuonOptimizer else (decay,)
+    optimizer = make(*args, overrides={"fc.*": {"lr": 0.7}})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 3e-4]
+    groups = [{"params": (pair for pair in group["params"])} for group in reversed(decay)]  # generators, vectors first
+    optimizer = MuonOptimizer(groups, overrides={"fc.*": {"lr": 0.7}})
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-4, 0.7]
+
+
 @pytest.mark.parametrize("place", ["group", "override", "constructor"])
 def test_decay_of_a_wrapped_model_leaves_vectors_alone(place):
     model = Net()
@@ -137,6 +153,8 @@ def test_a_wrapped_model_with_adamw_for_everything():
         (lambda: MuonOptimizer(Net(), learning_rate=0.1), "'learning_rate' in MuonOptimizer; did you mean 'lr'"),
         (lambda: FSDPMuonOptimizer(Net(), momentun=0.1), "'momentun' in FSDPMuonOptimizer; did you mean 'momentum'"),
         (lambda: create_hybrid_optimizer(Net(), wd=0.1), "'wd' in MuonOptimizer; did you mean 'weight_decay'"),
+        (lambda: MuonOptimizer(Net(), stratgy="owner"), "'stratgy' in MuonOptimizer; did you mean 'strategy'"),
+        (lambda: MuonOptimizer(Net(), scale=torch.ones(3)), r"Invalid scale: a tensor of shape \(3,\)"),
         (lambda: MuonOptimizer(Net(), betas=(0.9, 0.9)), "'betas' has no effect; pass 'adamw_betas'"),
         (lambda: MuonOptimizer(Net(), radius_mode="identity"), "'radius_mode' has no effect.*'spectral_sphere'"),
         (lambda: MuonOptimizer(Net(), beta2=0.9), "'beta2' has no effect.*'normuon'"),
@@ -187,9 +205,23 @@ def test_add_param_group_refuses_too():
         optimizer.add_param_group({"params": [matrix()], "momentun": 0.9})
     with pytest.raises(ValueError, match="'radius_scaler' has no effect"):
         optimizer.add_param_group({"params": [matrix()], "radius_scaler": 2.0})
+    with pytest.raises(ValueError, match="a parameter group: Unknown rule 'moun'"):
+        optimizer.add_param_group({"params": [matrix()], "rule": "moun"})
+    with pytest.raises(ValueError, match="a parameter group: 'strategy' holds for the whole optimizer"):
+        optimizer.add_param_group({"params": [matrix()], "strategy": "owner"})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [matrix()], "rule": "spectral_sphere", "radius_scaler": 2.0})
     assert optimizer.param_groups[1]["radius_scaler"] == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:overrides .* match no parameter")
+def test_an_override_of_a_parameter_that_comes_later():
+    optimizer = MuonOptimizer([("a", matrix())], overrides={"late*": {"beta2": 0.5}})
+    with pytest.raises(ValueError, match=r"overrides\['late\*'\]: option 'beta2' has no effect"):
+        optimizer.add_param_group({"params": [("late1", matrix())]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [("late1", matrix())], "rule": "normuon"})
+    assert optimizer.param_groups[1]["beta2"] == 0.5
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.needs_matrices])
@@ -310,6 +342,26 @@ def test_the_rule_of_a_group_may_be_changed_by_hand():
     optimizer.step()
     assert optimizer.param_groups[0]["beta2"] == 0.95
     assert optimizer.state[w]["second_moment"].shape == (4,)
+    optimizer.param_groups[0]["rule"] = "adamw"  # whose second moment has another shape
+    with pytest.warns(UserWarning, match=r"'second_moment' of parameter 'param\[0\]' starts anew"):
+        optimizer.step()
+    assert optimizer.state[w]["second_moment"].shape == (4, 6)
+
+
+def test_options_changed_between_steps_are_checked_and_made_plain():
+    w = matrix()
+    optimizer = MuonOptimizer([w], rule="normuon")
+    w.grad = torch.randn_like(w)
+    optimizer.step()
+    optimizer.param_groups[0]["split_sizes"] = [3, 1]  # a list, where the constructor would have made a tuple
+    optimizer.step()
+    assert optimizer.param_groups[0]["split_sizes"] == (3, 1)
+    plan = optimizer._planned
+    optimizer.step()
+    assert optimizer._planned is plan
+    optimizer.param_groups[0]["ns_steps"] = 0
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: Invalid ns_steps: 0"):
+        optimizer.step()
 
 
 # ------------------------------------------------------------------------------------------------------------- the pair

@@ -87,7 +87,7 @@ class MatrixNumbers:
         cols: d_in.
         state: by name, their `PerMatrix` state as copies; what they hold after the call is what `direction` gets.
         statistics: by name, the statistics of W that the rule asks for.
-        options: all options of their groups; those that are `per_step` as tensors (B,) in float64.
+        options: the options of their groups, views aside; numbers that are `per_step` as tensors (B,) in float64.
         diagnostics: takes numbers (B,) for `metrics`, by the names in the rule's `diagnostics`.
     """
 
@@ -134,7 +134,7 @@ class Rule:
     state: ClassVar[tuple[StateSpec, ...]] = ()
     statistics: ClassVar[tuple[str, ...]] = ()  # of W, by name
     diagnostics: ClassVar[tuple[str, ...]] = ()  # numbers per matrix for `metrics`
-    # The precision of updates; None: what `orthogonalize` gives, float16 on GPUs, which holds [2^-14, 6e4].
+    # The precision of updates on GPUs; None: what `orthogonalize` gives, float16, which holds [2^-14, 6e4].
     update_dtype: ClassVar[torch.dtype | None] = None
     kernels: ClassVar[FusedKernels | None] = None
     hints: ClassVar[Mapping[str, str]] = {}  # by the name of an option that users expect and it does not have: why
@@ -154,11 +154,11 @@ class Rule:
         """Write the update of every matrix of a batch to `batch.update`, and change `batch.state` as needed."""
         raise NotImplementedError
 
-    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
+    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor | float, Tensor | float]:
         """Return what to multiply weights and updates by: W <- f W - lr g U.
 
-        Each is (B,), (B, d_out, 1) or (B, 1, d_in). f takes the place of weight decay: to keep it, multiply f by
-        `1 - numbers.options["lr"] * numbers.options["weight_decay"]`. Called on every rank with the same numbers.
+        Each is a number, (B,), (B, d_out, 1) or (B, 1, d_in). f takes the place of weight decay: to keep it, multiply f
+        by `1 - numbers.options["lr"] * numbers.options["weight_decay"]`. Called on every rank with the same numbers.
         """
         raise NotImplementedError
 
@@ -283,6 +283,11 @@ class Rule:
     def per_step_names(self) -> tuple[str, ...]:
         """The options that may change at every step."""
         return tuple(name for name, option in self.all_options.items() if option.per_step)
+
+    @cached_property
+    def per_step_numbers(self) -> tuple[str, ...]:
+        """Those of them that are numbers, which `factors` may read."""
+        return tuple(n for n in self.per_step_names if type(self.all_options[n].default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return what `direction` may read of a group's options, views aside."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from muon_fsdp.option import suggestion
+from muon_fsdp.options import ENGINE_OPTIONS, FOREIGN_KEYS
 from muon_fsdp.rules.base import Rule
-from muon_fsdp.state import PerMatrix
+from muon_fsdp.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.statistics import STATISTICS
 
 RULES: dict[str, Rule] = {}
+KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), PerMatrix: get_args(MatrixKind)}
+# Arguments of the optimizers and keys of groups, which an option of a rule would be taken for.
+RESERVED_NAMES = {
+    *(option.name for option in ENGINE_OPTIONS),
+    *FOREIGN_KEYS,
+    *("self", "model", "rule", "other_rule", "overrides", "replicate_group", "gradient_accumulation_steps"),
+}
 AnyRule = TypeVar("AnyRule", bound=type[Rule])
 
 
@@ -18,7 +26,7 @@ def register(rule: AnyRule) -> AnyRule:
 
     Afterwards the name works wherever a rule is named: `rule=` and `other_rule=` of the optimizers, groups, overrides
     and `muon-fsdp train --optimizer`. Optimizers look rules up when they plan a step, so replacing one in a notebook
-    takes effect in optimizers that are built afterwards.
+    takes effect at their next step.
 
     Raises:
         TypeError: it is not a subclass of `Rule`, or its name is not a string.
@@ -44,14 +52,17 @@ def rule_named(name: str) -> Rule:
     if not isinstance(name, str) or name not in RULES:
         near = suggestion(name, RULES) if isinstance(name, str) else ""
         raise ValueError(
-            f"Unknown rule {name!r}; valid names are {', '.join(RULES)}{near}. A rule of your own must be registered "
-            "first: import the file that has it"
+            f"Unknown rule {name!r}; valid names are {', '.join(RULES)}{near or '.'} A rule of your own must be "
+            "registered first: import the file that has it"
         )
     return RULES[name]
 
 
 def _check(rule: Rule) -> None:
     where = f"rule {rule.name!r}"
+    for attribute in ("options", "state", "statistics", "diagnostics", "aliases"):
+        if not isinstance(getattr(rule, attribute), tuple):
+            raise TypeError(f"{where}: {attribute} must be a tuple, got {getattr(rule, attribute)!r}")
     for statistic in rule.statistics:
         if statistic not in STATISTICS:
             near = suggestion(statistic, STATISTICS)
@@ -65,10 +76,19 @@ def _check(rule: Rule) -> None:
     for needed in ("lr", "weight_decay"):
         if needed not in rule.all_options or not rule.all_options[needed].per_step:
             raise ValueError(f"{where}: options must include {needed!r} as a per_step option: begin with *Rule.options")
-    names = [spec.name for spec in rule.all_state]
+    reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
+    if reserved:
+        raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves")
+    for spec in rule.all_state:
+        if spec.kind not in KINDS[type(spec)]:
+            valid = ", ".join(map(repr, KINDS[type(spec)]))
+            raise ValueError(
+                f"{where}: state {spec.name!r} has the unknown kind {spec.kind!r}; valid kinds are {valid}"
+            )
+    names = [*(spec.name for spec in rule.all_state), *rule.diagnostics]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise ValueError(f"{where}: state {', '.join(map(repr, repeated))} is declared twice")
+        raise ValueError(f"{where}: {', '.join(map(repr, repeated))} is declared twice, as state or as a diagnostic")
     of_matrices = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
     if (of_matrices or rule.statistics or rule.multiplies_weights) and not rule.needs_matrices:
         raise ValueError(f"{where}: per-matrix state, statistics and factors need a rule that defines direction")
