@@ -119,7 +119,7 @@ def _fits_a_checkpoint(value: object) -> bool:
         return True  # its own check says what is wrong with more than one number
     if isinstance(value, (list, tuple)):
         return all(map(_fits_a_checkpoint, value))
-    return value is None or isinstance(value, (bool, str, Real))
+    return value is None or isinstance(value, (bool, str, Real, torch.dtype))
 
 
 def merge(*declarations: Iterable[Option]) -> tuple[Option, ...]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.distributed import StageExchange
-from muon_fsdp.rules import RULES
+from muon_fsdp.rules import RULES, MatrixBatch
 
 _alive: list[object] = []
 
@@ -97,7 +97,7 @@ def overlap() -> tuple[bool, bool]:
         start_gather(self)
         gathers.append(self)
 
-    def slow_direction(self: Any, key: Any, matrices: Tensor, *rest: Any) -> None:
+    def slow_direction(self: Any, batch: MatrixBatch) -> None:
         if not observed and len(gathers) >= 2:
             torch.cuda._sleep(6_000_000_000)  # seconds of work on the computing stream
             end = torch.cuda.Event()
@@ -108,7 +108,7 @@ def overlap() -> tuple[bool, bool]:
             while not transfer.is_completed() and not end.query() and time.monotonic() < deadline:
                 time.sleep(0.005)
             observed.append((transfer.is_completed(), not end.query()))
-        direction(self, key, matrices, *rest)
+        direction(self, batch)
 
     StageExchange.start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
     try:
