@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from muon_fsdp.optimizer import MuonOptimizer
-from muon_fsdp.rules import DEFAULT_OTHER_RULE
-from muon_fsdp.signature import UNSET
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
+from muon_fsdp.signature import UNSET, show_defaults
 
 ADAMW_DEFAULTS = {"adamw_lr": 1e-3, "adamw_weight_decay": 0.01}
 
 
+@show_defaults(muon_lr=RULES[DEFAULT_RULE].all_options["lr"].default, **ADAMW_DEFAULTS)
 def create_hybrid_optimizer(
     model: nn.Module,
     muon_lr: float | Tensor = UNSET,
@@ -27,9 +28,9 @@ def create_hybrid_optimizer(
 
     Args:
         model: the model, wrapped or not.
-        muon_lr: learning rate of the matrices, 0.02 by default.
-        adamw_lr: learning rate of everything else, 1e-3 by default.
-        adamw_weight_decay: decoupled decay of every AdamW parameter, vectors included, 0.01 by default.
+        muon_lr: learning rate of the matrices.
+        adamw_lr: learning rate of everything else.
+        adamw_weight_decay: decoupled decay of every AdamW parameter, vectors included.
         options: all others of `MuonOptimizer`; `weight_decay` (0 by default) is that of the matrices.
     """
     if not isinstance(model, nn.Module):

@@ -149,14 +149,17 @@ class MatrixStates:
             if spec.initial is not None:
                 value = numbers.state[spec.name]
                 numbers.state[spec.name] = torch.where(value == 0, numbers.statistics[spec.initial], value)
-        factors, before = None, dict(numbers.state)
+        factors = None
         if rule.multiplies_weights:
+            # Copies: what is not updated keeps the state that it had.
+            state = {spec.name: numbers.state[spec.name].clone() for spec in rule.matrix_state}
             options = self._inputs[index].options
-            of_class = MatrixNumbers(kind.rows, kind.cols, numbers.state, numbers.statistics, options)
+            of_class = MatrixNumbers(kind.rows, kind.cols, state, numbers.statistics, options)
             of_weights, of_updates = rule.factors(of_class)
             factors = as_factor(of_weights, kind), as_factor(of_updates, kind)
-            for name, value in numbers.state.items():  # options are float64, and may have made it that too
-                numbers.state[name] = _checked(rule, name, value, before[name].shape).to(kind.dtype)
+            for spec in rule.matrix_state:  # options are float64, and may have made state that too
+                value = _checked(rule, spec.name, state[spec.name], numbers.state[spec.name].shape)
+                numbers.state[spec.name] = value.to(kind.dtype)
             numbers.diagnostics = {
                 name: _checked(rule, name, value, torch.Size((kind.count,)), rule.diagnostics)
                 for name, value in of_class.diagnostics.items()
@@ -193,7 +196,8 @@ class MatrixStates:
             target = found[spec.name]
             target[where] = _checked(rule, spec.name, batch.state[spec.name], target[where].shape).to(target.dtype)
         for name, value in batch.diagnostics.items():
-            value = _checked(rule, name, value, torch.Size(batch.matrices.shape[:1]), tuple(found))
+            declared = [diagnostic for diagnostic in rule.diagnostics if diagnostic in found]
+            value = _checked(rule, name, value, torch.Size(batch.matrices.shape[:1]), declared)
             found[name][where] = value.to(found[name].dtype)
 
     def place(self, stage_number: int, stage: Stage, batch_number: int, members: Sequence[Member]) -> BatchPlace:

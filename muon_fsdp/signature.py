@@ -16,6 +16,7 @@ from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 # Lines of a docstring that the options of the rules, and of the engine, take the place of.
 RULES_LINE, ENGINE_LINE = "{options}", "{engine}"
 Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Unset:
@@ -74,6 +75,18 @@ def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: A
             engine = {option.name: option for option in ENGINE_OPTIONS}
             owner.__doc__ = _documented(owner.__doc__, {RULES_LINE: options, ENGINE_LINE: engine})
         return owner
+
+    return decorate
+
+
+def show_defaults(**defaults: Any) -> Callable[[Function], Function]:
+    """Let a function show what its UNSET arguments stand for."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
 
     return decorate
 

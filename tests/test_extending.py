@@ -376,6 +376,25 @@ def test_blocks_of_one_parameter_may_have_factors_of_different_kinds(registry):
     torch.testing.assert_close(thin.detach()[1:], starts[1][1:] * torch.arange(1.0, 6.0)[:, None])
 
 
+def test_state_that_factors_change_in_place_stays_where_nothing_is_updated(registry):
+    @register
+    class Counting(Muon):
+        name = "counting"
+        state = (*Muon.state, PerMatrix("steps", "scalar"))
+
+        def factors(self, numbers):
+            numbers.state["steps"].add_(1)
+            return 1.0, 1.0
+
+    params = [nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+    optimizer = MuonOptimizer(params, rule="counting")
+    for step in range(3):
+        params[0].grad = torch.randn(4, 3)
+        params[1].grad = torch.randn(4, 3) if step == 1 else None
+        optimizer.step()
+    assert [optimizer.state[p]["steps"].tolist() for p in params] == [[3.0], [1.0]]
+
+
 def test_what_factors_may_read_and_write(registry):
     seen = []
 

@@ -285,6 +285,8 @@ def test_everything_after_lr_is_keyword_only(make):
     ],
 )  # fmt: skip
 def test_signatures_and_docstrings_show_the_options(owner, expected):
+    hybrid = inspect.signature(create_hybrid_optimizer).parameters
+    assert [hybrid[name].default for name in ("muon_lr", "adamw_lr", "adamw_weight_decay")] == [0.02, 1e-3, 0.01]
     parameters = inspect.signature(owner).parameters
     assert {name: parameters[name].default for name in expected} == expected
     for name in parameters:
