@@ -79,10 +79,12 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
         self._decay = options.get("weight_decay", WEIGHT_DECAY)
         super().__init__(model if params is None else params, lr=lr, **options)
+        self._watched_model = weakref.ref(model)
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
         self._graph_is_alive = False  # whether the last forward was one that a backward may follow
-        model.register_forward_hook(_ForwardNote(self))
+        hook = model.register_forward_hook(_ForwardNote(self))
+        weakref.finalize(self, hook.remove)  # or every optimizer would leave one on the model
 
     def _class_defaults(self, rule: Rule) -> dict[str, Any]:
         own: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": BETA2}

@@ -168,7 +168,14 @@ def scheduled_lrs(foreign: Mapping[str, Any], given_lr: Any, lr: Any) -> dict[st
 
 def as_torch_params(params: Params) -> Any:
     if isinstance(params, nn.Module):
-        return [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
+        trainable = [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
+        frozen = sum(1 for p in params.parameters() if not p.requires_grad)
+        if frozen and not trainable:
+            raise ValueError(
+                f"optimizer got an empty parameter list: all {frozen} parameters of the model are frozen "
+                "(requires_grad is False)"
+            )
+        return trainable
     if isinstance(params, Tensor):
         return [params]
     if isinstance(params, (dict, str, set)) or not isinstance(params, Iterable):
@@ -216,6 +223,8 @@ def check_parameter(name: str, parameter: object) -> None:
         raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
     if getattr(parameter, "_is_flat_param", False):
         raise RuntimeError(f"FSDP1 is not supported: {name!r} is a flat parameter. Use fully_shard (FSDP2).")
+    if getattr(parameter, "_fsdp_flattened", False):  # use_orig_params=True: a view into a flat parameter
+        raise RuntimeError(f"FSDP1 is not supported: {name!r} is part of a flat parameter. Use fully_shard (FSDP2).")
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name!r} is complex, which is not supported; optimize torch.view_as_real(parameter) instead"

@@ -55,7 +55,7 @@ def orthogonalize(
     if matrices.numel() == 0:
         return result
     batch, target = matrices.reshape(-1, *matrices.shape[-2:]), result.view(-1, *matrices.shape[-2:])
-    with _without_autocast(matrices.device.type), on_device(matrices.device):
+    with without_autocast(matrices.device.type), on_device(matrices.device):
         if method == "exact":
             target.copy_(_polar_by_svd(batch).mul_(factor))
         else:
@@ -86,7 +86,7 @@ def orthogonalize_shifted(
     rows, cols = matrices.shape[-2:]
     triples, margin = coefficients(method, steps), NORM_MARGINS[method]
     flags = active.to(torch.int32)
-    with _without_autocast(matrices.device.type), on_device(matrices.device):
+    with without_autocast(matrices.device.type), on_device(matrices.device):
         factor = 1 / (margin * norms)
         x = torch.empty_like(matrices, dtype=_iteration_dtype(matrices))
         triton_spectral.shifted_cast(matrices, scales * factor, left, right, shifts * factor, x, flags)
@@ -94,9 +94,9 @@ def orthogonalize_shifted(
         _iterate(x, x, None, triples, refresh_steps, 1.0, out, flags)
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Autocast would move the products to bfloat16, in which the Gram form does not converge."""
-    if torch.amp.is_autocast_available(device_type):
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Switch autocast off: it would move products to bfloat16, in which the iteration does not converge."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

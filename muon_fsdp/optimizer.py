@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state, own_hooks
 from muon_fsdp.distributed import News, agree, difference, layouts_of, local, local_gradient
@@ -29,6 +32,7 @@ from muon_fsdp.groups import (
     with_lists,
 )
 from muon_fsdp.kernels import on_device
+from muon_fsdp.newton_schulz import without_autocast
 from muon_fsdp.option import canonical
 from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
 from muon_fsdp.plan import Strategy
@@ -91,6 +95,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         replicate_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
+        self._watched_model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: it needs an element-wise rule")
@@ -372,7 +377,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             decision = self._agree(planned, gradients, inert=False)
         if self._admits(decision):
             states = [self.state[parameter] for parameter in planned.parameters]
-            with on_device(local(planned.parameters[0]).device) if planned.parameters else nullcontext():
+            device = local(planned.parameters[0]).device if planned.parameters else torch.device("cpu")
+            with on_device(device), without_autocast(device.type):
                 planned.run(self.param_groups, states, gradients, decision.updated, self._accumulation_steps)
                 if planned.matrices is not None:
                     planned.matrices.count(self._totals)
@@ -509,12 +515,32 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._all_routes()  # refuses groups that no longer fit
         key = self._plan_key(parameters)
         if self._planned is None or self._planned.key != key:
+            self._check_model(parameters)
             self._complete_groups()
             key = self._plan_key(parameters)
             self._planned = PlannedStep(
                 key, self.param_groups, self._routes, self._all_views(), self._engine, self._replicate_group
             )
         return self._planned
+
+    def _check_model(self, parameters: Sequence[Tensor]) -> None:
+        """Raise if the model was sharded after the optimizer was built: it would train tensors that nobody uses."""
+        model = self._watched_model() if self._watched_model is not None else None
+        if model is None or not any(isinstance(module, FSDPModule) for module in model.modules()):
+            return
+        present = {id(parameter) for parameter in model.parameters()}
+        lost = [
+            route.name
+            for parameter, route in zip(parameters, self._all_routes(), strict=True)
+            if not isinstance(parameter, DTensor) and id(parameter) not in present
+        ]
+        if lost:
+            shown = ", ".join(map(repr, lost[:4])) + (", ..." if len(lost) > 4 else "")
+            raise RuntimeError(
+                f"The optimizer was built before fully_shard: {len(lost)} of its {len(parameters)} parameters are no "
+                f"longer the model's ({shown}), and training would change nothing. Call fully_shard first, then build "
+                "the optimizer."
+            )
 
     def _plan_key(self, parameters: Sequence[Tensor]) -> object:
         """Return all that a plan depends on."""
@@ -624,6 +650,9 @@ class MuonOptimizer(torch.optim.Optimizer):
 
         def after(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.update(fitting_state(optimizer, incoming))
+            for group in optimizer.param_groups:  # saved in mid-accumulation, and resumed with fewer steps of it
+                if group[MICRO_STEP] >= self._accumulation_steps:
+                    group[MICRO_STEP] = 0
 
         with own_hooks(self, before, after):
             super().load_state_dict(state_dict)
@@ -644,7 +673,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_accumulation_steps",
         )
         # Process groups can't be copied; a copy that needs one is built anew.
-        nothing: dict[str, Any] = {"_planned": None, "_replicate_group": None, "_totals": {}}
+        nothing: dict[str, Any] = {"_planned": None, "_replicate_group": None, "_totals": {}, "_watched_model": None}
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 
 

@@ -5,15 +5,17 @@ Nothing here looks at a number on the host, so nothing stalls a GPU; on CPUs a s
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.kernels import unusable
-from muon_fsdp.newton_schulz import orthogonalize, orthogonalize_shifted
+from muon_fsdp.newton_schulz import orthogonalize, orthogonalize_shifted, without_autocast
 from muon_fsdp.subspaces import best_in_krylov_space, normalized_or, start_vectors
 
 __all__ = [
@@ -46,6 +48,21 @@ TOLERANCE, HALF_TOLERANCE = 2e-4, 1e-3
 SMALLEST_SQUARE = 1e-5
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _outside_autocast(function: Function) -> Function:
+    """Let a function compute in the precision of its first tensor, whatever autocast says around it."""
+
+    @functools.wraps(function)
+    def wrapped(matrices: Tensor, *args: Any, **options: Any) -> Any:
+        device_type = matrices.device.type if isinstance(matrices, Tensor) else "cpu"
+        with without_autocast(device_type):
+            return function(matrices, *args, **options)
+
+    return wrapped  # type: ignore[return-value]
+
+
 # --------------------------------------------------------------------------------------------------- singular triples
 
 
@@ -63,6 +80,7 @@ class Triple(NamedTuple):
     right: Tensor
 
 
+@_outside_autocast
 def power_iteration(matrices: Tensor, steps: int = 10, right: Tensor | None = None) -> Triple:
     """The top singular triples of (..., m, n) after `steps` products with W^T W, from `right` or a fixed start.
 
@@ -83,6 +101,7 @@ def power_iteration(matrices: Tensor, steps: int = 10, right: Tensor | None = No
     return _triple(matrices, batch, vectors)
 
 
+@_outside_autocast
 def compute_spectral_norm(matrices: Tensor, right: Tensor | None = None, steps: int = 10) -> Tensor:
     """The largest singular value of every matrix of (..., m, n), to 1% for any matrix.
 
@@ -217,6 +236,7 @@ class Tangent(NamedTuple):
     failed: Tensor
 
 
+@_outside_autocast
 def solve_lambda(
     momentum: Tensor,
     left: Tensor,

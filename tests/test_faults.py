@@ -1,0 +1,162 @@
+"""What can go wrong, and what happens: mistakes that users make every day are errors or are right, never silent."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.spectral import compute_spectral_norm, power_iteration
+from tests.pool import RankPool
+
+OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(4, 8)).square().mean().backward()
+
+
+# ------------------------------------------------------------------------------------------------------- wrappers
+
+
+def built_too_early() -> list[str]:
+    """The errors of optimizers that were built before `fully_shard`, and none of those that were built after it."""
+    texts = []
+    for make in OPTIMIZERS:
+        model = net()
+        early = make(model)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        backward(model)
+        try:
+            early.step()
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+        late = make(model)
+        backward(model)
+        late.step()
+        shards = [p for group in late.param_groups for p in group["params"]]
+        before = [p.to_local().clone() for p in shards]
+        late.zero_grad()
+        model.set_reshard_after_backward(False)  # the parameters of the model are whole at the step
+        backward(model)
+        late.step()
+        assert any(not torch.equal(a, p.to_local()) for a, p in zip(before, shards, strict=True))
+    return texts
+
+
+def test_an_optimizer_built_before_fully_shard_says_so(ranks: RankPool):
+    for texts in ranks.run(2, built_too_early):
+        for text in texts:
+            assert "built before fully_shard: 4 of its 4 parameters" in text
+            assert "Call fully_shard first, then build the optimizer" in text
+
+
+def with_fsdp1() -> str:
+    model = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
+    try:
+        MuonOptimizer(model.parameters())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_with_original_parameters_is_refused(ranks: RankPool):
+    for text in ranks.run(2, with_fsdp1):
+        assert "FSDP1 is not supported" in text
+        assert "Use fully_shard (FSDP2)" in text
+
+
+# ------------------------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon", "spectral_sphere"])
+def test_a_step_inside_autocast_is_the_same(rule):
+    found = []
+    for enabled in (False, True):
+        model = net()
+        optimizer = MuonOptimizer(model, rule=rule)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_rule_of_a_user_is_outside_autocast_too():
+    import tests.toy_rules  # noqa: F401 (registers them)
+
+    found = []
+    for enabled in (False, True):
+        model = net()
+        optimizer = MuonOptimizer(model, rule="toy_magnitudes")
+        backward(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        found.append(model[0].weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_spectral_norms_inside_autocast_are_the_same():
+    weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    expected, triple = compute_spectral_norm(weight), power_iteration(weight, 20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compute_spectral_norm(weight), expected)
+        assert torch.equal(power_iteration(weight, 20).norm, triple.norm)
+
+
+# ------------------------------------------------------------------------------------------------- state and hooks
+
+
+def test_gradients_are_cleared_after_resuming_with_less_accumulation():
+    model = net()
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=4)
+    for _ in range(3):  # in the middle
+        backward(model)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    for steps in (1, 2):
+        resumed = FSDPMuonOptimizer(model, gradient_accumulation_steps=steps)
+        resumed.load_state_dict(saved)
+        resumed.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        backward(model)
+    again = FSDPMuonOptimizer(model, gradient_accumulation_steps=4)
+    again.load_state_dict(saved)
+    again.zero_grad()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_optimizers_leave_no_hooks_behind():
+    model = net()
+    for _ in range(5):
+        optimizer = FSDPMuonOptimizer(model)
+        backward(model)
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    assert not model._forward_hooks
+    SpectralSphereOptimizer(model)
+    assert not model._forward_hooks
+
+
+def test_a_model_without_trainable_parameters_says_so():
+    with pytest.raises(ValueError, match="empty parameter list: all 4 parameters of the model are frozen"):
+        MuonOptimizer(net().requires_grad_(False))
