@@ -221,6 +221,9 @@ def test_five_lines_are_a_rule(registry):
     optimizer.step()
     assert torch.equal(w.detach(), -0.5 * w.grad.sign())
     assert [row.rule for row in optimizer.routing_report().rows] == ["signs", "adamw"]
+    assert RULES["signs"].display_name == "signs"
+    # What extends Muon is not called Muon.
+    assert [RULES[name].display_name for name in ("muon", "row_normed")] == ["Muon", "row_normed"]
     assert optimizer.plan_report(world_size=4).num_matrices == 1
 
 

@@ -140,6 +140,10 @@ class Rule:
     hints: ClassVar[Mapping[str, str]] = {}  # by the name of an option that users expect and it does not have: why
     recipe: ClassVar[Mapping[str, float]] = {}  # lr and weight_decay that the training program starts from
 
+    def __init_subclass__(cls) -> None:
+        """Let a rule that extends another have a title and aliases of its own, or none."""
+        cls.title, cls.aliases = vars(cls).get("title", ""), vars(cls).get("aliases", ())
+
     # ---------------------------------------------------------------------------------------------- the mathematics
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
