@@ -41,7 +41,9 @@ class Source:
         if not unknown:
             return
         if unknown[0] in ARGUMENTS and not self.is_constructor:
-            raise UnknownOptionError(f"{self.where}: {unknown[0]!r} holds for the whole optimizer: pass it there")
+            raise UnknownOptionError(
+                f"{self.where}: {unknown[0]!r} holds for the whole optimizer: pass it to its constructor"
+            )
         known = {option for rule in RULES.values() for option in rule.all_options} | {*_prefixed_names()}
         near = suggestion(unknown[0], sorted(known | {*ARGUMENTS} if self.is_constructor else known))
         raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")

@@ -96,6 +96,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self._watched_model = weakref.ref(params) if isinstance(params, nn.Module) else None
+        self._has_whole_model = isinstance(params, nn.Module)
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: it needs an element-wise rule")
@@ -524,22 +525,28 @@ class MuonOptimizer(torch.optim.Optimizer):
         return self._planned
 
     def _check_model(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if the model was sharded after the optimizer was built: it would train tensors that nobody uses."""
+        """Raise if the optimizer was built before `fully_shard`, and warn of trainable parameters that it lacks."""
         model = self._watched_model() if self._watched_model is not None else None
-        if model is None or not any(isinstance(module, FSDPModule) for module in model.modules()):
+        if model is None:
             return
-        present = {id(parameter) for parameter in model.parameters()}
-        lost = [
-            route.name
-            for parameter, route in zip(parameters, self._all_routes(), strict=True)
-            if not isinstance(parameter, DTensor) and id(parameter) not in present
-        ]
-        if lost:
-            shown = ", ".join(map(repr, lost[:4])) + (", ..." if len(lost) > 4 else "")
+        present, held = {id(p) for p in model.parameters()}, {id(p) for p in parameters}
+        names = [route.name for route in self._all_routes()]
+        gone = [(name, p) for name, p in zip(names, parameters, strict=True) if id(p) not in present]
+        # A DTensor may be gone because FSDP2 shows the whole parameter at the moment.
+        lost = [name for name, p in gone if not isinstance(p, DTensor)]
+        if lost and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise RuntimeError(
                 f"The optimizer was built before fully_shard: {len(lost)} of its {len(parameters)} parameters are no "
-                f"longer the model's ({shown}), and training would change nothing. Call fully_shard first, then build "
-                "the optimizer."
+                f"longer the model's ({_first_names(lost)}), and training would change nothing. Call fully_shard "
+                "first, then build the optimizer."
+            )
+        missing = [clean_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        if missing and not gone and self._has_whole_model:
+            self._has_whole_model = False  # said once
+            warnings.warn(
+                f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
+                f"{_first_names(missing)}. Build the optimizer after they are there and unfrozen, or add_param_group.",
+                stacklevel=4,
             )
 
     def _plan_key(self, parameters: Sequence[Tensor]) -> object:
@@ -665,6 +672,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_overrides",
             "_pattern_rules",
             "_is_built",
+            "_has_whole_model",
             "_engine",
             "_router",
             "_routes",
@@ -685,6 +693,10 @@ class _Agreed:
     largest: dict[int, Tensor]  # the largest entry of every gradient here, where the policy asks for it
     news: Tensor
     inert: bool  # whether this step only asks for state, on all ranks
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
 def _largest_entries(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -157,9 +157,9 @@ class FactorOptions(dict[str, Any]):
 
 def as_factor(value: Tensor | float, kind: MatrixClass) -> Tensor:
     """Return a factor in working precision; one number serves all matrices of the class."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return torch.as_tensor(value, dtype=kind.dtype, device=kind.device).expand(kind.count)
-    return value.to(kind.dtype)
+    if not isinstance(value, Tensor):  # filled on the device: a copy from the host could not be captured
+        return torch.full((kind.count,), float(value), dtype=kind.dtype, device=kind.device)
+    return (value.to(kind.device).expand(kind.count) if value.ndim == 0 else value).to(kind.dtype)
 
 
 def _common(kinds: set[FactorKind]) -> FactorKind:

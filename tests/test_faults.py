@@ -160,3 +160,23 @@ def test_optimizers_leave_no_hooks_behind():
 def test_a_model_without_trainable_parameters_says_so():
     with pytest.raises(ValueError, match="empty parameter list: all 4 parameters of the model are frozen"):
         MuonOptimizer(net().requires_grad_(False))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_what_is_unfrozen_after_the_optimizer_was_built_is_told(make):
+    model = net()
+    model[2].requires_grad_(False)
+    optimizer = make(model)
+    model[2].requires_grad_(True)
+    backward(model)
+    with pytest.warns(UserWarning, match="2 trainable parameters of the model are not in the optimizer.*'2.weight'"):
+        optimizer.step()
+    optimizer.param_groups[0]["ns_steps"] = 4  # plans anew, and does not say it again
+    optimizer.step()
+    frozen = net()
+    frozen[2].requires_grad_(False)
+    optimizer = make(frozen)
+    backward(frozen)
+    optimizer.step()
+    chosen = FSDPMuonOptimizer(model, [model[0].weight])  # by the user's own choice
+    chosen.step()
