@@ -9,16 +9,13 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from muon_fsdp.option import Option, UnknownOptionError, canonical, suggestion
-from muon_fsdp.options import ENGINE_OPTIONS, FOREIGN_KEYS, MICRO_STEP, SCHEDULED_LRS, SCHEDULED_MOMENTA
+from muon_fsdp.options import ARGUMENTS, FOREIGN_KEYS, MICRO_STEP, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES, Rule, rule_named
 
 Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Group: TypeAlias = dict[str, Any]
 
-
-# Arguments of the constructors that hold for the whole optimizer.
-ARGUMENTS = ("other_rule", "overrides", "replicate_group", *(option.name for option in ENGINE_OPTIONS))
 
 # ------------------------------------------------------------------------------------------------------------ options
 

@@ -34,7 +34,7 @@ BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and where its mat
 
 @dataclass
 class _ClassNumbers:
-    """What one class has in one step; everything is (count, ...)."""
+    """Hold the numbers of one class in one step; everything is (count, ...)."""
 
     before: State  # what `direction` may change, at the beginning of the step
     state: State  # the same after statistics and factors
@@ -59,7 +59,8 @@ class MatrixStates:
             for index, kind in enumerate(self._classes)
             for place in kind.places
         }
-        self.factors = WeightFactors(entries, {e.position: own_tile(e, rank) for e in entries}, self._classes)
+        tiles = {entry.position: own_tile(entry, rank) for entry in entries}
+        self.factors = WeightFactors(entries, tiles, self._classes, self._class_of)
         self._inputs = [_Inputs(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
         # Of every batch: its class, and where its matrices are in that. Captured steps need them in place.
         self._places = [
@@ -108,7 +109,7 @@ class MatrixStates:
 
     @property
     def is_cold(self) -> bool:
-        """Whether some matrix may lack what a statistic that iterates starts from."""
+        """Return whether some matrix may have nothing yet for an iterating statistic to start from."""
         return self._times <= COLD_STEPS and any(observer.iterates for observer in self._observers)
 
     def variant(self, shards: Sequence[Tensor]) -> object:
@@ -281,7 +282,7 @@ class MatrixStates:
 
 
 class _Inputs:
-    """What differs from step to step for one class, in tensors that stay where they are."""
+    """Hold what differs from step to step for one class, in tensors that stay where they are."""
 
     def __init__(self, rule: Rule, kind: MatrixClass) -> None:
         self._kind = kind
@@ -294,6 +295,7 @@ class _Inputs:
         group_of = [self._groups.index(place.group) for place in kind.places for _ in range(place.count)]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(kind.device)
         self._values: list[list[float]] = []
+        self._had_tensors = False  # whether the table holds what was read from a device
 
     def fill(
         self,
@@ -320,9 +322,10 @@ class _Inputs:
     def _fill_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rows = [[groups[group][name] for group in self._groups] for name in self._names]
         values = [[0.0 if is_on_device(value) else float(value) for value in row] for row in rows]
-        if values != self._values:
+        has_tensors = any(is_on_device(value) for row in rows for value in row)
+        if values != self._values or has_tensors or self._had_tensors:
             self._table.copy_(pinned(values, torch.float64, self._table.device), non_blocking=True)
-            self._values = values
+            self._values, self._had_tensors = values, has_tensors
         for row, places in zip(rows, self._table, strict=True):
             for value, place in zip(row, places, strict=True):
                 if is_on_device(value):

@@ -96,7 +96,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self._watched_model = weakref.ref(params) if isinstance(params, nn.Module) else None
-        self._has_whole_model = isinstance(params, nn.Module)
+        self._tells_of_missing = isinstance(params, nn.Module)  # trainable parameters that it lacks, once
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: it needs an element-wise rule")
@@ -541,8 +541,8 @@ class MuonOptimizer(torch.optim.Optimizer):
                 "first, then build the optimizer."
             )
         missing = [clean_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if missing and not gone and self._has_whole_model:
-            self._has_whole_model = False  # said once
+        if missing and not gone and self._tells_of_missing:
+            self._tells_of_missing = False
             warnings.warn(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
                 f"{_first_names(missing)}. Build the optimizer after they are there and unfrozen, or add_param_group.",
@@ -672,7 +672,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_overrides",
             "_pattern_rules",
             "_is_built",
-            "_has_whole_model",
+            "_tells_of_missing",
             "_engine",
             "_router",
             "_routes",

@@ -1,4 +1,4 @@
-"""What an option is: a name, a default, a check, one line of documentation, and when its value may change."""
+"""Options: a name, a default, a check, one line of documentation, and when the value may change."""
 
 from __future__ import annotations
 

@@ -68,6 +68,10 @@ ENGINE_OPTIONS = (
 )
 
 
+# Arguments of the constructors that hold for the whole optimizer.
+ARGUMENTS = ("other_rule", "overrides", "replicate_group", *(option.name for option in ENGINE_OPTIONS))
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What concerns the whole optimizer and the machines it runs on; not part of a checkpoint."""

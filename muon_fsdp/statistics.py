@@ -49,26 +49,43 @@ class Statistic(ABC):
         """Return the statistic of one zero matrix, on the CPU."""
 
 
-class _Norm(Statistic):
+class SummedStatistic(Statistic):
+    """A statistic that is a sum over elements, or follows from one: every rank adds what its parts of W give."""
+
+    @abstractmethod
+    def shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        """Return the shape of what belongs to one matrix."""
+
+    @abstractmethod
+    def add(self, sums: Tensor, part: Tensor, matrices: slice, rows: slice, cols: slice) -> None:
+        """Add what a part (count, rows, cols) of some matrices gives to the float64 sums (B, ...) of all."""
+
+    def finish(self, total: Tensor) -> Tensor:
+        """Return the statistic, given the sum over all ranks."""
+        return total
+
+    def example(self, rows: int, cols: int) -> Tensor:
+        return torch.zeros(1, *self.shape(rows, cols))
+
+
+class _Norm(SummedStatistic):
     """Norms of whole matrices, of their rows or of their columns."""
 
     def __init__(self, name: str, doc: str, dims: tuple[int, ...]) -> None:
         self.name, self.doc, self._dims = name, doc, dims
 
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Return the shape of what belongs to one matrix."""
         return tuple(size for dim, size in ((-2, rows), (-1, cols)) if dim not in self._dims)
 
-    def example(self, rows: int, cols: int) -> Tensor:
-        return torch.zeros(1, *self.shape(rows, cols))
-
     def add(self, sums: Tensor, part: Tensor, matrices: slice, rows: slice, cols: slice) -> None:
-        """Add the squares of a part (count, rows, cols) of some matrices to the sums (B, ...) of all."""
         # In float64: the square of 1e20 is not a float32.
         squares = torch.linalg.vector_norm(part, dim=self._dims, dtype=torch.float64).square()
         kept = [place for dim, place in ((-2, rows), (-1, cols)) if dim not in self._dims]
         place = (matrices, *kept)
         sums[place] += squares
+
+    def finish(self, total: Tensor) -> Tensor:
+        return total.sqrt()
 
 
 class _TopSingular(Statistic):
@@ -110,7 +127,7 @@ class Observer:
 
     def __init__(self, matrices: MatrixSet, names: Sequence[Sequence[str]]) -> None:
         self._matrices = matrices
-        self._norms = [[s for name in each if isinstance(s := STATISTICS[name], _Norm)] for each in names]
+        self._summed = [[s for name in each if isinstance(s := STATISTICS[name], SummedStatistic)] for each in names]
         by_steps: dict[int, list[int]] = defaultdict(list)
         for index, (kind, each) in enumerate(zip(matrices.classes, names, strict=True)):
             if _TopSingular.name in each:
@@ -131,7 +148,7 @@ class Observer:
         """Return the statistics of every class by name. `states` are their per-matrix states, of which those that
         belong to a statistic are replaced; `cold` if some of these may still be zero."""
         found: list[dict[str, Any]] = [{} for _ in states]
-        self._observe_norms(shards, recorder, found)
+        self._observe_sums(shards, recorder, found)
         for indices, survey in self._surveys:
             subspaces = [states[index]["singular_subspace"] for index in indices]
             for index, result in zip(indices, survey.run(subspaces, shards, recorder, cold=cold), strict=True):
@@ -143,27 +160,27 @@ class Observer:
                 )
         return found
 
-    def _observe_norms(self, shards: Mapping[int, Tensor], recorder: Recorder, found: Sequence[dict[str, Any]]) -> None:
+    def _observe_sums(self, shards: Mapping[int, Tensor], recorder: Recorder, found: Sequence[dict[str, Any]]) -> None:
         matrices = self._matrices
         sums = [
             {
-                norm.name: torch.zeros(
-                    kind.count, *norm.shape(kind.rows, kind.cols), dtype=torch.float64, device=kind.device
+                each.name: torch.zeros(
+                    kind.count, *each.shape(kind.rows, kind.cols), dtype=torch.float64, device=kind.device
                 )
-                for norm in norms
+                for each in summed
             }
-            for kind, norms in zip(matrices.classes, self._norms, strict=True)
+            for kind, summed in zip(matrices.classes, self._summed, strict=True)
         ]
         for block in matrices.blocks:
             kind = matrices.classes[block.kind]
-            if self._norms[block.kind] and kind.weights[block.matrices.start]:
+            if self._summed[block.kind] and kind.weights[block.matrices.start]:
                 part = block.of(shards[block.position])
-                for norm in self._norms[block.kind]:
-                    norm.add(sums[block.kind][norm.name], part, block.matrices, block.rows, block.cols)
-        flat = [(index, name, value) for index, many in enumerate(sums) for name, value in many.items()]
+                for each in self._summed[block.kind]:
+                    each.add(sums[block.kind][each.name], part, block.matrices, block.rows, block.cols)
+        flat = [(index, each, sums[index][each.name]) for index, many in enumerate(self._summed) for each in many]
         totals = [value for _, _, value in flat]
         # Also where every rank holds all of W: only the first of them has counted it.
         if totals and len(matrices.ranks) > 1:
             totals = add_up(totals, matrices.ranks, recorder)
-        for (index, name, _), total in zip(flat, totals, strict=True):
-            found[index][name] = total.sqrt().to(matrices.classes[index].dtype)
+        for (index, each, _), total in zip(flat, totals, strict=True):
+            found[index][each.name] = each.finish(total).to(matrices.classes[index].dtype)

@@ -1,4 +1,4 @@
-"""What rules multiply weights and updates by: factors of matrices, rows or columns, as kernels and lists read them."""
+"""Factors that rules multiply weights and updates by: of matrices, rows or columns, as kernels and lists read them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ Factors: TypeAlias = tuple[Tensor, Tensor]  # of the weights and of the updates 
 class WeightFactors:
     """Where the factors of every class belong in the parameters that have them, and the factors of this step."""
 
-    def __init__(self, entries: Sequence[Entry], tiles: Mapping[int, Tile], classes: Sequence[MatrixClass]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        tiles: Mapping[int, Tile],  # by position
+        classes: Sequence[MatrixClass],
+        class_of: Mapping[tuple[int, int], tuple[int, int]],  # (position, block): class, first matrix there
+    ) -> None:
         self._entries = {entry.position: entry for entry in entries if RULES[entry.rule].multiplies_weights}
-        self._tiles, self._classes = tiles, classes
-        self._class_of = {  # (position, block of its view): its class, and the number of its first matrix there
-            (place.position, place.block): (index, place.first)
-            for index, kind in enumerate(classes)
-            for place in kind.places
-        }
+        self._tiles, self._classes, self._class_of = tiles, classes, class_of
         self._first = _running_sums([kind.count for kind in classes])  # numbers among all matrices
         self._kinds = [_factor_kinds(RULES[kind.rule], kind) for kind in classes]
         self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer, create_hybrid_optimizer, fused, plan
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
+from muon_fsdp.statistics import STATISTICS, SummedStatistic
 from tests import extending_cases as cases
 from tests import toy_rules
 from tests.pool import RankPool
@@ -490,6 +492,46 @@ def test_kernels_count_only_where_prepare_and_apply_are_theirs(registry):
 
 
 # -------------------------------------------------------------------------------------------- a strategy, a kernel
+
+
+class SumOfEntries(SummedStatistic):
+    """A toy statistic: one object."""
+
+    name, doc = "sum_of_entries", "(B,), the sum of all entries"
+
+    def shape(self, rows, cols):
+        return ()
+
+    def add(self, sums, part, matrices, rows, cols):
+        sums[matrices] += part.sum((-2, -1), dtype=torch.float64)
+
+
+def with_toy_statistic(layout: str | None) -> dict[str, torch.Tensor]:
+    with patch.dict(STATISTICS, {SumOfEntries.name: SumOfEntries()}), patch.dict(RULES):
+
+        @register
+        class Shrinking(Muon):
+            name = "shrinking"
+            statistics = ("sum_of_entries",)
+
+            def factors(self, numbers):
+                return 1 / (1 + numbers.statistics["sum_of_entries"].abs()), 1.0
+
+        return cases.trained(layout, "shrinking", steps=2)
+
+
+def test_a_toy_statistic_is_one_object(ranks: RankPool):
+    w = nn.Parameter(torch.randn(5, 3))
+    expected = with_toy_statistic(None)
+    for layout, world_size in (("fsdp", 2), ("hsdp", 4)):
+        for found in ranks.run(world_size, with_toy_statistic, layout):
+            assert not differences(found, expected, 1e-9)
+    with patch.dict(STATISTICS, {SumOfEntries.name: SumOfEntries()}), patch.dict(RULES):
+        factors = lambda self, n: (n.statistics["sum_of_entries"], 0.0)  # noqa: E731
+        register(type("Times", (Muon,), {"name": "times", "statistics": ("sum_of_entries",), "factors": factors}))
+        start, w.grad = w.detach().clone(), torch.randn(5, 3)
+        MuonOptimizer([w], rule="times").step()
+    torch.testing.assert_close(w.detach(), start * start.sum())
 
 
 def last_rank_computes(units, holders, loads, wire_bytes):

@@ -83,7 +83,7 @@ class TensorList:
 
 @dataclass(frozen=True)
 class ListSpec:
-    """What a list of tensors is, as long as its tensors keep their sizes and precisions."""
+    """Describe a list of tensors; it holds as long as they keep their sizes and precisions."""
 
     layout: TableLayout
     num_tensors: int
@@ -96,7 +96,7 @@ class ListSpec:
 
 @dataclass(frozen=True)
 class ListValues:
-    """What a list of tensors is in one step."""
+    """Hold the tensors and scalars of a list in one step."""
 
     gradients: Sequence[Tensor | None]
     parameters: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""What an update rule is: options, state, statistics of W, and the mathematics of prepare, direction and apply."""
+"""The base class of update rules: options, state, statistics of W, and the mathematics of a step."""
 
 from __future__ import annotations
 
@@ -140,8 +140,9 @@ class Rule:
     hints: ClassVar[Mapping[str, str]] = {}  # by the name of an option that users expect and it does not have: why
     recipe: ClassVar[Mapping[str, float]] = {}  # lr and weight_decay that the training program starts from
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         """Let a rule that extends another have a title and aliases of its own, or none."""
+        super().__init_subclass__(**options)
         cls.title, cls.aliases = vars(cls).get("title", ""), vars(cls).get("aliases", ())
 
     # ---------------------------------------------------------------------------------------------- the mathematics
@@ -228,7 +229,7 @@ class Rule:
 
     @cached_property
     def display_name(self) -> str:
-        """What tables and plots call the rule."""
+        """The name of the rule in tables and plots."""
         return self.title or self.name
 
     @cached_property

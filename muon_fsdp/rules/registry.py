@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar, get_args
 
 from muon_fsdp.option import suggestion
-from muon_fsdp.options import ENGINE_OPTIONS, FOREIGN_KEYS
+from muon_fsdp.options import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.rules.base import Rule
 from muon_fsdp.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.statistics import STATISTICS
@@ -13,11 +13,7 @@ from muon_fsdp.statistics import STATISTICS
 RULES: dict[str, Rule] = {}
 KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), PerMatrix: get_args(MatrixKind)}
 # Arguments of the optimizers and keys of groups, which an option of a rule would be taken for.
-RESERVED_NAMES = {
-    *(option.name for option in ENGINE_OPTIONS),
-    *FOREIGN_KEYS,
-    *("self", "model", "rule", "other_rule", "overrides", "replicate_group", "gradient_accumulation_steps"),
-}
+RESERVED_NAMES = {*ARGUMENTS, *FOREIGN_KEYS, "self", "model", "rule", "gradient_accumulation_steps"}
 AnyRule = TypeVar("AnyRule", bound=type[Rule])
 
 
