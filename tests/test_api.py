@@ -23,9 +23,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "api.md"
 
 
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_api", DOCS / "generate_api.py")
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,8 +32,14 @@ def generator() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return program("generate_api")
+
+
 def test_the_page_is_up_to_date(generator: ModuleType):
     assert generator.main(["--check"]) == 0, "run python docs/generate_api.py"
+    assert program("generate_faults").main(["--check"]) == 0, "run python docs/generate_faults.py"
 
 
 def test_a_stale_page_is_seen(generator: ModuleType, tmp_path: Path, capsys):

@@ -1,4 +1,4 @@
-"""What can go wrong, and what happens: mistakes that users make every day are errors or are right, never silent."""
+"""Models, wrappers and optimizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
 from muon_fsdp.spectral import compute_spectral_norm, power_iteration
 from tests.pool import RankPool
+from tests.promises import promise
 
 OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer]
 
@@ -58,6 +59,10 @@ def built_too_early() -> list[str]:
     return texts
 
 
+@promise(
+    "The optimizer is built from a model before `fully_shard`",
+    "The first step raises, and says to call `fully_shard` first",
+)
 def test_an_optimizer_built_before_fully_shard_says_so(ranks: RankPool):
     for texts in ranks.run(2, built_too_early):
         for text in texts:
@@ -74,6 +79,10 @@ def with_fsdp1() -> str:
     return ""
 
 
+@promise(
+    "Parameters come from FSDP1, with `use_orig_params=True` too",
+    "Refused, with `fully_shard` named in its place",
+)
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1_with_original_parameters_is_refused(ranks: RankPool):
     for text in ranks.run(2, with_fsdp1):
@@ -84,6 +93,10 @@ def test_fsdp1_with_original_parameters_is_refused(ranks: RankPool):
 # ------------------------------------------------------------------------------------------------------- autocast
 
 
+@promise(
+    "`step()` is called inside `torch.autocast`",
+    "The same step as outside of it, under every rule",
+)
 @pytest.mark.parametrize("rule", ["muon", "normuon", "spectral_sphere"])
 def test_a_step_inside_autocast_is_the_same(rule):
     found = []
@@ -114,6 +127,10 @@ def test_a_rule_of_a_user_is_outside_autocast_too():
     assert torch.equal(*found)
 
 
+@promise(
+    "A spectral norm is asked for inside `torch.autocast`",
+    "The same number as outside of it",
+)
 def test_spectral_norms_inside_autocast_are_the_same():
     weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     expected, triple = compute_spectral_norm(weight), power_iteration(weight, 20)
@@ -125,6 +142,10 @@ def test_spectral_norms_inside_autocast_are_the_same():
 # ------------------------------------------------------------------------------------------------- state and hooks
 
 
+@promise(
+    "A checkpoint of mid-accumulation is resumed with fewer accumulation steps",
+    "Accumulation begins anew, and `zero_grad()` clears",
+)
 def test_gradients_are_cleared_after_resuming_with_less_accumulation():
     model = net()
     optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=4)
@@ -144,6 +165,10 @@ def test_gradients_are_cleared_after_resuming_with_less_accumulation():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@promise(
+    "Many optimizers are built from one model",
+    "None leaves a hook on it",
+)
 def test_optimizers_leave_no_hooks_behind():
     model = net()
     for _ in range(5):
@@ -157,11 +182,19 @@ def test_optimizers_leave_no_hooks_behind():
     assert not model._forward_hooks
 
 
+@promise(
+    "All parameters of a model are frozen",
+    "An error that says so",
+)
 def test_a_model_without_trainable_parameters_says_so():
     with pytest.raises(ValueError, match="empty parameter list: all 4 parameters of the model are frozen"):
         MuonOptimizer(net().requires_grad_(False))
 
 
+@promise(
+    "Parameters are unfrozen or added after the optimizer was built",
+    "One warning at the next plan names them",
+)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_what_is_unfrozen_after_the_optimizer_was_built_is_told(make):
     model = net()

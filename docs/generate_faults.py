@@ -1,0 +1,68 @@
+"""Writes docs/faults.md from the promises in tests/test_faults_*.py; only the introduction below is written by hand.
+
+python docs/generate_faults.py            # write the page
+python docs/generate_faults.py --check    # exit with 1 if the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("faults.md")
+TESTS = Path(__file__).parents[1] / "tests"
+
+INTRODUCTION = """\
+# What can go wrong, and what happens
+
+Every line is held by a test that fails without it; the test's name is in the last column. Messages, word for word and
+with what to do about each: [faq.md](faq.md#error-messages).
+
+<!-- Written by docs/generate_faults.py from tests/test_faults_*.py: edit those, then run it. -->
+"""
+
+
+def promises(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (when, then, name of the test) for every promise in a file of tests."""
+    for node in ast.parse(file.read_text()).body:
+        for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "promise":
+                when, then = (ast.literal_eval(argument) for argument in call.args)
+                yield when, then, node.name
+
+
+def section(file: Path) -> str:
+    """Return the heading of a file, from the first line of its docstring, and its table."""
+    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    if not docstring:
+        raise ValueError(f"{file.name} needs a docstring: its first line is a heading of docs/faults.md")
+    lines = [f"## {docstring.splitlines()[0].rstrip('.')}", "", "| when | what happens | test |", "|---|---|---|"]
+    for when, then, test in promises(file):
+        lines.append(f"| {when} | {then} | `{test}` |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the whole page."""
+    sections = [section(file) for file in sorted(TESTS.glob("test_faults_*.py"))]
+    return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page, or say whether it is up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    if not parser.parse_args(arguments).check:
+        PAGE.write_text(page())
+        return 0
+    if PAGE.exists() and PAGE.read_text() == page():
+        return 0
+    print("docs/faults.md is out of date: run python docs/generate_faults.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
