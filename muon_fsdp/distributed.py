@@ -1,4 +1,4 @@
-"""The only module that calls collectives: assembling sharded matrices where they are computed, and scattering back.
+"""Transfers between ranks: assembling sharded matrices where they are computed, and scattering back.
 
 One stage goes through four phases. *Gather*: every holder sends its boxes to whoever computes the unit. *Compute* is
 the caller's. *Scatter*: results go to every holder in the replica of who computed them. *Forward*: each of these passes
@@ -8,34 +8,24 @@ asynchronously, so that the next stage is gathered and the last one scattered wh
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.layout import Layout, Tile, local_layout
 from muon_fsdp.plan import Exchange, Piece, Stage, make_gather_stage
+from muon_fsdp.process_groups import group_of, make_group, my_rank
 from muon_fsdp.recorder import Recorder
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
 
-_FLAGS_PER_BLOCK = 1024
 STAGES_IN_FLIGHT = 2  # of one kind of transfer: a buffer is free again after so many stages
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 # --------------------------------------------------------------------------------------------- tensors and layouts
-
-
-def my_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -44,16 +34,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def layout_of(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> Layout:
-    """How a parameter lies on ranks. A plain one is this rank's own, or a replica in `replicate_group`."""
+    """Return how a parameter lies on ranks.
+
+    A plain one is a replica in `replicate_group`, or this rank's own: without a group, or if DDP was told to ignore it.
+    """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         ranks = tuple(mesh.mesh.flatten().tolist())
-        if mesh.ndim == 1 and my_rank() in ranks:
-            _groups[tuple(sorted(ranks))] = mesh.get_group()
         return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
-    if replicate_group is not None:
+    if replicate_group is not None and not getattr(parameter, "_ddp_ignored", False):
         ranks = tuple(dist.get_process_group_ranks(replicate_group))
-        _groups[tuple(sorted(ranks))] = replicate_group
         return Layout(ranks, (len(ranks),), local_layout(0).placements)
     return local_layout(my_rank())
 
@@ -62,20 +52,6 @@ def layouts_of(parameters: Sequence[Tensor], replicate_group: dist.ProcessGroup 
     """The layouts of parameters; equal ones are one object, which planning relies on to be fast."""
     known: dict[Layout, Layout] = {}
     return [known.setdefault(layout, layout) for layout in (layout_of(p, replicate_group) for p in parameters)]
-
-
-def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, in the layout of its parameter."""
-    if not isinstance(parameter, DTensor):
-        return _plain(local(grad))
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)  # partial sums under tensor parallelism, say
-    return _plain(local(grad))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers with an address: a collective under way, say, is a wrapper that has none until it is used."""
-    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
@@ -114,33 +90,6 @@ def _own_box(parameter: DTensor) -> tuple[slice, ...]:
     return tile.within(Tile((0,) * parameter.ndim, tuple(parameter.shape)))
 
 
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of these ranks: that of a mesh or the world where there is one, else made once.
-
-    A new one is made only for a mesh of several axes that is part of the world; torch finds its partners by how many
-    groups each rank has made before, which is the same on ranks that run the same program.
-    """
-    key = tuple(sorted(ranks))
-    group = _groups.get(key)
-    if group is None or not _is_alive(group):
-        if len(key) == dist.get_world_size():
-            group = dist.group.WORLD
-        else:
-            group = dist.new_group(list(key), use_local_synchronization=True)
-        assert group is not None
-        _groups[key] = group
-    return group
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group belongs to the current initialization of torch.distributed."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return False
-    return True
-
-
 # ------------------------------------------------------------------------------------------------------- transfers
 
 
@@ -172,7 +121,7 @@ class Transfer:
         self._buffers: tuple[Tensor, ...] = (send, received)  # kept until the transfer has ended
         works: list[dist.Work] = []  # the one under way; not of this object, which a recording outlives
         self._works = works
-        group = group_of(exchange.ranks)
+        group = group_of(exchange.ranks, device)
 
         def start() -> None:
             work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
@@ -286,6 +235,8 @@ def gather_full(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return shard.clone()
     layout = layout_of(parameter, None)
+    if len(layout.ranks) > 1:
+        make_group(tuple(sorted(layout.ranks)), shard.device, parameter.device_mesh.get_group(0))
     stage = make_gather_stage(tuple(parameter.shape), layout, my_rank())
     exchange = StageExchange(stage, shard.reshape(-1))
     exchange.start_gather()
@@ -297,67 +248,12 @@ def scatter_full(parameter: Tensor, whole: Tensor) -> None:
     local(parameter).copy_(local_part(whole, parameter))
 
 
-# ------------------------------------------------------------------------------------------------------- agreement
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What all ranks of a group know after `agree`; tensors stay on their device until somebody looks."""
-
-    same_plan: Tensor  # bool
-    news: Tensor  # (len(News),) bool: what some rank has seen
-    has_gradient: Tensor  # (num_parameters,) bool: some rank has a gradient for it
-
-
-class News(IntEnum):
-    """What a rank may have seen that all must know."""
-
-    NOT_FINITE = 0  # a gradient that is not finite
-    NOT_INERT = 1  # a step that does something
-    DISAGREEMENT = 2  # ranks with different plans
-    SEVERAL_SETS = 3  # parameters on more than one set of ranks
-
-
-def agree(
-    ranks: tuple[int, ...], fingerprint: int, news: Tensor, has_gradient: Sequence[bool], device: torch.device
-) -> Decision:
-    """One small all-reduce, in which every rank of the group takes part at every step, whatever it has seen."""
-    first_flag = 2 + len(News)
-    blocks = -(-len(has_gradient) // _FLAGS_PER_BLOCK)  # rounded up: the size must not differ before it is compared
-    flags = torch.zeros(first_flag + blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
-    flags[0], flags[1] = fingerprint, -fingerprint  # equal everywhere if the largest of both are opposite
-    flags[first_flag : first_flag + len(has_gradient)] = torch.tensor(has_gradient, dtype=torch.int32)
-    flags = flags.to(device, non_blocking=True)
-    flags[2:first_flag] = news.to(device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group_of(ranks))
-    present = flags[first_flag : first_flag + len(has_gradient)] > 0
-    return Decision(flags[0] == -flags[1], flags[2:first_flag] > 0, present)
-
-
 def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...], recorder: Recorder) -> list[Tensor]:
     """The sums of tensors over ranks, by one collective; all of them of one precision and on one device."""
     sizes = [tensor.numel() for tensor in tensors]
     flat = recorder.buffer("sums", sum(sizes), tensors[0].dtype, tensors[0].device)
     torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
-    group = group_of(ranks)
+    group = group_of(ranks, flat.device)
     recorder.host(lambda: dist.all_reduce(flat, group=group))
     parts = torch.split(flat.clone(), sizes)  # the buffer is used again
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def fingerprint(description: Sequence[str]) -> int:
-    """31 bits of a hash, the same in every process."""
-    digest = hashlib.sha256("\n".join(description).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
-
-
-def difference(ranks: tuple[int, ...], description: Sequence[str]) -> str:
-    """Which line of the descriptions that ranks have differs, for an error message; a collective."""
-    gathered: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(gathered, list(description), group=group_of(ranks))
-    ordered = sorted(ranks)
-    for other, lines in zip(ordered[1:], gathered[1:], strict=True):
-        for first, second in zip_longest(gathered[0], lines, fillvalue="nothing"):
-            if first != second:
-                return f"rank {ordered[0]} has {first}; rank {other} has {second}"
-    return "no difference found"

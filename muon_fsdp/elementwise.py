@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.checkpoint import StateDict, own_hooks
-from muon_fsdp.distributed import like, local, local_gradient, local_part
+from muon_fsdp.distributed import like, local, local_part
 from muon_fsdp.fused import not_fusable
+from muon_fsdp.gradients import local_gradient
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.tables import (
     FUSED_DTYPES,
@@ -343,7 +344,8 @@ class _FusedPart:
             "one_minus_velocity": 1 - velocity,
         }
         with on_device(fused.device):
-            fused.tables.fill([ListValues(grads, shards, (first, second), group["lr"], scalars)])
+            updated = [grad is not None for grad in grads]
+            fused.tables.fill([ListValues(grads, updated, shards, (first, second), group["lr"], scalars)])
         (self.tensors,) = fused.tables.lists
 
     def sums_of_squares(self) -> Tensor:

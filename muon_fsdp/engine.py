@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,39 +22,20 @@ from muon_fsdp.state import State, working_dtype
 
 @dataclass
 class Work:
-    """One parameter in a step that is not fused with others, as this rank's local tensors.
-
-    Without a gradient of its own a rank can't know in time whether another has one: it works on copies with a zero
-    gradient, and `updated` says in the end, on the device, whether they count.
-    """
+    """One parameter that is updated in a step and not fused with others, as this rank's local tensors."""
 
     parameter: Tensor
     state: State
     dtype: torch.dtype  # working precision
-    grad: Tensor | None  # None: zero
-    divisor: int = 1  # of the gradient: how many were added up in it
-    updated: Tensor | None = None
-    originals: tuple[Tensor, State] | None = None
-
-    @classmethod
-    def without_gradient(cls, parameter: Tensor, state: State, dtype: torch.dtype, updated: Tensor) -> Work:
-        copies = {name: value.clone() for name, value in state.items()}
-        return cls(parameter.clone(), copies, dtype, None, 1, updated, (parameter, state))
+    grad: Tensor | None  # None: another rank has one, and it is zero here
+    divisor: int  # of the gradient: how many were added up in it
 
     def working_gradient(self) -> Tensor:
-        """The gradient in working precision; made when its stage begins, so that only a stage's worth exists."""
+        """Return the gradient in working precision; made when its stage begins, so that only a stage's worth exists."""
         if self.grad is None:
             return torch.zeros_like(self.parameter, dtype=self.dtype)
         grad = self.grad.to(self.dtype)
         return grad / self.divisor if self.divisor > 1 else grad
-
-    def commit(self) -> None:
-        if self.originals is None or self.updated is None:
-            return
-        parameter, state = self.originals
-        parameter.copy_(torch.where(self.updated, self.parameter, parameter))
-        for name, value in state.items():
-            value.copy_(torch.where(self.updated, self.state[name], value))
 
 
 def run_stages(
@@ -63,6 +44,7 @@ def run_stages(
     groups: Sequence[Mapping[str, Any]],
     fused: Sequence[FusedStage],
     work: Mapping[int, Work],
+    updated: Collection[int],
     engine: EngineOptions,
     recorder: Recorder,
     matrices: MatrixStates | None = None,
@@ -75,7 +57,8 @@ def run_stages(
     num_travelling = 0
     for number, (stage, label, part) in enumerate(zip(stages, labels, fused, strict=True)):
         run = _StageRun(number, stage, label, groups, part, work, engine, recorder, matrices)
-        if not run.present:
+        # All ranks of a stage must decide alike: by what they have agreed on. A captured step holds every stage.
+        if run.present.isdisjoint(updated) and not engine.cuda_graph:
             continue
         run.start(num_travelling)
         if not run.travels:  # nothing to wait for, and nothing is gained by keeping it in memory
@@ -132,8 +115,11 @@ class _StageRun:
         self.fused, self.work = fused, work
         single = [(groups[group], [i for i in positions if i in work]) for group, positions in stage.positions_by_group]
         self.single = [(group, positions) for group, positions in single if positions]
-        self.present = {i for _, positions in self.single for i in positions} | fused.positions
         exchange = stage.exchange
+        if exchange is not None:  # what travels does not depend on what is updated
+            self.present = {i for _, positions in stage.positions_by_group for i in positions}
+        else:
+            self.present = {i for _, positions in self.single for i in positions} | fused.positions
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
@@ -149,6 +135,10 @@ class _StageRun:
         with record_function(f"muon_fsdp.prepare {self.label}"):
             if self.rule.needs_matrices:
                 self._buffer = self._staging()
+                # What travels and is not updated must still be numbers: some directions refuse others.
+                idle = self.present - self.work.keys() - self.fused.positions
+                if idle:
+                    torch._foreach_zero_([self.stage.shard_slots[i].of(self._buffer) for i in idle])
             partials = self.fused.new_partials()
             for each in self.fused.lists:
                 assert self.rule.fused is not None
@@ -221,8 +211,6 @@ class _StageRun:
                     self.rule.apply(options, parameters, updates, list(of_parameters))
                 else:
                     self.rule.apply(options, parameters, updates)
-                for work in works:
-                    work.commit()
         self._buffer, self._updates = torch.empty(0), {}
 
     def _update_dtype(self, units: Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.option import Option, integer
 from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 from muon_fsdp.signature import UNSET, show_options
+from muon_fsdp.wrappers import replicate_group_of
 
 # Defaults of this class that differ from the rules' own.
 WEIGHT_DECAY, NESTEROV, BETA2, EPS = 0.01, True, 0.99, 1e-8
@@ -73,8 +74,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
         _ACCUMULATION.validate(gradient_accumulation_steps)
         _refuse_unsupported(model)
         self._model: nn.Module | None = model
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            options.setdefault("replicate_group", model.process_group)
+        options.setdefault("replicate_group", replicate_group_of(model))
         moments = {"beta2": beta2, "eps": eps}
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
         self._decay = options.get("weight_decay", WEIGHT_DECAY)

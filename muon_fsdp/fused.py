@@ -21,7 +21,6 @@ from muon_fsdp.kernels.tables import (
     TensorList,
     make_chunks,
     num_chunks,
-    pinned,
 )
 from muon_fsdp.matrix_state import MatrixStates
 from muon_fsdp.plan import Plan, Stage
@@ -116,7 +115,7 @@ class FusedStep:
         states: Sequence[Mapping[str, Tensor]],
         gradients: Mapping[int, Tensor],
         groups: Sequence[Mapping[str, Any]],
-        updated: Mapping[int, Tensor],
+        updated: Collection[int],
         divisor: int,
     ) -> None:
         """Write where everything lies and what this step's numbers are; without a wait for the device."""
@@ -131,6 +130,7 @@ class FusedStep:
             values.append(
                 ListValues(
                     [gradients.get(position) for position in each.positions],
+                    [position in updated for position in each.positions],
                     [shards[position] for position in each.positions],
                     [[local(states[p][name]) for p in each.positions] for name in kernels.layout.states],
                     group["lr"],
@@ -138,12 +138,6 @@ class FusedStep:
                 )
             )
         self.tables.fill(values)
-        for each in self.lists:
-            shared = [index for index, position in enumerate(each.positions) if position in updated]
-            if shared:  # what some rank has a gradient for is updated on all of them
-                where = pinned(shared, torch.int64, self.device).to(self.device, non_blocking=True)
-                flags = [updated[each.positions[index]] for index in shared]
-                each.tensors.updated[where] = torch.stack(flags).to(torch.int64)
 
     @property
     def variant(self) -> object:

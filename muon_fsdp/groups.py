@@ -224,6 +224,11 @@ def check_parameter(name: str, parameter: object) -> None:
         raise RuntimeError(f"FSDP1 is not supported: {name!r} is a flat parameter. Use fully_shard (FSDP2).")
     if getattr(parameter, "_fsdp_flattened", False):  # use_orig_params=True: a view into a flat parameter
         raise RuntimeError(f"FSDP1 is not supported: {name!r} is part of a flat parameter. Use fully_shard (FSDP2).")
+    if hasattr(parameter, "_st_info"):
+        raise RuntimeError(
+            f"DDP(model, device_mesh=...) is not supported: it has put this rank's shard of {name!r} in place of the "
+            "tensor-parallel DTensor. Use fully_shard over the data-parallel axis of the mesh."
+        )
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name!r} is complex, which is not supported; optimize torch.view_as_real(parameter) instead"

@@ -7,18 +7,19 @@ set of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.distributed import add_up, my_rank
+from muon_fsdp.distributed import add_up
 from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.matrix_sets import Entry, MatrixClass, MatrixSet, make_sets, own_tile
 from muon_fsdp.option import PlannedOptions
 from muon_fsdp.plan import Member, Stage
+from muon_fsdp.process_groups import my_rank
 from muon_fsdp.recorder import Recorder
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.state import PerMatrix, State
@@ -78,8 +79,7 @@ class MatrixStates:
         self,
         groups: Sequence[Mapping[str, Any]],
         states: Sequence[State],
-        gradients: Mapping[int, Tensor],
-        updated: Mapping[int, Tensor],
+        updated: Collection[int],
     ) -> None:
         """Write down what differs from step to step where a captured step finds it: state, flags and options."""
         now = [
@@ -96,7 +96,7 @@ class MatrixStates:
             ]
         self._times += 1
         for inputs in self._inputs:
-            inputs.fill(groups, gradients, updated)
+            inputs.fill(groups, updated)
 
     def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Sequence[State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
@@ -297,25 +297,12 @@ class _Inputs:
         self._values: list[list[float]] = []
         self._had_tensors = False  # whether the table holds what was read from a device
 
-    def fill(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        gradients: Mapping[int, Tensor],
-        updated: Mapping[int, Tensor],
-    ) -> None:
-        places, device = self._kind.places, self._kind.device
-        if any(place.position in updated for place in places):
-            flags = [
-                updated.get(place.position, torch.tensor(place.position in gradients)).to(device).expand(count)
-                for place, count in zip(places, self._counts, strict=True)
-            ]
-            torch.cat(flags, out=self.updated)
-        else:
-            present = tuple([place.position in gradients for place in places])
-            if present != self._present:
-                each = [flag for flag, count in zip(present, self._counts, strict=True) for _ in range(count)]
-                self.updated.copy_(pinned(each, torch.bool, device), non_blocking=True)
-                self._present = present
+    def fill(self, groups: Sequence[Mapping[str, Any]], updated: Collection[int]) -> None:
+        present = tuple([place.position in updated for place in self._kind.places])
+        if present != self._present:
+            each = [flag for flag, count in zip(present, self._counts, strict=True) for _ in range(count)]
+            self.updated.copy_(pinned(each, torch.bool, self._kind.device), non_blocking=True)
+            self._present = present
         if self._names:
             self._fill_options(groups)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.agreement import NO_GRADIENT, Agreed, Agreement, Line, tell_failure
 from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state, own_hooks
-from muon_fsdp.distributed import News, agree, difference, layouts_of, local, local_gradient
+from muon_fsdp.distributed import layouts_of, local
+from muon_fsdp.gradients import Gradients
 from muon_fsdp.groups import (
     Group,
     Params,
@@ -37,11 +39,13 @@ from muon_fsdp.option import canonical
 from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
+from muon_fsdp.process_groups import Ranks, my_rank, num_ranks
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, MatrixBatch, Rule, rule_named
 from muon_fsdp.signature import UNSET, show_options
 from muon_fsdp.views import MatrixView, matrix_view
+from muon_fsdp.wrappers import drifting_twin, replicate_group_of
 
 
 @show_options(DEFAULT_RULE)
@@ -74,7 +78,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         other_rule: the element-wise rule of all other parameters.
         {engine}
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
-        replicate_group: process group over which plain parameters are replicas (DDP): the work is split over it.
+        replicate_group: process group over which plain parameters are replicas: the work is split over it. That of
+            DDP is found in a model that DDP has wrapped.
+        agreement_group: process group whose ranks decide about a step together though they share no parameter: with
+            pipeline stages, `nonfinite="skip"` must leave out the step on all of them.
         options: those of other rules, by name.
     """
 
@@ -93,6 +100,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
+        agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         self._watched_model = weakref.ref(params) if isinstance(params, nn.Module) else None
@@ -103,9 +111,14 @@ class MuonOptimizer(torch.optim.Optimizer):
         given = {} if lr is UNSET else {"lr": lr}
         self._given = Source(type(self).__name__, {**given, **options}, is_constructor=True)
         self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
-        if replicate_group is not None and dist.get_rank(replicate_group) < 0:
-            raise ValueError("replicate_group must contain this rank")
-        self._replicate_group = replicate_group
+        if replicate_group is None:
+            replicate_group = replicate_group_of(params)
+        for name, group in (("replicate_group", replicate_group), ("agreement_group", agreement_group)):
+            if group is not None and dist.get_rank(group) < 0:
+                raise ValueError(f"{name} must contain this rank")
+        self._replicate_group, self._agreement_group = replicate_group, agreement_group
+        self._agreement: Agreement | None = None  # with the ranks that share parameters with this one, or may
+        self._checks_for_twins = num_ranks() > 1
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
         self._router = Router(overrides, model, other_rule)
         self._overrides = {
@@ -366,24 +379,57 @@ class MuonOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        planned = self._current_plan()
-        gradients = self._gradients(planned)
-        decision = None
+        planned, found = self._prepare()
+        agreed = None
         if not self.state:
-            decision = self._agree(planned, gradients, inert=self._is_inert(gradients))
+            agreed = self._agree(planned, found, inert=self._is_inert(found))
         self._create_state(planned)
-        if (decision is not None and decision.inert) or self._still_accumulates():
+        if (agreed is not None and agreed.inert) or self._still_accumulates():
             return loss
-        if decision is None:
-            decision = self._agree(planned, gradients, inert=False)
-        if self._admits(decision):
-            states = [self.state[parameter] for parameter in planned.parameters]
-            device = local(planned.parameters[0]).device if planned.parameters else torch.device("cpu")
-            with on_device(device), without_autocast(device.type):
-                planned.run(self.param_groups, states, gradients, decision.updated, self._accumulation_steps)
-                if planned.matrices is not None:
-                    planned.matrices.count(self._totals)
+        if agreed is None:
+            agreed = self._agree(planned, found, inert=False)
+        if agreed.not_finite_on is None or self._admits(found, agreed.not_finite_on):
+            self._update(planned, found, agreed)
         return loss
+
+    def _prepare(self) -> tuple[PlannedStep, Gradients]:
+        """Return the plan and the gradients; tell the other ranks, which wait for this one, what goes wrong here."""
+        try:
+            planned = self._current_plan()
+            rules = [RULES[group["rule"]] for group in self.param_groups for _ in group["params"]]
+            return planned, Gradients(planned.parameters, planned.names, rules, self._other_rule.name)
+        except Exception as error:
+            if self._agreement is not None and self._agreement.is_alive:
+                self._agreement.fail(error)
+            elif num_ranks() > 1:
+                with suppress(Exception):  # what is wrong with layouts may be what is being told
+                    tell_failure(self._shared_ranks(), error)
+            raise
+
+    def _shared_ranks(self) -> set[Ranks]:
+        """Return the sets of ranks that share parameters with this one."""
+        layouts = layouts_of(self._parameters(), self._replicate_group)
+        ranks = {tuple(sorted(layout.ranks)) for layout in layouts}
+        if self._agreement_group is not None:
+            ranks.add(tuple(sorted(dist.get_process_group_ranks(self._agreement_group))))
+        return {each for each in ranks if len(each) > 1}
+
+    def _update(self, planned: PlannedStep, found: Gradients, agreed: Agreed) -> None:
+        """Update what has a gradient on some rank."""
+        codes = {
+            position: code
+            for ranks, positions in planned.shared.positions.items()
+            for position, code in zip(positions, agreed.codes[ranks], strict=True)
+        }
+        gradients = found.in_layout(codes)
+        updated = gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT}
+        planned.make_groups()
+        states = [self.state[parameter] for parameter in planned.parameters]
+        device = local(planned.parameters[0]).device if planned.parameters else torch.device("cpu")
+        with on_device(device), without_autocast(device.type):
+            planned.run(self.param_groups, states, gradients, updated, self._accumulation_steps)
+            if planned.matrices is not None:
+                planned.matrices.count(self._totals)
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`; whether it is one of those that only let gradients add up."""
@@ -399,31 +445,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         if self.param_groups[0]["micro_step"] == 0:
             super().zero_grad(set_to_none)
 
-    def _gradients(self, planned: PlannedStep) -> dict[int, Tensor]:
-        """The gradients there are on this rank, by position, dense and local."""
-        gradients = {}
-        rules = [RULES[group["rule"]] for group in self.param_groups for _ in group["params"]]
-        for position, (parameter, rule) in enumerate(zip(planned.parameters, rules, strict=True)):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.layout != torch.strided:
-                if rule.needs_matrices:
-                    raise RuntimeError(
-                        "Sparse gradients are not supported by Muon optimizer: parameter "
-                        f"{self._all_routes()[position].name!r} has one. Give it an element-wise rule: "
-                        "create_hybrid_optimizer(model) does so for embeddings; or give it a group with "
-                        f"rule={self._other_rule.name!r}."
-                    )
-                grad = grad.to_dense()
-            is_plain = planned.is_plain[position] and type(grad) is Tensor
-            gradients[position] = grad if is_plain else local_gradient(parameter, grad)
-        return gradients
-
-    def _is_inert(self, gradients: Mapping[int, Tensor]) -> bool:
+    def _is_inert(self, found: Gradients) -> bool:
         """Whether this first step only asks for state, as torch.distributed.checkpoint does before loading."""
         return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
-            bool(grad.any()) for grad in gradients.values()
+            bool(grad.any()) for grad in found.here().values()
         )
 
     def _create_state(self, planned: PlannedStep) -> None:
@@ -447,65 +472,59 @@ class MuonOptimizer(torch.optim.Optimizer):
                         state[spec.name] = spec.create(parameter, view)
         planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, gradients: Mapping[int, Tensor], *, inert: bool) -> _Agreed:
-        """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere.
+    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
+        """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere."""
+        not_finite = self._engine.nonfinite != "propagate" and not _are_finite(found.here().values())
+        shared, groups = planned.shared, self.param_groups
+        if self._agreement is not None and not self._agreement.is_alive:
+            self._agreement = None
+        if self._agreement is not None and self._agreement.counts != shared.counts:
+            self._agreement.leave()
+            self._agreement = None
+        if not shared:
+            self._check_for_twins(planned)
+            return Agreed(inert, my_rank() if not_finite else None)
+        prints = shared.prints(groups)
 
-        Whoever returned or raised alone would leave the others waiting, so everything that decides about the step is
-        agreed on first. Sets of ranks may overlap: a second round carries what one set found to the others.
-        """
-        checks_gradients = self._engine.nonfinite != "propagate"
-        if not planned.shared and not checks_gradients:
-            return _Agreed({}, {}, torch.zeros(0), inert=inert)
-        largest = _largest_entries(gradients) if checks_gradients else {}
-        news = torch.zeros(len(News), dtype=torch.bool)
-        if largest:
-            not_finite = ~torch.isfinite(torch.stack(list(largest.values()))).all()
-            news = news.to(not_finite.device)
-            news[News.NOT_FINITE] = not_finite
-        news[News.NOT_INERT] = not inert
-        news[News.SEVERAL_SETS] = len(planned.shared) > 1
-        updated: dict[int, Tensor] = {}
-        # On a GPU, looking at every step would stall it.
-        looks = planned.shared and (
-            not planned.compared or all(local(p).device.type == "cpu" for p in planned.parameters)
-        )
-        if not planned.compared:
-            planned.describe(self.param_groups, self._routes, f"{self._engine}, {self._accumulation_steps} micro-steps")
-        disagreeing: list[tuple[int, ...]] = []
-        for second_round in (False, True):
-            for ranks, positions in planned.shared.items():
-                if second_round and not planned.overlaps[ranks]:
-                    continue
-                device = local(planned.parameters[positions[0]]).device
-                has_gradient = [position in gradients for position in positions]
-                decision = agree(ranks, planned.fingerprints[ranks], news, has_gradient, device)
-                news = decision.news.clone()
-                updated.update(zip(positions, decision.has_gradient, strict=True))
-                if looks and not second_round:
-                    # From what all ranks of the set were told alike: they must agree about the second round too.
-                    planned.overlaps[ranks] = bool(decision.news[News.SEVERAL_SETS])
-                    if not decision.same_plan:
-                        disagreeing.append(ranks)
-                        news[News.DISAGREEMENT] = True
-        if planned.shared and looks and news[News.DISAGREEMENT]:
-            details = [difference(ranks, planned.descriptions[ranks]) for ranks in disagreeing]
-            raise RuntimeError(f"Ranks disagree about what to optimize: {'; '.join(details) or 'other ranks do'}")
-        return _Agreed(updated, largest, news, inert=inert and not bool(news[News.NOT_INERT]))
+        def describe(ranks: Ranks) -> list[Line]:
+            return shared.describe(ranks, groups)
 
-    def _admits(self, agreed: _Agreed) -> bool:
+        if self._agreement is None:
+            like = shared.like(max(shared.positions, key=len))
+            self._agreement = Agreement(shared.counts, prints, describe, shared.device, like)
+        codes = {
+            ranks: [found.codes.get(position, NO_GRADIENT) for position in positions]
+            for ranks, positions in shared.positions.items()
+        }
+        return self._agreement.before_step(prints, codes, describe, inert=inert, not_finite=not_finite)
+
+    def _check_for_twins(self, planned: PlannedStep) -> None:
+        """Warn once if another rank trains the same parameters and nothing keeps them equal."""
+        if not self._checks_for_twins:
+            return
+        self._checks_for_twins = False
+        rank = drifting_twin(planned.names, planned.parameters)
+        if rank is not None:
+            warnings.warn(
+                f"Ranks {rank} and {my_rank()} train the same parameters, and nothing is sharded or replicated: they "
+                "will drift apart. Call fully_shard or wrap the model in DDP; if gradients are averaged by "
+                "something else, pass replicate_group=, which also splits the work.",
+                stacklevel=4,
+            )
+
+    def _admits(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite: whether to go on with this step."""
-        if self._engine.nonfinite == "propagate" or not bool(agreed.news[News.NOT_FINITE]):
-            return True
         if self._engine.nonfinite == "raise":
-            raise RuntimeError(self._not_finite_message(agreed.largest))
+            raise RuntimeError(self._not_finite_message(found, rank))
         self._skipped_steps += 1
         return False
 
-    def _not_finite_message(self, largest: Mapping[int, Tensor]) -> str:
+    def _not_finite_message(self, found: Gradients, rank: int) -> str:
         routes = self._all_routes()
-        bad = [routes[i].name for i, value in largest.items() if not torch.isfinite(value)]
-        shown = ", ".join(map(repr, bad[:8])) + (", ..." if len(bad) > 8 else "")
-        where = f"of {len(bad)} parameter(s) is not finite: {shown}" if bad else "on another rank is not finite"
+        bad = [routes[i].name for i, grad in found.here().items() if not _are_finite([grad])]
+        where = f"of {len(bad)} parameter(s) is not finite: {_first_names(bad)}"
+        if not bad:
+            where = f"on another rank ({rank}) is not finite"
         return f"The gradient {where}. Nothing was changed. nonfinite='skip' leaves such steps out."
 
     # -------------------------------------------------------------------- plan
@@ -520,7 +539,14 @@ class MuonOptimizer(torch.optim.Optimizer):
             self._complete_groups()
             key = self._plan_key(parameters)
             self._planned = PlannedStep(
-                key, self.param_groups, self._routes, self._all_views(), self._engine, self._replicate_group
+                key,
+                self.param_groups,
+                self._routes,
+                self._all_views(),
+                self._engine,
+                self._accumulation_steps,
+                self._replicate_group,
+                self._agreement_group,
             )
         return self._planned
 
@@ -673,6 +699,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_pattern_rules",
             "_is_built",
             "_tells_of_missing",
+            "_checks_for_twins",
             "_engine",
             "_router",
             "_routes",
@@ -681,29 +708,26 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_accumulation_steps",
         )
         # Process groups can't be copied; a copy that needs one is built anew.
-        nothing: dict[str, Any] = {"_planned": None, "_replicate_group": None, "_totals": {}, "_watched_model": None}
+        nothing: dict[str, Any] = {
+            "_planned": None,
+            "_replicate_group": None,
+            "_agreement_group": None,
+            "_agreement": None,
+            "_totals": {},
+            "_watched_model": None,
+        }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """What the ranks know before a step."""
-
-    updated: dict[int, Tensor]  # for every shared parameter, whether some rank has a gradient; on its device
-    largest: dict[int, Tensor]  # the largest entry of every gradient here, where the policy asks for it
-    news: Tensor
-    inert: bool  # whether this step only asks for state, on all ranks
 
 
 def _first_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
-def _largest_entries(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The largest absolute value of every gradient on the first one's device; NaN and infinity show in it."""
-    present = {position: grad for position, grad in gradients.items() if grad.numel() > 0}
-    if not present:
-        return {}
-    values = torch._foreach_norm(list(present.values()), ord=torch.inf)
-    device = values[0].device
-    return {i: value.to(device, torch.float64) for i, value in zip(present, values, strict=True)}
+def _are_finite(gradients: Iterable[Tensor]) -> bool:
+    """Return whether all gradients are finite; waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for grad in gradients:
+        if grad.numel() > 0:
+            by_device[grad.device].append(grad)
+    largest = [torch.stack(torch._foreach_norm(many, ord=torch.inf)) for many in by_device.values()]
+    return all(bool(values.isfinite().all()) for values in largest)

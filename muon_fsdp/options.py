@@ -69,7 +69,13 @@ ENGINE_OPTIONS = (
 
 
 # Arguments of the constructors that hold for the whole optimizer.
-ARGUMENTS = ("other_rule", "overrides", "replicate_group", *(option.name for option in ENGINE_OPTIONS))
+ARGUMENTS = (
+    "other_rule",
+    "overrides",
+    "replicate_group",
+    "agreement_group",
+    *(option.name for option in ENGINE_OPTIONS),
+)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.distributed import fingerprint, layouts_of, local, my_rank
+from muon_fsdp.distributed import layouts_of, local
 from muon_fsdp.engine import Work, run_stages, stage_label
 from muon_fsdp.fused import FusedStep, make_fused_step, not_fusable, signature_of
 from muon_fsdp.kernels.tables import FUSED_DTYPES
@@ -22,9 +21,11 @@ from muon_fsdp.matrix_sets import Entry
 from muon_fsdp.matrix_state import MatrixStates
 from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
+from muon_fsdp.process_groups import Ranks, make_group, my_rank
 from muon_fsdp.recorder import GraphRecorder, Recorder
 from muon_fsdp.routing import Route
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.shared_sets import SharedSets
 from muon_fsdp.state import State, working_dtype
 from muon_fsdp.views import MatrixView
 
@@ -39,7 +40,9 @@ class PlannedStep:
         routes: Sequence[Sequence[Route]],
         views: Sequence[Sequence[MatrixView | None]],
         engine: EngineOptions,
+        accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
+        agreement_group: dist.ProcessGroup | None,
     ) -> None:
         self.key = key
         self.has_state = False  # whether the state of all parameters was found to fit
@@ -47,7 +50,7 @@ class PlannedStep:
         self.is_plain = [not isinstance(parameter, DTensor) for parameter in self.parameters]
         self.layouts = layouts_of(self.parameters, replicate_group)
         self._engine = engine
-        self._names = names = [route.name for names in routes for route in names]
+        self.names = names = [route.name for names in routes for route in names]
         for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
             _check_placed(name, parameter, layout)
         specs = parameter_specs(groups, routes, views, self.layouts, engine)
@@ -64,35 +67,32 @@ class PlannedStep:
         entries = [_entry(spec) for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(entries, self.plan.stages) if entries else None
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
-        # Positions of parameters by the ranks that must agree about them; in one order on all ranks.
-        members: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for position, layout in enumerate(self.layouts):
-            if len(layout.ranks) > 1:
-                members[tuple(sorted(layout.ranks))].append(position)
-        self.shared = dict(sorted(members.items()))
-        # What every rank must have alike, written down when it is first compared: options may change until then.
-        self.descriptions: dict[tuple[int, ...], list[str]] = {}
+        self.shared = SharedSets(
+            groups, routes, self.layouts, engine, accumulation_steps, replicate_group, agreement_group
+        )
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
         self.graph: GraphRecorder | None = None
         self._graph_key: object = None
-        self.overlaps = dict.fromkeys(self.shared, True)  # whether a rank of the set belongs to other sets too
 
-    def describe(
-        self, groups: Sequence[Mapping[str, Any]], routes: Sequence[Sequence[Route]], engine_options: str
-    ) -> None:
-        self.descriptions = {
-            ranks: [engine_options, *_describe(positions, groups, routes, self.layouts)]
-            for ranks, positions in self.shared.items()
-        }
-        self.fingerprints = {ranks: fingerprint(lines) for ranks, lines in self.descriptions.items()}
+    def make_groups(self) -> None:
+        """Make the process groups that the stages and the numbers of matrices need; all of their ranks must do so."""
+        devices: dict[Ranks, torch.device] = {}
+        for stage in self.plan.stages:
+            if stage.exchange is not None:
+                devices[stage.exchange.ranks] = local(self.parameters[stage.units[0].position]).device
+        for own in self.matrices.sets if self.matrices is not None else ():
+            if len(own.ranks) > 1:
+                devices[tuple(sorted(own.ranks))] = own.classes[0].device
+        for ranks, device in sorted(devices.items()):
+            make_group(ranks, device, self.shared.like(ranks))
 
     def run(
         self,
         groups: Sequence[Mapping[str, Any]],
         states: Sequence[State],
         gradients: dict[int, Tensor],  # by position, local
-        updated: Mapping[int, Tensor],  # for shared parameters, whether some rank has a gradient
+        updated: Collection[int],  # positions for which some rank has a gradient
         divisor: int,  # of gradients
     ) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a graph if that was asked for."""
@@ -103,13 +103,23 @@ class PlannedStep:
                 gradients[position] = grad.contiguous()
         fused.fill_tables(shards, states, gradients, groups, updated, divisor)
         if self.matrices is not None:
-            self.matrices.look_up(groups, states, gradients, updated)
+            self.matrices.look_up(groups, states, updated)
         work = self._work(fused, shards, states, gradients, updated, divisor)
 
         def run(recorder: Recorder) -> None:
             if self.matrices is not None:
                 self.matrices.begin(shards, recorder)
-            run_stages(self.plan.stages, self.labels, groups, fused.stages, work, self._engine, recorder, self.matrices)
+            run_stages(
+                self.plan.stages,
+                self.labels,
+                groups,
+                fused.stages,
+                work,
+                updated,
+                self._engine,
+                recorder,
+                self.matrices,
+            )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
 
@@ -163,20 +173,17 @@ class PlannedStep:
         shards: Sequence[Tensor],
         states: Sequence[State],
         gradients: Mapping[int, Tensor],
-        updated: Mapping[int, Tensor],
+        updated: Collection[int],
         divisor: int,
     ) -> dict[int, Work]:
-        """What is left to do one by one: parameters with a gradient here, and those that may have one elsewhere."""
+        """Return what is left to do one by one."""
         work = {}
         for position, shard in enumerate(shards):
-            if fused.signature[position] is None and (position in gradients or position in updated):
-                state, dtype = states[position], self._dtypes[position]
+            if fused.signature[position] is None and position in updated:
+                state = states[position]
                 if not self.is_plain[position]:
                     state = {name: local(value) for name, value in state.items()}
-                if position in gradients:
-                    work[position] = Work(shard, state, dtype, gradients[position], divisor)
-                else:
-                    work[position] = Work.without_gradient(shard, state, dtype, updated[position])
+                work[position] = Work(shard, state, self._dtypes[position], gradients.get(position), divisor)
         return work
 
     def _refuse_what_has_no_graph(
@@ -192,7 +199,7 @@ class PlannedStep:
                 reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
             if reason is not None:
                 raise RuntimeError(
-                    f"cuda_graph=True can't capture the step: parameter {self._names[position]!r}: {reason}. "
+                    f"cuda_graph=True can't capture the step: parameter {self.names[position]!r}: {reason}. "
                     "Leave cuda_graph out."
                 )
 
@@ -205,11 +212,6 @@ class PlannedStep:
         if reason is None and grad is not None and grad.dtype not in FUSED_DTYPES:
             reason = f"its gradient is {grad.dtype}"
         return reason or rule.not_capturable(group)
-
-    @property
-    def compared(self) -> bool:
-        """Whether the ranks have been asked if they have the same plan."""
-        return bool(self.descriptions) or not self.shared
 
 
 def parameter_specs(
@@ -307,28 +309,3 @@ def _check_live(name: str, parameter: Tensor, layout: Layout) -> None:
     )
     if held != expected:
         raise RuntimeError(f"{where} holds a local tensor of shape {held} where its layout says {expected}")
-
-
-def _describe(
-    positions: Sequence[int],
-    groups: Sequence[Mapping[str, Any]],
-    routes: Sequence[Sequence[Route]],
-    layouts: Sequence[Layout],
-) -> list[str]:
-    """One line per parameter with all that must be equal on every rank."""
-    flat = [
-        (group, index, route) for group, names in zip(groups, routes, strict=True) for index, route in enumerate(names)
-    ]
-    lines = []
-    for position in positions:
-        group, index, route = flat[position]
-        names = sorted(("rule", *RULES[group["rule"]].all_options))
-        options = ", ".join(
-            f"{name}={float(group[name]) if isinstance(group[name], Tensor) else group[name]!r}" for name in names
-        )
-        parameter = group["params"][index]
-        lines.append(
-            f"parameter {route.name!r} {tuple(parameter.shape)} {parameter.dtype} {layouts[position].placements} "
-            f"with {options}"
-        )
-    return lines

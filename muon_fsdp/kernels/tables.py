@@ -98,7 +98,8 @@ class ListSpec:
 class ListValues:
     """Hold the tensors and scalars of a list in one step."""
 
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor | None]  # None: zero
+    updated: Sequence[bool]
     parameters: Sequence[Tensor]
     states: Sequence[Sequence[Tensor]]  # in the order of the layout
     lr: float | Tensor
@@ -125,12 +126,11 @@ class Tables:
         scalars: list[float] = []
         for spec, tensors, value in zip(self._specs, self.lists, values, strict=True):
             addresses = [0 if grad is None else grad.data_ptr() for grad in value.gradients]
-            updated = [int(grad is not None) for grad in value.gradients]
             addresses += [tensor.data_ptr() for tensor in value.parameters]
             addresses += [tensor.data_ptr() for row in value.states for tensor in row]
             tensors.aligned = tensors.aligned_chunks and reduce(or_, addresses, 0) % 16 == 0
             ints += addresses
-            ints += updated
+            ints += map(int, value.updated)
             lr = 0.0 if is_on_device(value.lr) else float(value.lr)
             scalars += [lr, *(value.scalars[name] for name in spec.layout.all_scalars[1:])]
         self._ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)
