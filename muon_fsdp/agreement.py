@@ -335,7 +335,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
         names = [name for name in one[1] if one[1][name] != other[1].get(name)]
         if one[0] != other[0]:
             text = f"rank {rank} has {one[0]} where rank {other_rank} has {other[0]}"
-            if "'param[" in text:
+            if "unnamed" in text:
                 text += ". Pass the model or named parameters, so that parameters can be told apart by their names"
             return text  # what follows is out of step
         here = ", ".join(f"{name}={one[1][name]}" for name in names)

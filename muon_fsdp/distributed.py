@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.layout import Layout, Tile, local_layout
 from muon_fsdp.plan import Exchange, Piece, Stage, make_gather_stage
-from muon_fsdp.process_groups import group_of, make_group, my_rank
+from muon_fsdp.process_groups import group_like, group_of, make_group, my_rank
 from muon_fsdp.recorder import Recorder
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
@@ -236,7 +236,7 @@ def gather_full(parameter: Tensor) -> Tensor:
         return shard.clone()
     layout = layout_of(parameter, None)
     if len(layout.ranks) > 1:
-        make_group(tuple(sorted(layout.ranks)), shard.device, parameter.device_mesh.get_group(0))
+        make_group(tuple(sorted(layout.ranks)), shard.device, group_like(parameter, None))
     stage = make_gather_stage(tuple(parameter.shape), layout, my_rank())
     exchange = StageExchange(stage, shard.reshape(-1))
     exchange.start_gather()

@@ -312,7 +312,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 )
             defaults = tuple(self._parameter_defaults(parameter, RULES[route.rule]).items())
             given_name = named[index] if named else None
-            routes.append(replace(route, defaults=defaults, given_name=given_name))
+            routes.append(replace(route, defaults=defaults, given_name=given_name, is_unnamed=not has_name))
         return routes
 
     def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:

@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.tensor import DTensor
 
 Ranks: TypeAlias = tuple[int, ...]  # in ascending order
 
@@ -68,6 +70,16 @@ def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | Non
     groups = _this_world().groups
     if key not in groups:
         groups[key] = _new_group(key[0], f"muon_fsdp/{name_of(key[0])}/{device.type}", _backend(device, like))
+
+
+def group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a group whose backend serves a parameter: of its mesh, or over which it is replicated; None: the world."""
+    if not isinstance(parameter, DTensor):
+        return replicate_group
+    try:
+        return parameter.device_mesh.get_group(0)
+    except RuntimeError:  # to DTensor equal meshes are one, and it has kept one of an earlier initialization
+        return None
 
 
 def next_meeting(name: str) -> int:

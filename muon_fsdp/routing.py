@@ -40,6 +40,7 @@ class Route:
     # Options that this parameter has where no group and no override says otherwise, as pairs.
     defaults: tuple[tuple[str, Any], ...] = ()
     given_name: str | None = None  # as the user wrote it, with what wrappers insert
+    is_unnamed: bool = False  # its name is only its number
 
 
 @dataclass(eq=False)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from muon_fsdp.agreement import Line, fingerprint
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.layout import Layout
 from muon_fsdp.options import EngineOptions
-from muon_fsdp.process_groups import Ranks
+from muon_fsdp.process_groups import Ranks, group_like
 from muon_fsdp.routing import Route
 from muon_fsdp.rules import RULES
 
@@ -53,7 +52,7 @@ class SharedSets:
             if len(layout.ranks) > 1:
                 members[tuple(sorted(layout.ranks))].append(position)
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
-            ranks: _group_like(parameters[positions[0]], replicate_group) for ranks, positions in members.items()
+            ranks: group_like(parameters[positions[0]], replicate_group) for ranks, positions in members.items()
         }
         if agreement_group is not None and dist.get_world_size(agreement_group) > 1:
             ranks = tuple(sorted(dist.get_process_group_ranks(agreement_group)))
@@ -121,9 +120,7 @@ def _value(option: object) -> object:
 
 
 def _line(route: Route, parameter: Tensor, layout: Layout, group: Group) -> Line:
-    title = f"parameter {route.name!r} of shape {tuple(parameter.shape)}"
+    # Where nobody gave names, a parameter may have another number on another rank.
+    which = "an unnamed parameter" if route.is_unnamed else f"parameter {route.name!r}"
+    title = f"{which} of shape {tuple(parameter.shape)}"
     return title, {"dtype": str(parameter.dtype), "placements": str(layout.placements), "rule": repr(group["rule"])}
-
-
-def _group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    return parameter.device_mesh.get_group(0) if isinstance(parameter, DTensor) else replicate_group

@@ -19,7 +19,7 @@ from muon_fsdp.distributed import add_up, layout_of, local
 from muon_fsdp.kernels import on_device
 from muon_fsdp.matrix_sets import Entry, MatrixSet, make_sets
 from muon_fsdp.option import PlannedOptions
-from muon_fsdp.process_groups import make_group, my_rank
+from muon_fsdp.process_groups import group_like, make_group, my_rank
 from muon_fsdp.recorder import Recorder
 from muon_fsdp.shard_products import ShardProducts, have_kernels
 from muon_fsdp.spectral import COLD_STEPS
@@ -232,7 +232,7 @@ def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
     dtype = working_dtype(shard.dtype)
     entry = Entry(0, view, layout_of(parameter, None), 0, "", PlannedOptions(), shard.device, dtype, True)
     if len(entry.layout.ranks) > 1:
-        make_group(tuple(sorted(entry.layout.ranks)), shard.device, parameter.device_mesh.get_group(0))
+        make_group(tuple(sorted(entry.layout.ranks)), shard.device, group_like(parameter, None))
     (matrices,) = make_sets([entry], my_rank())
     (only,) = matrices.classes
     subspace = torch.zeros(only.count, num_vectors(only.rows, only.cols), only.cols, dtype=dtype, device=shard.device)

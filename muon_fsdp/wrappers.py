@@ -22,7 +22,7 @@ def drifting_twin(names: Sequence[str], parameters: Sequence[Tensor]) -> int | N
     """Return another rank that has the same parameters, if nothing is known to keep them equal."""
     held = {id(parameter) for parameter in parameters}
     # DDP leaves no mark on parameters: this looks for it once, where the alternative is a wrong warning.
-    wrappers = [module for module in gc.get_objects() if type(module) is DistributedDataParallel]
+    wrappers = [module for module in gc.get_objects() if issubclass(type(module), DistributedDataParallel)]
     if any(id(parameter) in held for wrapper in wrappers for parameter in wrapper.parameters()):
         return None
     return twin([(name, tuple(parameter.shape)) for name, parameter in zip(names, parameters, strict=True)])

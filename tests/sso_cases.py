@@ -19,6 +19,7 @@ from muon_fsdp import distributed as muon_distributed
 from muon_fsdp.distributed import layout_of
 from muon_fsdp.matrix_sets import Entry, make_sets
 from muon_fsdp.option import PlannedOptions
+from muon_fsdp.process_groups import make_group
 from muon_fsdp.recorder import Recorder
 from muon_fsdp.spectral import compute_spectral_norm
 from muon_fsdp.state import num_vectors
@@ -112,6 +113,7 @@ def surveys_by_kernels() -> list[tuple[Tensor, Tensor]]:
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
     results = []
+    make_group(tuple(range(dist.get_world_size())), torch.device("cpu"), None)
     for placement in (Shard(0), Shard(1), Replicate()):  # rows of W x on one rank each, parts of them, and all of them
         matrix = torch.randn(9, 20, generator=generator)
         parameter = distribute_tensor(matrix, mesh, [placement])

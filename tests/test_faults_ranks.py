@@ -1,0 +1,540 @@
+"""Ranks and process groups."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.distributed import local
+from tests.distributed_cases import lay_out, make_model, train
+from tests.pool import RankPool
+from tests.promises import promise
+
+OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer]
+ROWS = (Shard(0),)
+LIMIT = 60.0  # seconds for a case that must not hang
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def warnings_of(act: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(warning.message) for warning in caught if "drift apart" in str(warning.message)]
+
+
+def sharded(value: Tensor, mesh: DeviceMesh, placements: Any = ROWS) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None))
+
+
+def give_gradients(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.ndim))
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+
+
+# ------------------------------------------------------------------------------------------------------- replicas
+
+
+def nothing_is_shared(kind: str) -> list[str]:
+    """The warnings of three steps."""
+    model: nn.Module = net()
+    options: dict[str, Any] = {}
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+        parameters: Any = list(model.parameters())
+    elif kind == "stages":  # other parameters on every rank
+        parameters = [(f"{dist.get_rank()}.{name}", p) for name, p in model.named_parameters()]
+    else:
+        parameters = model.named_parameters() if kind == "named" else model
+        options = {"replicate_group": dist.group.WORLD} if kind == "replicated" else {}
+    optimizer = MuonOptimizer(parameters, **options)
+
+    def steps() -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, seed=step * dist.get_world_size() + dist.get_rank())
+            optimizer.step()
+
+    return warnings_of(steps)
+
+
+@promise(
+    "Several ranks train the same parameters and nothing shards or replicates them",
+    "One warning at the first step: the ranks will drift apart",
+)
+@pytest.mark.parametrize("kind", ["model", "named"])
+def test_replicas_that_drift_apart_are_told(ranks: RankPool, kind):
+    for rank, texts in enumerate(ranks.run(2, nothing_is_shared, kind)):
+        assert len(texts) == 1
+        assert f"Ranks {1 - rank} and {rank} train the same parameters" in texts[0]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "stages", "replicated"])
+def test_no_warning_where_replicas_are_kept_equal_or_are_none(ranks: RankPool, kind):
+    assert ranks.run(2, nothing_is_shared, kind) == [[], []]
+
+
+def ddp_over_tensor_parallel() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    return [error_of(lambda make=make: make(model)) for make in OPTIMIZERS]
+
+
+@promise(
+    "DDP is given a `device_mesh` over tensor-parallel parameters, and puts local shards in their place",
+    "Refused, with `fully_shard` named in its place",
+)
+def test_ddp_over_tensor_parallel_parameters_is_refused(ranks: RankPool):
+    for texts in ranks.run(4, ddp_over_tensor_parallel):
+        for text in texts:
+            assert "DDP(model, device_mesh=...) is not supported" in text
+            assert "fully_shard" in text
+
+
+class OwnExpert(nn.Module):
+    """A layer that all ranks share, and one that differs from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(8, 8)
+        torch.manual_seed(1 + dist.get_rank())
+        self.expert = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(torch.tanh(self.shared(x)))
+
+
+def ddp_with_ignored(make: str) -> tuple[float, float, list[int]]:
+    """How far the ignored and the shared weights are from one device, and how many matrices this rank computed."""
+    model = OwnExpert()
+    names = [f"expert.{leaf}" for leaf in ("weight", "bias")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    alone = OwnExpert()
+    options = {"lr": 0.1, "orthogonalization": "exact"}
+    optimizer = OPTIMIZERS[make == "fsdp"](wrapped, **options)
+    reference = OPTIMIZERS[make == "fsdp"](alone, **options)
+    owners = [row.num_owners for row in optimizer.plan_report().rows]
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(wrapped, seed=10 * step + dist.get_rank())
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.clone()
+            if name.startswith("shared"):
+                equal = [torch.zeros_like(q.grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(equal, q.grad)
+                assert all(torch.equal(one, q.grad) for one in equal)
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reference.step()
+    ignored = float((model.expert.weight - alone.expert.weight).abs().max())
+    return ignored, float((model.shared.weight - alone.shared.weight).abs().max()), owners
+
+
+@promise(
+    "DDP is told to ignore parameters, such as the experts of one rank",
+    "They are updated on their own rank; the others are replicas over which the work is split",
+)
+@pytest.mark.parametrize("make", ["muon", "fsdp"])
+def test_parameters_that_ddp_ignores_stay_on_their_rank(ranks: RankPool, make):
+    for ignored, shared, _ in ranks.run(2, ddp_with_ignored, make):
+        assert ignored < 1e-6
+        assert shared < 1e-6
+
+
+def replicated_work() -> int:
+    """Matrices that this rank orthogonalizes in a step of a DDP model."""
+    from muon_fsdp.rules import RULES
+
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
+    optimizer = MuonOptimizer(model, strategy="owner")
+    model(torch.ones(2, 64)).sum().backward()
+    computed = 0
+    direction = type(RULES["muon"]).direction
+
+    def counted(self: Any, batch: Any) -> None:
+        nonlocal computed
+        computed += batch.matrices.shape[0]
+        direction(self, batch)
+
+    with patch.object(type(RULES["muon"]), "direction", counted):
+        optimizer.step()
+    return computed
+
+
+@promise("`MuonOptimizer` is given a DDP model", "The work is split over DDP's ranks, as by `FSDPMuonOptimizer`")
+def test_the_work_of_a_ddp_model_is_split(ranks: RankPool):
+    assert ranks.run(2, replicated_work) == [4, 4]
+
+
+# ---------------------------------------------------------------------------------------------------- process groups
+
+
+def groups_with_a_history() -> float:
+    """Two stages of 2 x 2 ranks each, after ranks 0 and 4 have made a group that the others know nothing of."""
+    if dist.get_rank() in (0, 4):
+        dist.new_group([0, 4], use_local_synchronization=True)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "replicate", "shard"))
+    model = net()
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    alone = net()
+    for module in (model, alone):
+        optimizer = MuonOptimizer(module.named_parameters(), lr=0.1, orthogonalization="exact")
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(module, step)
+            optimizer.step()
+    return max(
+        float((p.full_tensor() - q).abs().max()) for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+    )
+
+
+@promise(
+    "Some ranks have made process groups that others know nothing of",
+    "No effect: groups are named by their ranks, and found through the store",
+)
+def test_the_history_of_process_groups_does_not_matter(ranks: RankPool):
+    assert max(ranks.run(8, groups_with_a_history, timeout=LIMIT)) < 1e-5
+
+
+def groups_in_use() -> tuple[int, int]:
+    """Collectives of a step on groups of torch's, and on others, though rank 0 has asked for a plan by itself."""
+    module, data_rank, data_size = lay_out(make_model(), "hsdp")
+    optimizer = FSDPMuonOptimizer(module)
+    if dist.get_rank() == 0:
+        optimizer.plan_report()
+    mesh = module.lm_head.weight.device_mesh
+    foreign = {dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))}
+    seen: list[bool] = []
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+
+    def spy(name: str) -> Callable[..., Any]:
+        def call(*args: Any, group: Any = None, **options: Any) -> Any:
+            seen.append(group is None or group in foreign)
+            return originals[name](*args, group=group, **options)
+
+        return call
+
+    train(module, optimizer, range(1), data_rank, data_size)
+    with (
+        patch.object(dist, "all_reduce", spy("all_reduce")),
+        patch.object(dist, "all_to_all_single", spy("all_to_all_single")),
+    ):
+        optimizer.step()
+    return sum(seen), len(seen) - sum(seen)
+
+
+@promise("FSDP2 uses its communicators while a step runs", "No effect: ours are our own")
+def test_no_group_of_torch_is_borrowed(ranks: RankPool):
+    for foreign, own in ranks.run(4, groups_in_use):
+        assert foreign == 0
+        assert own > 0
+
+
+def second_world() -> bool:
+    """Train, shut torch.distributed down, start it again, and go on with the same optimizer."""
+    import tempfile
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    model = net()
+    optimizer = MuonOptimizer(model.named_parameters(), replicate_group=dist.group.WORLD)
+    backward(model)
+    optimizer.step()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder[0]}/store", rank=rank, world_size=size)
+    again = MuonOptimizer(model.named_parameters(), replicate_group=dist.group.WORLD)
+    before = model[0].weight.detach().clone()
+    again.step()
+    return not torch.equal(before, model[0].weight)
+
+
+@promise("torch.distributed is shut down and started again", "An optimizer that is built then makes new groups")
+def test_another_initialization_of_torch_distributed(ranks: RankPool):
+    assert all(ranks.run(2, second_world, timeout=LIMIT))
+
+
+# -------------------------------------------------------------------------------------------------------- agreement
+
+
+def nan_far_away(sets: list[list[int]]) -> list[float]:
+    """Skipped steps, and whether all went on afterwards, where sets of ranks overlap in a chain."""
+    parameters = []
+    for ranks in sets:
+        mesh = DeviceMesh("cpu", ranks)
+        if mesh.get_coordinate() is not None:
+            parameters.append(sharded(torch.randn(6, 5), mesh))
+    if not parameters:
+        return [1.0, 1.0]
+    optimizer = MuonOptimizer(parameters, nonfinite="skip")
+    for step in range(3):
+        give_gradients(parameters)
+        if step == 1 and dist.get_rank() == sets[-1][-1]:
+            local(parameters[-1].grad).fill_(torch.nan)
+        optimizer.step()
+    finite = all(bool(p.to_local().isfinite().all()) for p in parameters)
+    return [optimizer.metrics()["skipped_steps"], float(finite)]
+
+
+CUBE = [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@promise(
+    "One rank sees a NaN, and ranks that share no parameter with it depend on it all the same",
+    "All of them skip the step",
+)
+@pytest.mark.parametrize(
+    ("world_size", "sets"), [(5, [[0, 1], [1, 2], [2, 3], [3, 4]]), (8, CUBE), (4, [[0, 1], [0, 1, 2], [2, 3]])]
+)
+def test_news_reach_every_rank(ranks: RankPool, world_size, sets):
+    assert ranks.run(world_size, nan_far_away, sets, timeout=LIMIT) == [[1.0, 1.0]] * world_size
+
+
+def reductions() -> tuple[int, int]:
+    """Reductions of a step under FSDP2 x tensor parallelism, and sets of ranks that this rank shares."""
+    module, data_rank, data_size = lay_out(make_model(hidden=32), "fsdp_tp")
+    optimizer = MuonOptimizer(module.named_parameters())
+    train(module, optimizer, range(2), data_rank, data_size)
+    count, original = 0, dist.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*args, **options)
+
+    sets = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in module.parameters()}
+    with patch.object(dist, "all_reduce", counted):
+        optimizer.step()
+    return count, len(sets)
+
+
+def test_one_reduction_agrees_for_all_sets_of_ranks(ranks: RankPool):
+    assert ranks.run(4, reductions) == [(1, 2)] * 4
+
+
+def numbers_of_one_rank(name: str, value: object, make: str) -> list[str]:
+    """Change an option on rank 1 after two steps; the errors of the next two."""
+    module, data_rank, data_size = lay_out(make_model(), "ddp" if make == "ddp" else "fsdp")
+    optimizer = FSDPMuonOptimizer(module, rule="normuon" if name == "beta2" else "muon")
+    train(module, optimizer, range(2), data_rank, data_size)
+    if dist.get_rank() == 1:
+        index = 1 if name == "betas" else 0
+        assert name in optimizer.param_groups[index]
+        optimizer.param_groups[index][name] = value
+    return [error_of(optimizer.step) for _ in range(2)]
+
+
+@promise(
+    "lr, weight decay, momentum, betas or any option is changed on one rank only",
+    "All ranks raise before anything is changed, and say what differs",
+)
+@pytest.mark.parametrize("make", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", 0.01), ("weight_decay", 0.5), ("momentum", 0.5), ("betas", (0.5, 0.9)), ("ns_steps", 3), ("beta2", 0.5)],
+)
+def test_numbers_that_differ_between_ranks_are_told(ranks: RankPool, name, value, make):
+    for texts in ranks.run(2, numbers_of_one_rank, name, value, make, timeout=LIMIT):
+        for text in texts:
+            assert "Ranks disagree about what to optimize: parameter" in text
+            assert f"rank 1 has {name}={value!r}" in text
+            assert text.count("=") == 2  # what is equal is not printed
+
+
+def bad_option_on_one_rank() -> list[str]:
+    """Set what no check admits on rank 1; every rank's error, and whether training goes on when it is put right."""
+    module, data_rank, data_size = lay_out(make_model(), "fsdp")
+    optimizer = MuonOptimizer(module.named_parameters())
+    train(module, optimizer, range(1), data_rank, data_size)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["ns_steps"] = -1
+    try:
+        optimizer.step()
+        text = ""
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+    optimizer.param_groups[0]["ns_steps"] = 5
+    train(module, optimizer, range(1, 3), data_rank, data_size)
+    return [text]
+
+
+@promise("One rank can't plan its step", "All ranks raise, with that rank's reason; a later step is as usual")
+def test_a_rank_that_fails_tells_the_others(ranks: RankPool):
+    results = ranks.run(3, bad_option_on_one_rank, timeout=LIMIT)
+    assert "ns_steps" in results[1][0]
+    for (text,) in (results[0], results[2]):
+        assert text.startswith("Rank 1 can't take this step, so none does: ")
+        assert "ns_steps" in text
+
+
+def parameters_of_one_rank() -> list[str]:
+    """Add a parameter on rank 1 only, then on both; the errors, and whether it is trained in the end."""
+    mesh = init_device_mesh("cpu", (2,))
+    first, second = (sharded(torch.randn(6, 4), mesh) for _ in range(2))
+    optimizer = MuonOptimizer([("first", first)])
+    give_gradients([first, second])
+    optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.add_param_group({"params": [("second", second)]})
+    texts = [error_of(optimizer.step)]
+    if dist.get_rank() == 0:
+        optimizer.add_param_group({"params": [("second", second)]})
+    before = second.to_local().clone()
+    give_gradients([first, second])
+    texts.append(error_of(optimizer.step))
+    assert not torch.equal(before, second.to_local())
+    return texts
+
+
+@promise("Parameters are added on some ranks only", "All ranks raise; when the others have added them too, it goes on")
+def test_parameters_added_on_one_rank(ranks: RankPool):
+    for first, second in ranks.run(2, parameters_of_one_rank, timeout=LIMIT):
+        assert "rank 1 has other parameters than at the last step, rank 0 has the same" in first
+        assert second == ""
+
+
+def many_parameters(counts: tuple[int, int]) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [sharded(torch.zeros(2), mesh) for _ in range(counts[dist.get_rank()])]
+    return error_of(MuonOptimizer([(f"p{i}", p) for i, p in enumerate(parameters)]).step)
+
+
+@promise("Ranks have different numbers of parameters", "All ranks raise, and name the first that is not on both")
+@pytest.mark.parametrize("counts", [(1024, 1025), (3, 2)])
+def test_different_numbers_of_parameters(ranks: RankPool, counts):
+    for text in ranks.run(2, many_parameters, counts, timeout=LIMIT):
+        more = counts.index(max(counts))
+        assert "Ranks disagree" in text
+        assert f"parameter 'p{min(counts)}' of shape (2,)" in text
+        assert ("rank 0 has nothing" if more else "rank 1 has nothing") in text
+
+
+def uneven_experts() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    width = 4 + dist.get_rank()
+    parameters = [sharded(torch.zeros(width, 4), mesh, (Replicate(),))]
+    return error_of(MuonOptimizer(parameters).step)
+
+
+def test_unnamed_parameters_that_differ_hint_at_names(ranks: RankPool):
+    for text in ranks.run(2, uneven_experts, timeout=LIMIT):
+        assert "rank 0 has an unnamed parameter of shape (4, 4) where rank 1 has" in text
+        assert "Pass the model or named parameters" in text
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def sparse_gradient() -> list[str]:
+    """A sparse gradient on rank 1 at the first step, and at a later one."""
+    texts = []
+    for steps_before in (0, 1):
+        weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+        optimizer = MuonOptimizer([("weight", weight)], replicate_group=dist.group.WORLD)
+        for _ in range(steps_before):
+            weight.grad = torch.ones(6, 4)
+            optimizer.step()
+        weight.grad = torch.ones(6, 4).to_sparse() if dist.get_rank() == 1 else torch.ones(6, 4)
+        texts.append(error_of(optimizer.step))
+        weight.grad = torch.ones(6, 4)
+        optimizer.step()
+    return texts
+
+
+@promise("One rank has a sparse gradient for a matrix", "All ranks raise, and name the rank and the parameter")
+def test_a_sparse_gradient_on_one_rank(ranks: RankPool):
+    results = ranks.run(2, sparse_gradient, timeout=LIMIT)
+    for text in results[1]:
+        assert text.startswith("Sparse gradients are not supported")
+    for text in results[0]:
+        assert text.startswith("Rank 1 can't take this step")
+        assert "'weight'" in text
+
+
+def partial_on_one_rank(placements: Any) -> float:
+    """A gradient that lies otherwise than its parameter on rank 1, and none on rank 0: the distance from one device."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(6, 4, generator=generator) for _ in range(2))
+    parameter, alone = sharded(start, mesh), nn.Parameter(start.clone())
+    # Rank 0 stands for zeros: as a summand, as rows or as columns.
+    value = {"Partial": grad, "Shard": grad[:, 2:]}[type(placements[0]).__name__]
+    if dist.get_rank() == 1:
+        parameter.grad = DTensor.from_local(value.clone(), mesh, placements, shape=(6, 4), stride=(4, 1))
+    alone.grad = grad if isinstance(placements[0], Partial) else torch.cat([torch.zeros(6, 2), grad[:, 2:]], 1)
+    MuonOptimizer([("weight", parameter)]).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        MuonOptimizer([("weight", alone)]).step()
+    return float((parameter.full_tensor() - alone).abs().max())
+
+
+@promise(
+    "A gradient of partial sums, or laid out otherwise than its parameter, is missing on some ranks",
+    "It counts as zero there, as a gradient in the parameter's own layout does",
+)
+@pytest.mark.parametrize("placements", [(Partial(),), (Shard(1),)])
+def test_partial_gradients_that_are_missing_on_some_ranks(ranks: RankPool, placements):
+    assert max(ranks.run(2, partial_on_one_rank, placements, timeout=LIMIT)) < 1e-6
+
+
+def mixed_gradients() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = sharded(torch.ones(6, 4), mesh)
+    placement = Partial() if dist.get_rank() == 1 else Shard(0)
+    part = torch.ones(6, 4) if dist.get_rank() == 1 else torch.ones(3, 4)
+    parameter.grad = DTensor.from_local(part, mesh, [placement], run_check=False, shape=(6, 4), stride=(4, 1))
+    return error_of(MuonOptimizer([("weight", parameter)]).step)
+
+
+@promise("Gradients of one parameter are laid out differently on its ranks", "All ranks raise, and name it")
+def test_gradients_that_lie_differently(ranks: RankPool):
+    for text in ranks.run(2, mixed_gradients, timeout=LIMIT):
+        assert "gradients of parameter 'weight' are laid out differently on its ranks" in text
+
+
+def plain_gradient() -> str:
+    parameter = sharded(torch.ones(6, 4), init_device_mesh("cpu", (2,)))
+    parameter.grad = torch.ones(6, 4)
+    return error_of(MuonOptimizer([("weight", parameter)]).step)
+
+
+@promise("A DTensor is given a plain, whole gradient", "An error that names it and `distribute_tensor`")
+def test_a_plain_gradient_of_a_dtensor_is_named(ranks: RankPool):
+    for text in ranks.run(2, plain_gradient, timeout=LIMIT):
+        assert "gradient of parameter 'weight' is a plain tensor of shape (6, 4)" in text
+        assert "distribute_tensor" in text
