@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,6 +118,46 @@ def overlap() -> tuple[bool, bool]:
         StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
     torch.cuda.synchronize()
     return observed[0]
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def changed_on_one_rank(name: str, value: object, cuda_graph: bool) -> list[str]:
+    """Change an option on rank 1 after some steps; the errors of the next two."""
+    model = sharded_net()
+    optimizer = FSDPMuonOptimizer(model, cuda_graph=cuda_graph)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0][name] = value
+    return [error_of(optimizer.step) for _ in range(2)]
+
+
+def agreement_beside_backward() -> bool:
+    """Whether a step was launched, its agreement included, while the device was still busy with what came before."""
+    model = sharded_net()
+    optimizer = FSDPMuonOptimizer(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(6_000_000_000)  # seconds of work on the computing stream
+    end = torch.cuda.Event()
+    end.record()
+    optimizer.step()
+    still_busy = not end.query()
+    torch.cuda.synchronize()
+    return still_busy
 
 
 def peak_of_step(kind: str, width: int, num_blocks: int, max_stage_bytes: int) -> dict[str, float]:

@@ -35,6 +35,18 @@ def test_the_next_stage_is_gathered_while_one_computes(nccl: RankPool):
         assert still_computing
 
 
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("ns_steps", 3)])
+def test_what_is_changed_on_one_rank_is_told_on_all(nccl: RankPool, name, value, cuda_graph):
+    for texts in nccl.run(2, nccl_cases.changed_on_one_rank, name, value, cuda_graph, timeout=120):
+        for text in texts:
+            assert f"rank 1 has {name}={value}" in text
+
+
+def test_agreement_does_not_wait_for_gradients(nccl: RankPool):
+    assert all(nccl.run(2, nccl_cases.agreement_beside_backward))
+
+
 def test_memory_beyond_weights_gradients_and_momentum_is_bounded_by_stages(nccl: RankPool):
     bound = 8 * 2**20
     for result in nccl.run(2, nccl_cases.peak_of_step, "muon", 1024, 8, bound):

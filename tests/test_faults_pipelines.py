@@ -1,0 +1,173 @@
+"""Pipeline stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp import FSDPMuonOptimizer
+from muon_fsdp.distributed import local
+from tests.pool import RankPool
+from tests.promises import promise
+
+WIDTH, NUM_LAYERS, MICRO_BATCHES, BATCH = 8, 4, 4, 16
+OPTIONS: dict[str, Any] = {"lr": 0.05, "adamw_lr": 0.01, "orthogonalization": "exact"}
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # so that the groups of stages have names of their own
+
+
+class Layers(nn.Module):
+    """Some layers of a net, by their numbers in the whole."""
+
+    def __init__(self, numbers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for number in numbers:
+            torch.manual_seed(number)
+            self.layers[str(number)] = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Pipeline:
+    """Two stages of two ranks each: 1F1B between them, FSDP2 inside."""
+
+    def __init__(self, **options: Any) -> None:
+        self.mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+        self.number = self.mesh["stage"].get_local_rank()
+        half = NUM_LAYERS // 2
+        self.model = Layers(range(self.number * half, (self.number + 1) * half))
+        for layer in self.model.layers.values():
+            fully_shard(layer, mesh=self.mesh["data"])
+        fully_shard(self.model, mesh=self.mesh["data"])
+        group = self.mesh["stage"].get_group()
+        stage = PipelineStage(self.model, self.number, 2, torch.device("cpu"), group=group)
+        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
+        self.optimizer = FSDPMuonOptimizer(self.model, **OPTIONS, **options)
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        inputs, targets = (part.chunk(2)[self.mesh["data"].get_local_rank()] for part in batch(step))
+        if self.number == 0:
+            self.schedule.step(inputs)
+        else:
+            self.schedule.step(target=targets)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.backward(step)
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        return {"model": self.model.state_dict(), "optimizer": optimizer}
+
+    def weights(self) -> dict[str, Tensor]:
+        full = {name: p.full_tensor() for name, p in self.model.named_parameters() if isinstance(p, DTensor)}
+        assert len(full) == len(list(self.model.parameters()))
+        return full
+
+
+def train_and_resume(folder: str) -> tuple[float, float]:
+    """How far four steps, two of them after resuming, are from one device; and from four steps without a break."""
+    alone = Layers(range(NUM_LAYERS))
+    optimizer = FSDPMuonOptimizer(alone, **OPTIONS)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(alone(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+    expected = dict(alone.named_parameters())
+
+    whole, first, second = Pipeline(), Pipeline(), Pipeline()
+    whole.train(range(4))
+    first.train(range(2))
+    dcp.save(
+        {
+            "model": first.model.state_dict(),
+            "optimizer": get_optimizer_state_dict(first.model, first.optimizer, options=FLAT),
+        },
+        checkpoint_id=folder,
+    )
+    state = {
+        "model": second.model.state_dict(),
+        "optimizer": get_optimizer_state_dict(second.model, second.optimizer, options=FLAT),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    second.model.load_state_dict(state["model"])
+    set_optimizer_state_dict(second.model, second.optimizer, state["optimizer"], options=FLAT)
+    second.train(range(2, 4))
+    resumed, unbroken = second.weights(), whole.weights()
+    far = max(float((value - expected[name]).abs().max()) for name, value in resumed.items())
+    return far, max(float((value - unbroken[name]).abs().max()) for name, value in resumed.items())
+
+
+@promise(
+    "A model is trained by 1F1B of `torch.distributed.pipelining`, with FSDP2 in every stage, and resumed",
+    "The same weights as on one device",
+)
+def test_a_pipeline_trains_and_resumes(ranks: RankPool, tmp_path):
+    for from_one_device, from_unbroken in ranks.run(4, train_and_resume, str(tmp_path / "checkpoint"), timeout=120):
+        assert from_one_device < 1e-5
+        assert from_unbroken == 0
+
+
+def nan_in_one_stage(agrees: bool) -> tuple[float, bool]:
+    """Skipped steps, and whether the weights are those from before the step with a NaN in the last stage."""
+    pipeline = Pipeline(nonfinite="skip", agreement_group=dist.group.WORLD if agrees else None)
+    pipeline.train(range(2))
+    before = pipeline.weights()
+    pipeline.backward(2)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        local(next(pipeline.model.parameters()).grad).fill_(torch.nan)
+    pipeline.optimizer.step()
+    after = pipeline.weights()
+    return pipeline.optimizer.metrics()["skipped_steps"], all(torch.equal(before[n], after[n]) for n in before)
+
+
+@promise(
+    'One pipeline stage sees a NaN under `nonfinite="skip"`',
+    "With `agreement_group=` all stages leave out the step; without it the ranks that share parameters do",
+)
+@pytest.mark.parametrize("agrees", [True, False])
+def test_stages_skip_a_step_together(ranks: RankPool, agrees):
+    results = ranks.run(4, nan_in_one_stage, agrees, timeout=120)
+    assert results[2:] == [(1.0, True)] * 2
+    assert results[:2] == ([(1.0, True)] * 2 if agrees else [(0.0, False)] * 2)
+
+
+def plain_stages() -> float:
+    """Ranks that share no parameter at all: skipped steps of every one."""
+    layer = nn.Linear(4, 4 + dist.get_rank())
+    optimizer = FSDPMuonOptimizer(layer, nonfinite="skip", agreement_group=dist.group.WORLD)
+    for step in range(3):
+        optimizer.zero_grad()
+        layer(torch.ones(2, 4)).sum().backward()
+        if step == 1 and dist.get_rank() == 2:
+            layer.weight.grad[0, 0] = torch.inf
+        optimizer.step()
+    return optimizer.metrics()["skipped_steps"]
+
+
+def test_ranks_that_share_nothing_agree(ranks: RankPool):
+    assert ranks.run(3, plain_stages, timeout=60) == [1.0] * 3
