@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from muon_fsdp.distributed import StageExchange
 from muon_fsdp.fused import FusedStage
 from muon_fsdp.matrix_state import MatrixStates
+from muon_fsdp.metrics import Samples
 from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import Batch, Member, Stage
 from muon_fsdp.recorder import Recorder
@@ -48,6 +49,7 @@ def run_stages(
     engine: EngineOptions,
     recorder: Recorder,
     matrices: MatrixStates | None = None,
+    samples: Samples | None = None,
 ) -> None:
     """Run every stage. While one computes, the next is being gathered, the one before it scattered and, where there are
     replicas of several ranks, the one before that forwarded to them."""
@@ -56,7 +58,7 @@ def run_stages(
     forwarding: _StageRun | None = None
     num_travelling = 0
     for number, (stage, label, part) in enumerate(zip(stages, labels, fused, strict=True)):
-        run = _StageRun(number, stage, label, groups, part, work, engine, recorder, matrices)
+        run = _StageRun(number, stage, label, groups, part, work, engine, recorder, matrices, samples)
         # All ranks of a stage must decide alike: by what they have agreed on. A captured step holds every stage.
         if run.present.isdisjoint(updated) and not engine.cuda_graph:
             continue
@@ -110,6 +112,7 @@ class _StageRun:
         engine: EngineOptions,
         recorder: Recorder,
         matrices: MatrixStates | None,
+        samples: Samples | None,
     ) -> None:
         self.number, self.stage, self.label, self.rule = number, stage, label, RULES[stage.rule]
         self.fused, self.work = fused, work
@@ -123,7 +126,7 @@ class _StageRun:
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
-        self._groups, self._engine, self._recorder = groups, engine, recorder
+        self._groups, self._engine, self._recorder, self._samples = groups, engine, recorder, samples
         self._matrices = matrices if self.rule.has_matrix_numbers else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
@@ -256,12 +259,15 @@ class _StageRun:
         stage = self.stage
         options = stage.batches[number].options
         if self._matrices is None:
-            self.rule.direction(MatrixBatch(matrices, update, options, inverse_norms=inverse_norms))
-            return
-        place = self._matrices.place(self.number, stage, number, members)
-        batch = self._matrices.batch(options, place, matrices, update, inverse_norms)
-        self.rule.direction(batch)
-        self._matrices.take(stage, stage.units[members[0].unit].owner, place, batch)
+            batch = MatrixBatch(matrices, update, options, inverse_norms=inverse_norms)
+            self.rule.direction(batch)
+        else:
+            place = self._matrices.place(self.number, stage, number, members)
+            batch = self._matrices.batch(options, place, matrices, update, inverse_norms)
+            self.rule.direction(batch)
+            self._matrices.take(stage, stage.units[members[0].unit].owner, place, batch)
+        if self._samples is not None:
+            self._samples.take(self.number, stage, number, batch)
 
 
 def _start_of_run(stage: Stage, batch: Batch) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, overload
@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +35,7 @@ from muon_fsdp.groups import (
     with_lists,
 )
 from muon_fsdp.kernels import on_device
+from muon_fsdp.metrics import numbers_of, whole_samples
 from muon_fsdp.newton_schulz import without_autocast
 from muon_fsdp.option import canonical
 from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
@@ -42,7 +44,7 @@ from muon_fsdp.planned import PlannedStep, parameter_specs
 from muon_fsdp.process_groups import Ranks, my_rank, num_ranks
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
-from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, MatrixBatch, Rule, rule_named
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule, rule_named
 from muon_fsdp.signature import UNSET, show_options
 from muon_fsdp.views import MatrixView, matrix_view
 from muon_fsdp.wrappers import drifting_twin, replicate_group_of
@@ -368,6 +370,7 @@ class MuonOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # torch.compile(optimizer.step) would take minutes over what are launches of kernels already
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; the others, their state included, are left as they are.
@@ -614,58 +617,23 @@ class MuonOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may ask alone. Rules add their own.
 
-        Nothing is kept for most of them during training: updates of a sample, one matrix of every shape that this
-        rank holds whole, are computed when asked for, from the momentum as it is.
+        Nothing is kept for most of them during training: updates of a sample, one matrix of every shape that this rank
+        computes, are computed when asked for, from the momentum as it is. Of matrices that are sharded, they are those
+        of the first step after the last time that somebody asked.
 
         Keys:
             skipped_steps: steps left out by `nonfinite="skip"` since the optimizer was made.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
-                where there is no sample: before the first step, where all matrices are sharded, and under rules that
-                need statistics of the weights.
+                where there is no sample: before the first step, and where other ranks compute all matrices.
             update_rms: the mean over the sample of lr times the root mean square of the update. Absent likewise.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         planned = self._current_plan()
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
-        residuals, sizes = [], []
         with torch.no_grad():
-            for lr, rule, batch in self._samples(planned):
-                rule.direction(batch)
-                sizes.append(lr * float(batch.update.square().mean().sqrt()))
-                residual = rule.residual(batch)
-                if residual is not None:
-                    residuals.append(float(residual.max()))
-        if residuals:
-            numbers["orthogonality_residual"] = max(residuals)
-        if sizes:
-            numbers["update_rms"] = sum(sizes) / len(sizes)
-        return numbers
-
-    def _samples(self, planned: PlannedStep) -> Iterator[tuple[float, Rule, MatrixBatch]]:
-        """Yield one matrix of every batch that this rank holds whole, with its lr and rule.
-
-        Rules that need statistics of W are left out: these are found by all ranks together.
-        """
-        group_of = [group for group in self.param_groups for _ in group["params"]]
-        for stage in planned.plan.stages:
-            rule = RULES[stage.rule]
-            for batch in stage.batches if not rule.statistics else ():
-                member = batch.members[0]
-                unit = stage.units[member.unit]
-                parameter = planned.parameters[unit.position]
-                state = self.state.get(parameter)
-                if not state or "momentum_buffer" not in state or local(parameter).shape != unit.tile.shape:
-                    continue
-                momentum = unit.view.split(local(state["momentum_buffer"]))[member.block][member.start].unsqueeze(0)
-                numbers = {
-                    spec.name: torch.zeros(
-                        1, *spec.shape_of_matrix(batch.rows, batch.cols), dtype=momentum.dtype, device=momentum.device
-                    )
-                    for spec in rule.matrix_state
-                }
-                sample = MatrixBatch(momentum, torch.empty_like(momentum), batch.options, numbers)
-                yield float(group_of[unit.position]["lr"]), rule, sample
+            samples = [*whole_samples(planned.plan.stages, planned.parameters, self.state), *planned.samples.ask()]
+        return numbers | numbers_of(samples, self.param_groups)
 
     # -------------------------------------------------------- state and copies
 

@@ -19,6 +19,7 @@ from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.layout import Layout, LayoutError, local_layout
 from muon_fsdp.matrix_sets import Entry
 from muon_fsdp.matrix_state import MatrixStates
+from muon_fsdp.metrics import Samples
 from muon_fsdp.options import EngineOptions
 from muon_fsdp.plan import ParameterSpec, Plan, StageOutline, make_outline, make_plan
 from muon_fsdp.process_groups import Ranks, make_group, my_rank
@@ -66,6 +67,7 @@ class PlannedStep:
         self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
         entries = [_entry(spec) for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(entries, self.plan.stages) if entries else None
+        self.samples = Samples(self.plan.stages, self.parameters)
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
         self.shared = SharedSets(
             groups, routes, self.layouts, engine, accumulation_steps, replicate_group, agreement_group
@@ -119,12 +121,14 @@ class PlannedStep:
                 self._engine,
                 recorder,
                 self.matrices,
+                self.samples if self.samples.wanted else None,
             )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
 
-        if not self._engine.cuda_graph:
+        if not self._engine.cuda_graph or self.samples.wanted:  # which what was captured does not take
             run(Recorder())
+            self.samples.wanted = False
             return
         # What was captured holds for these tables and launches; anything else is done once and then captured anew.
         key = (fused.variant, self.matrices.variant(shards) if self.matrices is not None else None)

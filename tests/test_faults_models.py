@@ -213,3 +213,27 @@ def test_what_is_unfrozen_after_the_optimizer_was_built_is_told(make):
     optimizer.step()
     chosen = FSDPMuonOptimizer(model, [model[0].weight])  # by the user's own choice
     chosen.step()
+
+
+@promise("`optimizer.step` is compiled by torch.compile", "It is left as it is: the same step, and nothing is traced")
+@pytest.mark.parametrize("rule", ["muon", "spectral_sphere"])
+def test_a_step_is_not_compiled(rule):
+    traced = 0
+
+    def count(module: object, inputs: object) -> object:
+        nonlocal traced
+        traced += 1
+        return module
+
+    found = []
+    for compiled in (False, True):
+        model = net()
+        optimizer = MuonOptimizer(model, rule=rule)
+        step = torch.compile(optimizer.step, backend=count) if compiled else optimizer.step
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            step()
+        found.append(model[0].weight.detach().clone())
+    assert torch.equal(*found)
+    assert traced == 0

@@ -538,3 +538,40 @@ def test_a_plain_gradient_of_a_dtensor_is_named(ranks: RankPool):
     for text in ranks.run(2, plain_gradient, timeout=LIMIT):
         assert "gradient of parameter 'weight' is a plain tensor of shape (6, 4)" in text
         assert "distribute_tensor" in text
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+
+
+def metrics_of_shards(rule: str) -> dict[str, Any]:
+    """Metrics of a sharded model at a step, beside the size of the update that was made, per matrix."""
+    model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = FSDPMuonOptimizer(model, lr=0.1, weight_decay=0.0, rule=rule)
+    found: dict[str, Any] = {"before": optimizer.metrics()}
+    sizes: list[float] = []
+    for step in range(2):
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        model(torch.randn(64, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        after = [p.full_tensor() for p in model.parameters()]
+        sizes = [float((a - b).square().mean().sqrt()) for a, b in zip(before, after, strict=True)]
+        found[f"step {step}"] = optimizer.metrics()
+    return {**found, "sizes": sizes}
+
+
+@promise(
+    "Metrics are asked for where all matrices are sharded",
+    "`update_rms` and the residual are there too, on ranks that compute a matrix",
+)
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_metrics_of_sharded_matrices(ranks: RankPool, rule):
+    results = ranks.run(2, metrics_of_shards, rule)
+    for result in results:
+        assert "update_rms" not in result["before"]
+        # One matrix each: what it reports is the size of one of the updates.
+        last = result["step 1"]
+        assert min(abs(last["update_rms"] - size) for size in result["sizes"]) < 1e-5
+        assert 0 <= last["orthogonality_residual"] < 0.5
+        assert "update_rms" in result["step 0"]
