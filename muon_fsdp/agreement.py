@@ -118,7 +118,7 @@ class Agreement:
                 ahead += [(other, ()) for other in found[name]["sets"]]
         for summary in found.values():
             if summary["failed"] is not None:
-                raise RuntimeError(_failure(*summary["failed"]))
+                raise _failure(*summary["failed"])
         for name, summary in sorted(found.items()):
             if summary["prints"] is not None:
                 raise _disagreement(name, tuple(summary["ranks"]), summary["prints"], prints, describe)
@@ -190,7 +190,7 @@ class Agreement:
         largest = self._reduce(numbers)
         if largest[_Head.FAILED]:
             rank = largest[_Head.FAILED] - 1
-            raise RuntimeError(_failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode()))
+            raise _failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode())
         if largest[_Head.LEAVES] and largest[_Head.STAYS]:
             raise RuntimeError(
                 f"Ranks disagree about what to optimize: rank {largest[_Head.LEAVES] - 1} has other parameters than at "
@@ -303,8 +303,8 @@ def fingerprint(*parts: object) -> int:
     return zlib.crc32(repr(parts).encode()) >> 1
 
 
-def _failure(rank: int, text: str) -> str:
-    return f"Rank {rank} can't take this step, so none does: {text}"
+def _failure(rank: int, text: str) -> RuntimeError:
+    return RuntimeError(f"Rank {rank} can't take this step, so none does: {text}")
 
 
 def _disagreement(
