@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from muon_fsdp.process_groups import (
     Ranks,
     group_of,
+    is_pretended,
     make_group,
     my_rank,
     name_of,
@@ -82,8 +83,9 @@ class Agreement:
     ) -> None:
         self.counts = dict(counts)
         self._device = device
-        self._names = _publish(counts, prints)
-        known = self._find_sets(prints, describe)
+        known = sorted(counts.items())
+        if not is_pretended():
+            known = self._find_sets(_publish(counts, prints), prints, describe)
         self.ranks: Ranks = tuple(sorted({rank for ranks, _ in known for rank in ranks}))
         self._starts: dict[Ranks, int] = {}  # of every set that these ranks have, in the numbers
         self._size = len(_Head)
@@ -103,22 +105,27 @@ class Agreement:
 
     # -------------------------------------------------------------------------------------------------- once: finding
 
-    def _find_sets(self, prints: Prints, describe: Describe) -> list[tuple[Ranks, int]]:
-        """Follow the sets to those that overlap with them, and so on, and raise if one of them is not at one."""
+    def _find_sets(self, names: Mapping[Ranks, str], prints: Prints, describe: Describe) -> list[tuple[Ranks, int]]:
+        """Follow the sets to those that overlap with them, and so on; raise if the ranks of one do not agree.
+
+        Args:
+            names: of this rank's sets, in the store.
+            prints: a hash per set.
+            describe: what to say of a set if its hashes differ.
+        """
         store = shared_store()
-        for ranks, name in self._names.items():
+        for ranks, name in names.items():
             if ranks[0] == my_rank():
                 store.set(f"{name}/summary", json.dumps(_summary(store, name, ranks)))
         found: dict[str, dict[str, Any]] = {}
-        ahead = [(name, ranks) for ranks, name in self._names.items()]
+        ahead = [(name, ranks) for ranks, name in names.items()]
         while ahead:
             name, members = ahead.pop()
             if name not in found:
                 found[name] = json.loads(_get(store, f"{name}/summary", name, members))
                 ahead += [(other, ()) for other in found[name]["sets"]]
-        for summary in found.values():
-            if summary["failed"] is not None:
-                raise _failure(*summary["failed"])
+        for rank, text in (summary["failed"] for summary in found.values() if summary["failed"] is not None):
+            raise _failure(rank, text)
         for name, summary in sorted(found.items()):
             if summary["prints"] is not None:
                 raise _disagreement(name, tuple(summary["ranks"]), summary["prints"], prints, describe)
@@ -284,6 +291,8 @@ def twin(description: object) -> int | None:
 
     A rank that does not come within a second is not waited for.
     """
+    if is_pretended():
+        return None
     store, me = shared_store(), my_rank()
     number, own = next_meeting("twins"), str(fingerprint(description))
     store.set(f"twins/{number}/{me}", own)

@@ -41,7 +41,7 @@ from muon_fsdp.option import canonical
 from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
-from muon_fsdp.process_groups import Ranks, my_rank, num_ranks
+from muon_fsdp.process_groups import Ranks, is_pretended, my_rank, num_ranks
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule, rule_named
@@ -404,7 +404,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         except Exception as error:
             if self._agreement is not None and self._agreement.is_alive:
                 self._agreement.fail(error)
-            elif num_ranks() > 1:
+            elif num_ranks() > 1 and not is_pretended():
                 with suppress(Exception):  # what is wrong with layouts may be what is being told
                     tell_failure(self._shared_ranks(), error)
             raise

@@ -72,6 +72,7 @@ class PlannedStep:
         self.shared = SharedSets(
             groups, routes, self.layouts, engine, accumulation_steps, replicate_group, agreement_group
         )
+        self._group_devices = self._find_group_devices()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
         self.graph: GraphRecorder | None = None
@@ -79,6 +80,10 @@ class PlannedStep:
 
     def make_groups(self) -> None:
         """Make the process groups that the stages and the numbers of matrices need; all of their ranks must do so."""
+        for ranks, device in self._group_devices:
+            make_group(ranks, device, self.shared.like(ranks))
+
+    def _find_group_devices(self) -> list[tuple[Ranks, torch.device]]:
         devices: dict[Ranks, torch.device] = {}
         for stage in self.plan.stages:
             if stage.exchange is not None:
@@ -86,8 +91,7 @@ class PlannedStep:
         for own in self.matrices.sets if self.matrices is not None else ():
             if len(own.ranks) > 1:
                 devices[tuple(sorted(own.ranks))] = own.classes[0].device
-        for ranks, device in sorted(devices.items()):
-            make_group(ranks, device, self.shared.like(ranks))
+        return sorted(devices.items())
 
     def run(
         self,

@@ -46,6 +46,11 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def is_pretended() -> bool:
+    """Return whether the other ranks do not exist, as under torch's "fake" backend for trying a program out."""
+    return dist.get_backend() == "fake"
+
+
 def name_of(ranks: Iterable[int]) -> str:
     """Return a name for a set of ranks, the same on all of them."""
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:24]

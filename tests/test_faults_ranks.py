@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -286,6 +287,54 @@ def second_world() -> bool:
 @promise("torch.distributed is shut down and started again", "An optimizer that is built then makes new groups")
 def test_another_initialization_of_torch_distributed(ranks: RankPool):
     assert all(ranks.run(2, second_world, timeout=LIMIT))
+
+
+def in_a_pretended_world() -> bool:
+    """A step on rank 3 of 64 that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (64,)))
+    optimizer = FSDPMuonOptimizer(model, strategy="replicate")
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    return optimizer.state[model[0].weight]["momentum_buffer"].to_local().shape == (2, 64)
+
+
+@promise(
+    'A program is tried out under the "fake" backend of torch.distributed', "A step runs, with ranks that do not exist"
+)
+def test_a_pretended_world(ranks: RankPool):
+    assert all(ranks.run(1, in_a_pretended_world, timeout=LIMIT))
+
+
+def late_rank() -> str:
+    """Rank 1 never calls step()."""
+    import tempfile
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    init = f"file://{folder[0]}/store"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=2))
+    parameter = sharded(torch.ones(6, 4), init_device_mesh("cpu", (2,)))
+    give_gradients([parameter])
+    optimizer = MuonOptimizer([("weight", parameter)])
+    return error_of(optimizer.step) if rank == 0 else ""
+
+
+@promise(
+    "A rank never calls `step()`",
+    "The others raise after the time limit of `init_process_group`, at the first step with its number",
+)
+def test_ranks_that_do_not_come_are_named(ranks: RankPool):
+    text, _ = ranks.run(2, late_rank, timeout=LIMIT)
+    assert text.startswith(
+        "Rank 0 has waited 0:00:02 for ranks [1]: all ranks that hold a part of a parameter must call"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- agreement
