@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer, fused, kernels, newton_schulz, spectral
-from muon_fsdp.distributed import local_gradient
+from muon_fsdp.gradients import local_gradient
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
 from muon_fsdp.newton_schulz import orthogonalize

@@ -271,7 +271,7 @@ class LoggedRun:
 
     def __init__(self, number, stage, *_):
         self.name, self.ranks, self.forwards, self.log = stage
-        self.travels = self.present = True
+        self.travels, self.present = True, {0}
 
     def start(self, _):
         self.log.append(("start", "gather", self.name))
@@ -307,7 +307,7 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
     with patch.object(engine, "_StageRun", LoggedRun):
         for rank, log in logs.items():
             mine = [(*stage, log) for stage in stages if rank in stage[1]]
-            engine.run_stages(mine, mine, (), mine, {}, None, None)
+            engine.run_stages(mine, mine, (), mine, {}, (0,), None, None)
     for ranks in {ranks for _, ranks, _ in stages}:
         orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
         assert len(orders) == 1
