@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 Shape = tuple[int, ...]
 
-# Words of a vocabulary, with the width of the model. Of a Linear in a body, only fused projections put out more than 4
-# times their width, and up to 8 times: those of gated MLPs and of state-space layers.
+# How many times the width of a model the words of a vocabulary are. Fused projections of gated MLPs and of state-space
+# layers put out up to 8 times the width; published models with a ratio below 8 have many words.
 _MANY_WORDS, _RATIO_OF_MANY, _RATIO = 30_000, 4, 8
 _FUSED = (2, 3, 4)  # gate and up; query, key and value; the gates of an LSTM
 
@@ -51,6 +51,6 @@ def _is_large(shapes: Sequence[Shape], matrices: Sequence[int], index: int, othe
         return False
     if words >= _MANY_WORDS:
         return words > _RATIO_OF_MANY * width
-    before = matrices[matrices.index(index) - 1 : matrices.index(index)] if matrices.index(index) else []
-    is_fed = any(shapes[previous][0] == width for previous in before)  # a classifier, or the second factor of a pair
+    number = matrices.index(index)
+    is_fed = number > 0 and shapes[matrices[number - 1]][0] == width  # a classifier, or the second factor of a pair
     return words > _RATIO * width and not is_fed

@@ -340,6 +340,10 @@ def test_a_copy_of_a_head_without_a_telling_name():
     assert rows(MuonOptimizer(untied))[name].reason == "output head: the only Linear of the embedding's shape"
     with pytest.raises(ValueError, match=rf"strict: parameter '{name}' .* by a guess"):
         MuonOptimizer(untied, strict=True)
+    adapters = untied.base_model.model.proj.modules_to_save
+    adapters["second"] = copy.deepcopy(adapters["default"])
+    found = rules(MuonOptimizer(untied))
+    assert found[name] == found[name.replace("default", "second")] == "adamw"
 
 
 @promise(
