@@ -206,7 +206,8 @@ ERRORS = (
     ),
     (
         "`UserWarning`",
-        "overrides that match nothing (under `strict=True` a `ValueError`), decay that does nothing",
+        "overrides that match nothing, bare parameters that look like a language model's embedding or head, no matrix "
+        "among the parameters (under `strict=True` a `ValueError`), decay that does nothing",
     ),
 )
 

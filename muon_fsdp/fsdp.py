@@ -16,8 +16,10 @@ from muon_fsdp.distributed import gather_full, scatter_full
 from muon_fsdp.groups import Params, rules_of
 from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.option import Option, integer
+from muon_fsdp.routing import Route
 from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 from muon_fsdp.signature import UNSET, show_options
+from muon_fsdp.views import vectors_in
 from muon_fsdp.wrappers import replicate_group_of
 
 # Defaults of this class that differ from the rules' own.
@@ -104,8 +106,9 @@ class FSDPMuonOptimizer(MuonOptimizer):
                 rule.all_options[name].validate(value, "beta2" if name == "betas" else name)
         return defaults
 
-    def _parameter_defaults(self, parameter: Tensor, rule: Rule) -> dict[str, Any]:
-        return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+    def _parameter_defaults(self, parameter: Tensor, route: Route) -> dict[str, Any]:
+        is_vector = not RULES[route.rule].needs_matrices and vectors_in(tuple(parameter.shape), route.view)
+        return {"weight_decay": 0.0} if is_vector else {}
 
     def _check_use_of_moments(self) -> None:
         names = {option for rule in (*rules_of(self._all_routes()), self._other_rule) for option in rule.all_options}

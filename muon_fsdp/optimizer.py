@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, overload
 
@@ -43,7 +43,7 @@ from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
 from muon_fsdp.process_groups import Ranks, is_pretended, my_rank, num_ranks
 from muon_fsdp.report import PlanReport, fsdp_layouts, make_report
-from muon_fsdp.routing import Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
+from muon_fsdp.routing import GroupRule, Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule, rule_named
 from muon_fsdp.signature import UNSET, show_options
 from muon_fsdp.views import MatrixView, matrix_view
@@ -56,7 +56,7 @@ class MuonOptimizer(torch.optim.Optimizer):
 
         optimizer = MuonOptimizer(model, lr=0.02)               # routed by module: embeddings and LM head to AdamW
         optimizer = MuonOptimizer(model.named_parameters())     # routed by dimension and name
-        optimizer = MuonOptimizer(model.parameters())           # routed by dimension alone
+        optimizer = MuonOptimizer(model.parameters())           # routed by shape alone: embeddings look like matrices
 
     A matrix W of shape (d_out, d_in) is updated by
 
@@ -64,9 +64,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         O   = orthogonalize(grad + momentum * buf  if nesterov else  buf)
         W   = W * (1 - lr * weight_decay) - lr * scale(d_out, d_in) * ns_stepsize * O
 
-    and everything else by AdamW with the `adamw_*` options. A group that holds both is replaced by one group per
-    rule, matrices first, so every group has one `rule`, one `lr` and one `weight_decay` that can be seen and
-    scheduled. In a group of your own that holds AdamW parameters only, `lr` and `weight_decay` are theirs.
+    and everything else by AdamW with the `adamw_*` options; a matrix of one row or one column counts as a vector. A
+    group that holds both is replaced by one group per rule, matrices first, so every group has one `rule`, one `lr`
+    and one `weight_decay` that can be seen and scheduled. A `rule` of matrices that a group names is that of its
+    matrices. In a group of your own that holds AdamW parameters only, `lr` and `weight_decay` are theirs.
 
     Options belong to rules. Those of the rule of matrices are passed by their names, those of the element-wise rule
     with its name before them (`adamw_lr`), and those of a rule that you registered likewise. An option that no rule in
@@ -122,7 +123,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._agreement: Agreement | None = None  # with the ranks that share parameters with this one, or may
         self._checks_for_twins = num_ranks() > 1
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
-        self._router = Router(overrides, model, other_rule)
+        self._router = Router(overrides, other_rule)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
@@ -136,19 +137,19 @@ class MuonOptimizer(torch.optim.Optimizer):
         defaults = self._resolved(self._rule)  # what torch's schedulers look at: a cyclic one moves momentum
         self._given.taken.clear()  # by parameters, so far
         groups = with_lists(as_torch_params(params))
-        self._pattern_rules = self._rules_of_patterns(groups) if self._overrides else {}
         self._is_built = False
-        super().__init__(groups, defaults)
-        self._is_built = True
-        self._router.forget_model()
-        self._check_use_of_options()
-        if self._router.unused_patterns:
-            self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
+        with self._router.reading(model):
+            self._pattern_rules = self._rules_of_patterns(groups) if self._overrides else {}
+            super().__init__(groups, defaults)
+            self._is_built = True
+            self._check_use_of_options()
+            if self._router.unused_patterns:
+                self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
+            self._check_doubts(self._routed_shapes())
         for message in dict.fromkeys(text for g in self.param_groups for text in RULES[g["rule"]].warnings(g)):
             self._router.warnings.append(message)
             warnings.warn(message, stacklevel=3)
-        if strict and not any(rule.needs_matrices for rule in rules_of(self._all_routes())):
-            raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
+        self._check_use_of_rule()
 
     @property
     def _rule(self) -> Rule:
@@ -163,7 +164,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Return the defaults that a subclass gives to the options of a rule."""
         return {}
 
-    def _parameter_defaults(self, parameter: Tensor, rule: Rule) -> dict[str, Any]:
+    def _parameter_defaults(self, parameter: Tensor, route: Route) -> dict[str, Any]:
         """Return the options that a subclass gives to a parameter unless its group or an override says otherwise."""
         return {}
 
@@ -183,18 +184,23 @@ class MuonOptimizer(torch.optim.Optimizer):
         for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
             with suppress(TypeError, ValueError, KeyError):  # what is wrong with a group is told when it is added
                 named, parameters = names_and_parameters(group)
-                rule, explicit = self._rule_of_group(group)
+                group_rule = self._rule_of_group(group)
                 for index, parameter in enumerate(parameters):
                     name = self._router.name_of(parameter) or (clean_name(named[index]) if named else "")
-                    route = self._router.route(parameter, name, named=True, rule=rule, rule_is_explicit=explicit)
+                    route = self._router.route(parameter, name, group_rule, named=True)
                     if route.pattern is not None:
                         found[route.pattern].add(route.rule)
         return found
 
-    def _rule_of_group(self, given: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the rule that a user's group asks for, and whether it binds all that can take it."""
+    def _rule_of_group(self, given: Mapping[str, Any]) -> GroupRule:
+        """Return the rule that a user's group asks for, and what it binds."""
         rule = rule_named(given["rule"]) if "rule" in given else self._rule
-        return rule.name, "rule" in given or not rule.needs_matrices
+        return GroupRule(
+            rule.name,
+            is_explicit="rule" in given or not rule.needs_matrices,
+            is_divided="rule" in given and MICRO_STEP in given,
+            view=given.get("view", self._given.options.get("view", "auto")),
+        )
 
     def _check_use_of_options(self) -> None:
         """Raise for an option that had no effect on any parameter."""
@@ -203,7 +209,47 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._given.require_taken([*rules, self._rule, self._other_rule])
         for pattern, source in self._overrides.items():
             if pattern not in self._router.unused_patterns:
-                source.require_taken(rules_of(route for route in self._all_routes() if route.pattern == pattern))
+                matched = [(route, shape) for route, shape in self._routed_shapes() if route.pattern == pattern]
+                source.require_taken(rules_of(route for route, _ in matched))
+                self._require_rule(source.where, self._router.overrides[pattern].get("rule"), matched)
+
+    def _require_rule(self, where: str, rule: str | None, routed: Sequence[tuple[Route, tuple[int, ...]]]) -> None:
+        """Raise for a rule of matrices that was named where all parameters are vectors."""
+        vectors = [(route.name, shape) for route, shape in routed if not route.decided]
+        if rule is None or not vectors or not RULES[rule].needs_matrices or any(r.rule == rule for r, _ in routed):
+            return
+        name, shape = vectors[0]
+        raise ValueError(
+            f"{where}: no parameter can take rule {rule!r}: {name!r} of shape {shape} is a vector, as all of them are. "
+            f"Leave the rule out or pass rule={self._other_rule_name!r}; one row or one column is orthogonalized if an "
+            "override has its full name"
+        )
+
+    def _check_doubts(self, routed: Sequence[tuple[Route, tuple[int, ...]]]) -> None:
+        """Tell what routing leaves open, or raise under `strict`."""
+        for message in self._router.doubts([route for route, _ in routed]):
+            if self._engine.strict:
+                raise ValueError(f"strict: {message} Otherwise pass {self._rule_name!r} there.")
+            if message not in self._router.warnings:
+                self._router.warnings.append(message)
+        about_bare = self._router.doubt_about_bare(routed)
+        if about_bare is not None and about_bare not in self._router.warnings:
+            self._warn(about_bare, stacklevel=4)
+
+    def _check_use_of_rule(self) -> None:
+        """Warn if no parameter takes a rule of matrices, though the user has not asked for that."""
+        routes = self._all_routes()
+        if any(rule.needs_matrices for rule in rules_of(routes)):
+            return
+        if self._engine.strict:
+            raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
+        if routes and not any(route.decided for route in routes):
+            self._warn(
+                f"no parameter takes an orthogonalizing rule: rule {self._rule_name!r} has nothing to do. "
+                "routing_report() says why each parameter takes another; "
+                f"pass rule={self._other_rule_name!r} if that is meant",
+                stacklevel=4,
+            )
 
     def _model_to_route_by(self) -> nn.Module | None:
         """Return the model whose modules decide about the rules of `params`; a subclass may have one."""
@@ -215,8 +261,14 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
         Keys are `rule`, options of the rules that its parameters take, and `name`. In a group with matrices, options
-        of the others have the name of their rule before them (`adamw_lr`). A key that has no effect is refused.
+        of the others have the name of their rule before them (`adamw_lr`). A key that has no effect is refused. An
+        optimizer that was built from a model routes them by the model as it is now: unfreeze them first.
         """
+        model = self._watched_model() if self._is_built and self._watched_model is not None else None
+        with self._router.reading(model) if self._is_built else nullcontext():
+            self._add(param_group)
+
+    def _add(self, param_group: Group) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if key != "params"}
@@ -224,6 +276,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         source = Source("a parameter group", options)
         named, parameters = names_and_parameters(param_group)
         routes = self._route(parameters, named, given)
+        routed = [(route, tuple(parameter.shape)) for route, parameter in zip(routes, parameters, strict=True)]
+        self._require_rule(source.where, given.get("rule"), routed)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], [routes[i] for i in indices], source, foreign)
             for group, indices in self._split(routes, source)
@@ -237,6 +291,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
         for group, group_routes in new_groups:  # views are checked before anything is changed
             self._views(group, group_routes)
+        if self._is_built:
+            self._check_doubts([*self._routed_shapes(), *routed])
         self._name_all_groups(new_groups, named is not None)
         for group, group_routes in new_groups:
             if isinstance(group["lr"], Tensor) and any(other["lr"] is group["lr"] for other in self.param_groups):
@@ -291,7 +347,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             group.setdefault("param_names", [route.given_name or route.name for route in routes])
 
     def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
-        rule, explicit = self._rule_of_group(given)
+        group_rule = self._rule_of_group(given)
         first = sum(map(len, self._routes))
         taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
         routes = []
@@ -305,16 +361,17 @@ class MuonOptimizer(torch.optim.Optimizer):
             has_name = model_name is not None or named is not None
             if self._router.overrides and not has_name:
                 raise ValueError("overrides need names: pass the model, or model.named_parameters()")
-            route = self._router.route(parameter, name, named=has_name, rule=rule, rule_is_explicit=explicit)
+            route = self._router.route(parameter, name, group_rule, named=has_name)
             if self._engine.strict and route.guessed:
                 raise ValueError(
                     f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would take rule {route.rule!r} "
                     f"by a guess ({route.reason}); pass overrides={{{name!r}: {route.rule!r}}} or "
-                    f"{{{name!r}: {rule!r}}}"
+                    f"{{{name!r}: {group_rule.rule!r}}}"
                 )
-            defaults = tuple(self._parameter_defaults(parameter, RULES[route.rule]).items())
+            defaults = tuple(self._parameter_defaults(parameter, route).items())
             given_name = named[index] if named else None
-            routes.append(replace(route, defaults=defaults, given_name=given_name, is_unnamed=not has_name))
+            place = None if has_name else first + index
+            routes.append(replace(route, defaults=defaults, given_name=given_name, place=place))
         return routes
 
     def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
@@ -344,6 +401,9 @@ class MuonOptimizer(torch.optim.Optimizer):
             )
         return [route for routes in self._routes for route in routes]
 
+    def _routed_shapes(self) -> list[tuple[Route, tuple[int, ...]]]:
+        return [(r, tuple(p.shape)) for r, p in zip(self._all_routes(), self._parameters(), strict=True)]
+
     def routing_report(self) -> RoutingReport:
         """Which parameter takes which rule, why, and with which scale; `print` it for a table."""
         self._all_routes()  # refuses groups that no longer fit
@@ -355,13 +415,15 @@ class MuonOptimizer(torch.optim.Optimizer):
                 scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
                 reason = route.reason if route.rule == group["rule"] else "rule of the group was changed"
                 rows.append(RoutingRow(route.name, tuple(parameter.shape), group["rule"], reason, scales))
-        return RoutingReport((*rows, *self._frozen_rows), tuple(self._router.warnings))
+        held = {row.name for row in rows}  # a parameter may be held though it is frozen, or unfrozen and added since
+        frozen = [row for row in self._frozen_rows if row.name not in held]
+        return RoutingReport((*rows, *frozen), tuple(self._router.warnings))
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, stacklevel: int = 3) -> None:
         if self._engine.strict:
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=stacklevel)
 
     # -------------------------------------------------------------------- step
 

@@ -62,7 +62,7 @@ ENGINE_OPTIONS = (
     Option(
         "strict",
         False,
-        "refuse a matrix that would take an element-wise rule by a guess, and a model without any matrix",
+        "refuse routing that is a guess or in doubt, as the report warns, and a model without any matrix",
         check=flag,
     ),
 )

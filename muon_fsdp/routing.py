@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from muon_fsdp.rules import RULES, rule_named
-from muon_fsdp.views import VIEW_NAMES
+from muon_fsdp.views import VIEW_NAMES, vectors_in
+from muon_fsdp.vocabulary import vocabulary_tables
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# What PEFT, parametrizations and wrappers insert into the name of a weight, which without it tells what the weight is.
+_INSERTED = (
+    (re.compile(r"\.modules_to_save\.[^.]+(?=\.)|\.(original_module|base_layer|token_adapter|module)(?=\.)"), ""),
+    (re.compile(r"\.parametrizations\.([^.]+)\.original\d*$"), r".\1"),
+)
 _EMBEDDING_NAME = re.compile(r"(^|_)(wte|wpe|emb|embed|embeds|embedding|embeddings)(_|\d|$)")
 _HEAD_NAME = re.compile(
     r"(lm_|mlm_|output_|to_|final_)?(head|logits|unembed|unembedding)|output(_layer|_proj|_projection)?|embed_out|classifier|decoder"
 )
+# Of PEFT: factors or rows of an embedding, which have not its shape.
+_ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
 _DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # of Mamba, VMamba, S4D, RWKV
@@ -40,7 +50,18 @@ class Route:
     # Options that this parameter has where no group and no override says otherwise, as pairs.
     defaults: tuple[tuple[str, Any], ...] = ()
     given_name: str | None = None  # as the user wrote it, with what wrappers insert
-    is_unnamed: bool = False  # its name is only its number
+    place: int | None = None  # among all parameters as they were given, where it has no name
+    decided: bool = False  # by the user, with an override or the rule of its group
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What a user's group says about the rule of its parameters."""
+
+    rule: str
+    is_explicit: bool  # it binds matrices, whatever the model or a name says of them
+    is_divided: bool  # an optimizer has made it, and all its parameters have this rule
+    view: str  # how its parameters are read as matrices
 
 
 @dataclass(eq=False)
@@ -49,12 +70,22 @@ class _Facts:
 
     name: str
     shape: tuple[int, ...]
+    trainable: bool = True
     owners: list[nn.Module] = field(default_factory=list)
+    plain_names: set[str] = field(default_factory=set)  # one per owner, without what wrappers insert
     view: str = "auto"
     transposed: bool = False
     other_reason: str | None = None  # why it is not for the rule of matrices
     matrix_reason: str | None = None
     guessed: bool = False
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """What a model leaves open about some parameters until the user decides."""
+
+    names: tuple[str, ...]
+    text: str
 
 
 def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
@@ -81,52 +112,91 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS).removeprefix("module.")
 
 
+def _plain_name(name: str) -> str:
+    """A parameter's name without what adapters and parametrizations insert: what it says of the weight's purpose."""
+    name = f".{name}"
+    for pattern, replacement in _INSERTED:
+        name = pattern.sub(replacement, name)
+    return name.removeprefix(".")
+
+
 class Router:
     """Decides the rule of parameters: overrides first, then what the group, the model, the name or the shape says."""
 
-    def __init__(
-        self, overrides: Mapping[str, str | Mapping[str, Any]] | None, model: nn.Module | None, other_rule: str
-    ) -> None:
+    def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str) -> None:
         if overrides is not None and not isinstance(overrides, Mapping):
             raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
         self.warnings: list[str] = []
-        self._facts = _facts_of_model(model, other_rule, self.warnings) if model is not None else {}
+        self._facts: dict[int, _Facts] = {}
+        self._doubts: list[_Doubt] = []
+
+    @contextmanager
+    def reading(self, model: nn.Module | None) -> Iterator[None]:
+        """Route by a model inside; what is keyed by the identity of parameters does not outlive it."""
+        if model is not None:
+            self._facts, self._doubts = _facts_of_model(model, self.other_rule)
+        try:
+            yield
+        finally:
+            self._facts, self._doubts = {}, []
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The parameter's name in the model, where there is one."""
         facts = self._facts.get(id(parameter))
         return facts.name if facts else None
 
-    def forget_model(self) -> None:
-        """Drop what is keyed by the identity of parameters, which does not outlive construction."""
-        self._facts = {}
-
-    def route(self, parameter: Tensor, name: str, *, named: bool, rule: str, rule_is_explicit: bool) -> Route:
-        """The route of one parameter whose group has `rule`, said by the user for this group or not."""
+    def route(self, parameter: Tensor, name: str, group: GroupRule, *, named: bool) -> Route:
+        """Return the route of one parameter of a group."""
         facts = self._facts.get(id(parameter)) or _facts_of_name(name, parameter, named=named)
         view = "attn" if facts.view == "auto" and getattr(parameter, "label", None) == "attn" else facts.view
         pattern, options = self._override_of(name)
-        guessed = False
+        said = options.get("view", group.view)
+        vectors = vectors_in(tuple(parameter.shape), view if said == "auto" else said)
+        rule, guessed, decided = group.rule, False, False
         # "blocks.*" may mean the matrices of the blocks and leave their vectors alone; a full name is obeyed.
-        obeyed = "rule" in options and (
-            pattern == name or not _is_vector(parameter) or not RULES[options["rule"]].needs_matrices
-        )
-        if obeyed:
-            rule, reason = options["rule"], f"override {pattern!r}"
-        elif _is_vector(parameter):
-            if not rule_is_explicit or RULES[rule].needs_matrices:
-                rule = self.other_rule
-            reason = "scalar" if parameter.ndim == 0 else "vector"
-        elif rule_is_explicit:
-            reason = f"group with rule {rule!r}"
+        if "rule" in options and (pattern == name or not vectors or not RULES[options["rule"]].needs_matrices):
+            rule, reason, decided = options["rule"], f"override {pattern!r}", True
+        elif vectors and not (group.is_divided and RULES[rule].needs_matrices):
+            decided = group.is_explicit and not RULES[rule].needs_matrices
+            rule = rule if decided else self.other_rule
+            reason = "scalar" if parameter.ndim == 0 else "vector" if vectors == 1 else "stack of vectors"
+        elif group.is_explicit:
+            reason, decided = f"group with rule {rule!r}", True
         elif facts.other_reason is not None:
             rule, reason, guessed = self.other_rule, facts.other_reason, facts.guessed
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
-        return Route(name, rule, reason, guessed, view, facts.transposed, pattern)
+        return Route(name, rule, reason, guessed, view, facts.transposed, pattern, decided=decided)
+
+    def doubts(self, routes: Sequence[Route]) -> list[str]:
+        """Return what the model being read leaves open about these parameters and the user has not decided."""
+        by_name = {route.name: route for route in routes}
+        found = []
+        for doubt in self._doubts:
+            present = [by_name[name] for name in doubt.names if name in by_name]
+            decided = [route for route in present if route.decided]
+            # One of several that is said to be the head leaves no doubt about the others.
+            if len(decided) < len(present) and all(RULES[route.rule].needs_matrices for route in decided):
+                found.append(doubt.text)
+        return found
+
+    def doubt_about_bare(self, parameters: Sequence[tuple[Route, tuple[int, ...]]]) -> str | None:
+        """Return what to tell of matrices without names that look like a language model's embedding or head."""
+        bare = {route.place: (route, shape) for route, shape in parameters if route.place is not None}
+        as_given = [bare[place] for place in sorted(bare)]
+        tables = [as_given[index] for index in vocabulary_tables([shape for _, shape in as_given])]
+        taken = [(route, shape) for route, shape in tables if RULES[route.rule].needs_matrices and not route.decided]
+        if not taken:
+            return None
+        names = ", ".join(f"{route.name!r} of shape {shape}" for route, shape in taken)
+        return (
+            f"{names}: orthogonalized, but of the shape of a language model's embedding or output head. Bare "
+            "parameters have no names to tell these by: pass the model or model.named_parameters(), or give them a "
+            f"group with rule={self.other_rule!r}. A group with rule={taken[0][0].rule!r} says that it is meant."
+        )
 
     def _override_of(self, name: str) -> tuple[str | None, dict[str, Any]]:
         for pattern, options in self.overrides.items():
@@ -151,19 +221,17 @@ def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str,
     return options
 
 
-def _is_vector(parameter: Tensor) -> bool:
-    """Fewer than two dimensions, or more of which at most one is larger than 1 (a class token of shape (1, 1, d))."""
-    return parameter.ndim < 2 or (parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) < 2)
-
-
 def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
     facts = _Facts(name, parameter.shape)
     if not named:
         return facts
+    name = _plain_name(name)
     *path, leaf = name.lower().split(".")
     owner = path[-1] if path else ""
     if _BIAS_NAME.search(leaf):
         facts.other_reason = "bias, by name"
+    elif _ADAPTER_NAME.search(name):
+        facts.other_reason = "adapter of an embedding, by name"
     elif _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf):
         facts.other_reason = "embedding, by name"
     elif _is_head_name(name):
@@ -181,12 +249,14 @@ def _is_head_name(name: str) -> bool:
     return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
 
-def _facts_of_model(model: nn.Module, other_rule: str, warnings: list[str]) -> dict[int, _Facts]:
+def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, _Facts], list[_Doubt]]:
     facts: dict[int, _Facts] = {}
     for name, parameter, module in _owned_parameters(model):
-        entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape))
+        entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape, parameter.requires_grad))
+        plain = _plain_name(name)
         entry.owners.append(module)
-        leaf = name.rpartition(".")[2]
+        entry.plain_names.add(plain)
+        leaf = plain.rpartition(".")[2]
         if _is_convolution(module) and parameter.ndim >= 3:
             entry.view, entry.matrix_reason = "flatten", "convolution"
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
@@ -201,50 +271,67 @@ def _facts_of_model(model: nn.Module, other_rule: str, warnings: list[str]) -> d
         elif leaf != "weight" or not (isinstance(module, nn.Linear) or _is_convolution(module)):
             reason = _facts_of_name(name, parameter, named=True).other_reason
         entry.other_reason = entry.other_reason or reason
-    _find_heads(facts, other_rule, warnings)
-    return facts
+    return facts, _find_heads(facts, other_rule)
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Every (name, parameter, module that holds it); a tied parameter once per holder."""
-    for prefix, module in model.named_modules():
+    """Every (name, parameter, module that it is a weight of); a tied parameter once per such module."""
+    modules = dict(model.named_modules())
+    for prefix, module in modules.items():
+        owner = module
+        if isinstance(module, ParametrizationList):  # under "linear.parametrizations.weight": a weight of the Linear
+            owner = modules[prefix.rpartition("parametrizations.")[0].removesuffix(".")]
         for leaf, parameter in module.named_parameters(recurse=False):
-            yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, module
+            yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, owner
 
 
-def _find_heads(facts: dict[int, _Facts], other_rule: str, warnings: list[str]) -> None:
-    """Mark output heads: tied to an embedding, named like one, or else the only Linear of an embedding's shape."""
+def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
+    """Mark output heads: tied to an embedding, named like one, or else the only Linear of an embedding's shape.
+
+    Returns: what is in doubt.
+    """
+    doubts = []
     embeddings = [entry for entry in facts.values() if (entry.other_reason or "").startswith("embedding")]
     linears = [entry for entry in facts.values() if any(isinstance(module, nn.Linear) for module in entry.owners)]
-    matrices = [entry for entry in linears if len(entry.shape) == 2 and entry not in embeddings]
+    matrices = [e for e in linears if e not in embeddings and len(e.shape) == 2 and not vectors_in(e.shape, "matrix")]
     tied = [entry for entry in linears if entry in embeddings]
     for entry in tied:
         entry.other_reason = "embedding tied to the output head"
     token_shapes = {entry.shape for entry in embeddings if not _POSITION_NAME.search(entry.name.lower())}
-    named_heads = [entry for entry in matrices if _is_head_name(entry.name)]
+    tied_names = {name for entry in tied for name in entry.plain_names}
+    copies = [entry for entry in matrices if entry.plain_names & tied_names]  # PEFT trains a copy of a frozen head
+    named_heads = [entry for entry in matrices if any(map(_is_head_name, entry.plain_names))]
+    heads = [*copies, *(entry for entry in named_heads if entry.shape in token_shapes)]
+    for entry in heads:
+        entry.other_reason = "output head"
     for entry in named_heads:
-        if entry.shape in token_shapes:
-            entry.other_reason = "output head"
-        else:
-            warnings.append(
+        if entry not in heads:
+            text = (
                 f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
                 f"it takes the matrix rule. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
             )
-    if not tied and not any(entry.shape in token_shapes for entry in named_heads):
+            doubts.append(_Doubt((entry.name,), text))
+    if not tied and not heads:
         for shape in sorted(token_shapes):
-            _guess_head([entry for entry in matrices if entry.shape == shape], other_rule, warnings)
+            doubts += _guess_head([entry for entry in matrices if entry.shape == shape], other_rule)
+    return doubts
 
 
-def _guess_head(candidates: list[_Facts], other_rule: str, warnings: list[str]) -> None:
-    if len(candidates) == 1:
-        candidates[0].other_reason = "output head: the only Linear of the embedding's shape"
-        candidates[0].guessed = True
+def _guess_head(candidates: list[_Facts], other_rule: str) -> list[_Doubt]:
+    """Mark the only trainable candidate, or say that there are several; a weight and its copies are one."""
+    candidates = [entry for entry in candidates if entry.trainable] or candidates
+    if len({frozenset(entry.plain_names) for entry in candidates}) == 1:
+        for entry in candidates:
+            entry.other_reason = "output head: the only Linear of the embedding's shape"
+            entry.guessed = True
     elif candidates:
         names = ", ".join(entry.name for entry in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
-        warnings.append(
+        text = (
             f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
             f"({names}): all of them take the matrix rule. If one is the head, pass overrides={{name: {other_rule!r}}}."
         )
+        return [_Doubt(tuple(entry.name for entry in candidates), text)]
+    return []
 
 
 def _is_convolution(module: nn.Module) -> bool:

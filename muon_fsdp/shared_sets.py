@@ -121,6 +121,6 @@ def _value(option: object) -> object:
 
 def _line(route: Route, parameter: Tensor, layout: Layout, group: Group) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
-    which = "an unnamed parameter" if route.is_unnamed else f"parameter {route.name!r}"
+    which = "an unnamed parameter" if route.place is not None else f"parameter {route.name!r}"
     title = f"{which} of shape {tuple(parameter.shape)}"
     return title, {"dtype": str(parameter.dtype), "placements": str(layout.placements), "rule": repr(group["rule"])}

@@ -80,8 +80,7 @@ def matrix_view(
     which = f"parameter {name!r} of shape {tuple(shape)}"
     if len(shape) < 2:
         raise ValueError(f"{which} is not a matrix and can't be orthogonalized; use rule 'adamw' for it")
-    if kind == "auto":
-        kind = "matrix" if len(shape) == 2 else "stacked" if len(shape) == 3 else "flatten"
+    kind = _kind(shape, kind)
     if kind == "matrix" and len(shape) != 2:
         raise ValueError(f"{which}: view 'matrix' needs 2 dimensions; use 'stacked' or 'flatten'")
     if kind == "stacked" and len(shape) < 3:
@@ -97,6 +96,24 @@ def matrix_view(
     if split_sizes is not None and sum(split_sizes) != rows:
         raise ValueError(f"{which}: split_sizes {split_sizes} add up to {sum(split_sizes)}, not to its {rows} rows")
     return MatrixView(tuple(shape), kind, transposed, split_sizes or (rows,), num_heads or 1)
+
+
+def vectors_in(shape: tuple[int, ...], kind: str) -> int:
+    """Return how many vectors a parameter of this shape is under a view, or 0 if it has matrices to orthogonalize.
+
+    What has one row or one column is a vector: (n,), (n, 1), (1, 1, n); five experts of (n, 1) are five of them.
+    """
+    if sum(size != 1 for size in shape) < 2:
+        return 1
+    count, rows, cols = _matrix_stack_shape(shape, _kind(shape, kind), transposed=False)
+    return count if 1 in (rows, cols) else 0
+
+
+def _kind(shape: tuple[int, ...], kind: str) -> str:
+    """Return the view that "auto" stands for."""
+    if kind != "auto":
+        return kind
+    return "matrix" if len(shape) == 2 else "stacked" if len(shape) == 3 else "flatten"
 
 
 def _matrix_stack_shape(shape: tuple[int, ...], kind: str, transposed: bool) -> BlockShape:

@@ -49,21 +49,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, a (1, width) matrix that most ranks hold nothing of, and a head."""
+    """Embedding, blocks, a (2, width) matrix that most ranks hold nothing of, and a head."""
 
     # 31 rows are uneven on every number of ranks.
     def __init__(self, num_blocks: int = 2, num_experts: int = 3, width: int = WIDTH, hidden: int = 31) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList([Block(width, hidden, num_experts) for _ in range(num_blocks)])
-        self.gate = nn.Linear(width, 1)
+        self.gate = nn.Linear(width, 2)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.lm_head(x * torch.sigmoid(self.gate(x)))
+        return self.lm_head(x * torch.sigmoid(self.gate(x)).prod(dim=-1, keepdim=True))
 
 
 def make_model(**options: Any) -> Model:
@@ -481,7 +481,7 @@ def first_step_without_lr(kind: str) -> float:
     """A warm-up that starts at lr = 0, where one rank has nothing: the AdamW step counter after two steps."""
     layer = nn.Linear(8, 1)  # the weight is one row: rank 1 holds nothing of it
     fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = MuonOptimizer(layer.parameters(), lr=0.0, adamw_lr=0.0)
+    optimizer = MuonOptimizer(layer, lr=0.0, adamw_lr=0.0, overrides={"weight": "muon"})
     for _ in range(2):
         layer(torch.ones(2, 8)).sum().backward()
         if kind == "missing" and dist.get_rank() == 1:

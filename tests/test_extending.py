@@ -201,7 +201,7 @@ def test_registering_again_replaces(registry):
 
     define(1.0)
     p = nn.Parameter(torch.zeros(3))
-    optimizer = MuonOptimizer([p], other_rule="constant", constant_lr=1.0)
+    optimizer = MuonOptimizer([p], rule="constant", other_rule="constant", constant_lr=1.0)
     p.grad = torch.ones(3)
     optimizer.step()
     define(10.0)
@@ -371,7 +371,9 @@ def test_blocks_of_one_parameter_may_have_factors_of_different_kinds(registry):
     w, thin = nn.Parameter(torch.randn(12, 4)), nn.Parameter(torch.randn(6, 1))
     starts = [w.detach().clone(), thin.detach().clone()]
     optimizer = MuonOptimizer(
-        [{"params": [w], "split_sizes": (9, 3)}, {"params": [thin], "split_sizes": (1, 5)}], rule="mixed_kinds"
+        [{"params": [("w", w)], "split_sizes": (9, 3)}, {"params": [("thin", thin)], "split_sizes": (1, 5)}],
+        rule="mixed_kinds",
+        overrides={"thin": "mixed_kinds"},
     )
     for p in (w, thin):
         p.grad = torch.randn_like(p)

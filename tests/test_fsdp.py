@@ -59,7 +59,7 @@ def test_what_it_optimizes_can_be_chosen():
     optimizer = FSDPMuonOptimizer(model, [model.wte.weight, model.blocks[0].up.weight, model.blocks[0].up.bias])
     rows = {row.name: row.rule for row in optimizer.routing_report().rows}
     assert rows == {"wte.weight": "adamw", "blocks.0.up.weight": "muon", "blocks.0.up.bias": "adamw"}
-    groups = [{"params": [model.blocks[0].up.bias], "weight_decay": 0.3}]
+    groups = [{"params": [model.blocks[0].up.bias], "weight_decay": 0.3}, {"params": [model.blocks[0].up.weight]}]
     assert FSDPMuonOptimizer(model, groups).param_groups[0]["weight_decay"] == 0.3
 
 

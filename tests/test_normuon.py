@@ -29,7 +29,8 @@ def test_follows_the_reference(shape, nesterov):
     w = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     reference = ReferenceNorMuon(w.detach().numpy(), nesterov=nesterov, beta2=0.8, eps=1e-6, **OPTIONS)
     optimizer = MuonOptimizer(
-        [w], rule="normuon", nesterov=nesterov, orthogonalization="exact", beta2=0.8, eps=1e-6, **OPTIONS,
+        [("w", w)], rule="normuon", nesterov=nesterov, orthogonalization="exact", beta2=0.8, eps=1e-6,
+        overrides={"w": "normuon"}, **OPTIONS,
     )  # fmt: skip
     for grad in gradients(shape, 20):
         w.grad = grad.clone()

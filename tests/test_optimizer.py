@@ -91,10 +91,12 @@ def test_exact_orthogonalization_follows_the_reference_for_20_steps(groups, dtyp
     for options, shapes in groups:
         starts = [rng.standard_normal(shape) for shape in shapes]
         members = [parameter(start, dtype) for start in starts]
-        torch_groups.append({"params": members, **options})
+        named = [(f"w{len(parameters) + index}", p) for index, p in enumerate(members)]
+        torch_groups.append({"params": named, **options})
         references += [ReferenceMuon(p.detach().double().numpy(), **options) for p in members]
         parameters += members
-    optimizer = MuonOptimizer(torch_groups, orthogonalization="exact")
+    full_names = {f"w{index}": "muon" for index in range(len(parameters))}  # one row or column too
+    optimizer = MuonOptimizer(torch_groups, orthogonalization="exact", overrides=full_names)
     for _ in range(20):
         for p, reference in zip(parameters, references, strict=True):
             reference.step(set_grad(p, matrix_with_condition(rng, *p.shape, condition)))

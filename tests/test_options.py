@@ -90,9 +90,9 @@ def test_decay_of_a_wrapped_model_leaves_vectors_alone(place):
 def test_decay_of_vectors_by_their_own_name(make):
     model = Net()
     optimizer = (
-        make(model, [{"params": [model.fc.bias], "weight_decay": 0.3}])
+        make(model, [{"params": [model.fc.bias], "weight_decay": 0.3}, {"params": [model.fc.weight]}])
         if make is FSDPMuonOptimizer
-        else make([{"params": [("fc.bias", model.fc.bias)], "weight_decay": 0.3}])
+        else make([{"params": [model.fc.bias], "weight_decay": 0.3}, {"params": [model.fc.weight]}])
     )
     assert optimizer.param_groups[0]["weight_decay"] == 0.3
     optimizer = make(model, overrides={"*": {"adamw_weight_decay": 0.2}})

@@ -102,7 +102,8 @@ def test_a_position_embedding_does_not_make_a_head():
 
 def test_bare_parameters_by_dimension_and_named_ones_also_by_name():
     model = Model()
-    bare = MuonOptimizer(model.parameters())
+    with pytest.warns(UserWarning, match="embedding or output head"):
+        bare = MuonOptimizer(model.parameters())
     assert [row.rule for row in bare.routing_report().rows].count("muon") == 7
     named = MuonOptimizer(model.named_parameters(), strict=True)
     assert rules(named) == {"wte.weight": "adamw", "wpe.weight": "adamw", "lm_head.weight": "adamw", **BODY}
@@ -170,7 +171,7 @@ def test_convolutions_say_so():
         assert rows["experts.0"][:2] == ("muon", "3D weight")
     label(model["mixer"].conv1d, "stacked")
     (row,) = [row for row in MuonOptimizer(model).routing_report().rows if row.name == "mixer.conv1d.weight"]
-    assert (row.reason, row.scale) == ("convolution", "1")  # twelve (1, 4)
+    assert (row.rule, row.reason) == ("adamw", "stack of vectors")  # twelve (1, 4)
 
 
 def test_other_modules():
@@ -231,7 +232,9 @@ def test_a_head_of_another_shape_is_reported():
 
 def test_a_linear_used_twice_is_one_candidate():
     shared = nn.Linear(8, 50)
-    model = nn.ModuleDict({"wte": nn.Embedding(50, 8), "a": shared, "b": nn.Sequential(shared)})
+    model = nn.ModuleDict(
+        {"wte": nn.Embedding(50, 8), "body": nn.Linear(8, 8), "a": shared, "b": nn.Sequential(shared)}
+    )
     optimizer = create_hybrid_optimizer(model)
     assert rules(optimizer)["a.weight"] == "adamw"
     assert not optimizer.routing_report().warnings

@@ -364,7 +364,8 @@ def test_odd_matrices():
     )
     equal = nn.Parameter(torch.eye(6))
     everything = [zero, rank_one, row, half, equal]
-    optimizer = SpectralSphereOptimizer(everything, lr=0.02)
+    named = [(f"w{index}", p) for index, p in enumerate(everything)]
+    optimizer = SpectralSphereOptimizer(named, lr=0.02, overrides={"w2": "spectral_sphere"})
     for step in range(4):
         for p in everything:
             p.grad = torch.randn(p.shape).to(p.dtype)

@@ -34,7 +34,9 @@ def numbers(shapes=SHAPES):
 def train(device, dtype=torch.float32, lrs=None, between=None, shapes=SHAPES, **options):
     weights, gradients = numbers(shapes)
     params = [nn.Parameter(w.to(device, dtype)) for w in weights]
-    optimizer = SpectralSphereOptimizer(params, **{"lr": 0.02, **options})
+    named = [(f"w{index}", p) for index, p in enumerate(params)]
+    rows = {f"w{index}": "spectral_sphere" for index, shape in enumerate(shapes) if 1 in shape}  # matrices all the same
+    optimizer = SpectralSphereOptimizer(named, **{"lr": 0.02, "overrides": rows, **options})
     for step, grads in enumerate(gradients):
         if lrs is not None:
             optimizer.param_groups[0]["lr"] = lrs[step]
