@@ -22,6 +22,7 @@ import muon_fsdp.distributed
 import muon_fsdp.elementwise
 import muon_fsdp.integrations
 import muon_fsdp.kernels
+import muon_fsdp.migrate
 import muon_fsdp.report
 import muon_fsdp.routing
 import muon_fsdp.rules
@@ -186,8 +187,8 @@ A logical matrix is what is orthogonalized: `num_heads=8` makes eight of one par
 min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
-Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, and the options of its
-own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, options of
+Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, `started`, and the
+options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, options of
 the rules that its parameters take may be there. In a group that holds matrices, options of the other parameters have
 the name of their rule before them (`adamw_lr`). {foreign} may be there for
 schedulers and users; any other key is an error."""
@@ -206,7 +207,8 @@ ERRORS = (
     ),
     (
         "`UserWarning`",
-        "overrides that match nothing (under `strict=True` a `ValueError`), decay that does nothing",
+        "overrides that match nothing (under `strict=True` a `ValueError`), decay that does nothing, a state dict "
+        "without state",
     ),
 )
 
@@ -431,6 +433,7 @@ def _group_section() -> str:
         ("`lr`", "their learning rate"),
         ("`weight_decay`", "their decoupled weight decay"),
         ("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"),
+        ("`started`", "whether `step()` has been called; a part of another optimizer's checkpoint is known by it"),
     ]
     rows += [
         (_names(name for name in rule.all_options if name not in ("lr", "weight_decay")), f"under rule `{rule.name}`")
@@ -597,6 +600,9 @@ def _sections() -> list[tuple[str, str]]:
             ),
         )
     )
+    migrated = _function(muon_fsdp.migrate.load_state_dict, "###")
+    text = f"## muon_fsdp.migrate\n\nUsed in [migration.md](migration.md#checkpoints-of-other-optimizers).\n\n{migrated}"
+    sections.append(("muon_fsdp.migrate", text))
     adapter = _function(muon_fsdp.integrations.trainer_optimizer, "###")
     text = f"## muon_fsdp.integrations\n\nUsed in [integrations.md](integrations.md).\n\n{adapter}"
     sections.append(("muon_fsdp.integrations", text))
