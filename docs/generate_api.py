@@ -188,9 +188,9 @@ min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
 Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, `started`, and the
-options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, options of
-the rules that its parameters take may be there. In a group that holds matrices, options of the other parameters have
-the name of their rule before them (`adamw_lr`). {foreign} may be there for
+options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is
+*given*, options of the rules that its parameters take may be there. In a group that holds matrices, options of the
+other parameters have the name of their rule before them (`adamw_lr`). {foreign} may be there for
 schedulers and users; any other key is an error."""
 
 ERRORS = (
@@ -601,8 +601,8 @@ def _sections() -> list[tuple[str, str]]:
         )
     )
     migrated = _function(muon_fsdp.migrate.load_state_dict, "###")
-    text = f"## muon_fsdp.migrate\n\nUsed in [migration.md](migration.md#checkpoints-of-other-optimizers).\n\n{migrated}"
-    sections.append(("muon_fsdp.migrate", text))
+    link = "[migration.md](migration.md#checkpoints-of-other-optimizers)"
+    sections.append(("muon_fsdp.migrate", f"## muon_fsdp.migrate\n\nUsed in {link}.\n\n{migrated}"))
     adapter = _function(muon_fsdp.integrations.trainer_optimizer, "###")
     text = f"## muon_fsdp.integrations\n\nUsed in [integrations.md](integrations.md).\n\n{adapter}"
     sections.append(("muon_fsdp.integrations", text))
