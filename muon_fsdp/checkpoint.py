@@ -188,7 +188,8 @@ def _partial_loads(routes: Sequence[Sequence[Route]], state_dict: StateDict) -> 
 def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
     """Drop state that torch.distributed.checkpoint has loaded in place before the first step: it was zero till then."""
     states = state_dict.get("state")
-    given = {id(value) for state in states.values() for value in state.values()} if isinstance(states, dict) else set()
+    by_parameter = [state for state in states.values() if isinstance(state, dict)] if isinstance(states, dict) else []
+    given = {id(value) for state in by_parameter for value in state.values()}
     for group in optimizer.param_groups:
         for parameter in group["params"] if not group[STARTED] else ():
             if any(id(value) in given for value in optimizer.state.get(parameter, {}).values()):

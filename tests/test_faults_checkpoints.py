@@ -492,6 +492,25 @@ def test_rules_that_extend_muon_take_its_momentum_and_start_the_rest():
         assert not any(value.any() for value in state.values())
 
 
+def test_keller_jordans_state_is_migrated():
+    """His package is not installed: state and groups as it saves them."""
+    model = net()
+    matrix, vector = model[1].weight, model[1].bias
+    moments = {"exp_avg": torch.ones(12), "exp_avg_sq": torch.full((12,), 2.0), "step": 3}
+    saved = {
+        "state": {0: {"momentum_buffer": torch.ones(12, 8)}, 1: moments},
+        "param_groups": [
+            {"params": [0], "lr": 0.02, "momentum": 0.9, "weight_decay": 0.0, "use_muon": True},
+            {"params": [1], "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "use_muon": False},
+        ],
+    }
+    optimizer = MuonOptimizer(model)
+    assert migrate.load_state_dict(optimizer, saved, [matrix, vector]) == ["1.weight", "1.bias"]
+    torch.testing.assert_close(optimizer.state[matrix]["momentum_buffer"], torch.full((12, 8), 10.0))
+    here = optimizer.state[vector]
+    assert [float(here[key].mean()) for key in ("momentum_buffer", "second_moment", "step")] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7), torch.tensor([7.0])])
 def test_the_count_of_steps_may_be_any_number(step):
     model = net()
