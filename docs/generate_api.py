@@ -22,6 +22,7 @@ import muon_fsdp.distributed
 import muon_fsdp.elementwise
 import muon_fsdp.integrations
 import muon_fsdp.kernels
+import muon_fsdp.migrate
 import muon_fsdp.report
 import muon_fsdp.routing
 import muon_fsdp.rules
@@ -186,10 +187,10 @@ A logical matrix is what is orthogonalized: `num_heads=8` makes eight of one par
 min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
-Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, and the options of its
-own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is *given*, options of
-the rules that its parameters take may be there. In a group that holds matrices, options of the other parameters have
-the name of their rule before them (`adamw_lr`). {foreign} may be there for
+Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, `started`, and the
+options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is
+*given*, options of the rules that its parameters take may be there. In a group that holds matrices, options of the
+other parameters have the name of their rule before them (`adamw_lr`). {foreign} may be there for
 schedulers and users; any other key is an error."""
 
 ERRORS = (
@@ -207,7 +208,8 @@ ERRORS = (
     (
         "`UserWarning`",
         "overrides that match nothing, bare parameters that look like a language model's embedding or head, no matrix "
-        "among the parameters (under `strict=True` a `ValueError`), decay that does nothing",
+        "among the parameters (under `strict=True` a `ValueError`), decay that does nothing, a state "
+        "dict without state",
     ),
 )
 
@@ -432,6 +434,7 @@ def _group_section() -> str:
         ("`lr`", "their learning rate"),
         ("`weight_decay`", "their decoupled weight decay"),
         ("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"),
+        ("`started`", "whether `step()` has been called; a part of another optimizer's checkpoint is known by it"),
     ]
     rows += [
         (_names(name for name in rule.all_options if name not in ("lr", "weight_decay")), f"under rule `{rule.name}`")
@@ -598,6 +601,9 @@ def _sections() -> list[tuple[str, str]]:
             ),
         )
     )
+    migrated = _function(muon_fsdp.migrate.load_state_dict, "###")
+    link = "[migration.md](migration.md#checkpoints-of-other-optimizers)"
+    sections.append(("muon_fsdp.migrate", f"## muon_fsdp.migrate\n\nUsed in {link}.\n\n{migrated}"))
     adapter = _function(muon_fsdp.integrations.trainer_optimizer, "###")
     text = f"## muon_fsdp.integrations\n\nUsed in [integrations.md](integrations.md).\n\n{adapter}"
     sections.append(("muon_fsdp.integrations", text))

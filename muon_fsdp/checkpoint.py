@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from muon_fsdp.distributed import can_take_part, like, local_part
+from muon_fsdp.distributed import can_take_part, like, local, local_part
 from muon_fsdp.option import canonical
+from muon_fsdp.options import STARTED
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES
 from muon_fsdp.state import State, StateSpec
@@ -47,10 +48,11 @@ def check_and_complete(
     """Raise if `state_dict` does not fit, naming every mismatch; else give it with group keys it lacks filled in."""
     mismatches = _mismatches(optimizer, routes, views, state_dict)
     if mismatches:
+        _forget_what_is_loaded(optimizer, state_dict)
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
     groups = [
-        {**_options(group), **saved, **canonical(_options(saved))}
+        {**_options(group), STARTED: True, **saved, **canonical(_options(saved))}
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return {**state_dict, "param_groups": groups}
@@ -58,6 +60,43 @@ def check_and_complete(
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def origin(saved: Mapping[str, Any]) -> str | None:
+    """Return the optimizer that saved a group, as far as its options show it; None for one of ours."""
+    if "rule" in saved:
+        return None
+    if "amsgrad" in saved:
+        names = {True: "torch.optim.AdamW", False: "torch.optim.Adam"}
+        return names.get(saved.get("decoupled_weight_decay"), "torch.optim.AdamW or Adam")  # type: ignore[arg-type]
+    known = {"adjust_lr_fn": "torch.optim.Muon", "dampening": "torch.optim.SGD"}
+    return next((name for key, name in known.items() if key in saved), "another optimizer")
+
+
+def what_was_not_loaded(
+    optimizer: torch.optim.Optimizer, routes: Sequence[Sequence[Route]], state_dict: StateDict
+) -> list[str]:
+    """Return warnings about state that a state dict, which fits, does not have."""
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if any(states.values()) and not any(saved[STARTED] for saved in groups):
+        return [
+            "The state that was loaded is zero, as before the first step. If the checkpoint was saved after it, none "
+            "of its state was found: allow_partial_load leaves out what has another name."
+        ]
+    missing = [
+        route.name
+        for group, saved, members in zip(optimizer.param_groups, groups, routes, strict=True)
+        for parameter, key, route in zip(group["params"], saved["params"], members, strict=True)
+        if saved[STARTED] and parameter.requires_grad and not states.get(key)
+    ]
+    if not missing:
+        return []
+    return [f"The state dict has no state of {len(missing)} parameters, which start anew: {first_names(missing)}"]
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return some of the names, for a message."""
+    return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
 def fitting_state(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Tensor, State]:
@@ -92,20 +131,21 @@ def _mismatches(
         return ["not an optimizer's state dict: it needs 'state' and 'param_groups'"]
     if not all(isinstance(saved, dict) and "params" in saved for saved in saved_groups):
         return ["not an optimizer's state dict: a group of it has no 'params'"]
+    others = list(dict.fromkeys(filter(None, map(origin, saved_groups))))
+    if others:
+        return [
+            f"saved by {' and '.join(others)}, not by {type(optimizer).__name__}. muon_fsdp.migrate.load_state_dict "
+            "loads what of it can be used here: see docs/migration.md"
+        ]
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, routes, saved_groups)
-    mismatches = []
+    mismatches = _partial_loads(routes, state_dict)
     for group, saved, group_routes, group_views in zip(groups, saved_groups, routes, views, strict=True):
         saved_names = _saved_names(saved) if "param_names" in group else None
         for index, (parameter, route) in enumerate(zip(group["params"], group_routes, strict=True)):
             if saved_names and saved_names[index] != route.name:
                 mismatches.append(f"{route.name}: the saved parameter in its place is {saved_names[index]!r}")
-            elif "adjust_lr_fn" in saved:
-                mismatches.append(
-                    f"{route.name}: saved by torch.optim.Muon, whose momentum is 1 - momentum times ours: convert it "
-                    "as docs/migration.md shows"
-                )
-            elif saved.get("rule", group["rule"]) != group["rule"]:
+            elif saved["rule"] != group["rule"]:
                 mismatches.append(f"{route.name}: {_other_rule(saved['rule'], group['rule'])}")
             else:
                 state = states.get(saved["params"][index])
@@ -113,6 +153,52 @@ def _mismatches(
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
     mismatches += [f"state of a parameter {key!r} that is in no group" for key in states if key not in known]
     return mismatches
+
+
+def _partial_loads(routes: Sequence[Sequence[Route]], state_dict: StateDict) -> list[str]:
+    """Return what shows that torch.distributed.checkpoint has loaded a part of something, or nothing at all.
+
+    It loads in place, into what `optimizer.state_dict()` gave. If the checkpoint is not ours, the options that only we
+    have stay as they were, and say that there has been no step, whereas the state is no longer zero.
+    """
+    empty, foreign = [], []
+    for saved, members in zip(state_dict["param_groups"], routes, strict=True):
+        for key, route in zip(saved["params"], members, strict=True):
+            state = state_dict["state"].get(key)
+            if state == {}:
+                empty.append(route.name)
+            elif state and not saved.get(STARTED, True) and not _is_zero(state):
+                foreign.append(route.name)
+    lines = []
+    if empty:
+        lines.append(
+            f"the state of {len(empty)} parameters is empty ({first_names(empty)}): torch.distributed.checkpoint loads "
+            "only into state that exists. Call optimizer.state_dict() first, which creates it where there are gradients"
+        )
+    if foreign:
+        lines.append(
+            f"the state of {len(foreign)} parameters is not zero, though there has been no step "
+            f"({first_names(foreign)}): a part of another optimizer's checkpoint was loaded, by allow_partial_load. "
+            "Load it whole into an optimizer of its own kind and give that to muon_fsdp.migrate.load_state_dict: see "
+            "docs/migration.md"
+        )
+    return lines
+
+
+def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
+    """Drop state that torch.distributed.checkpoint has loaded in place before the first step: it was zero till then."""
+    states = state_dict.get("state")
+    by_parameter = [state for state in states.values() if isinstance(state, dict)] if isinstance(states, dict) else []
+    given = {id(value) for state in by_parameter for value in state.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if not group[STARTED] else ():
+            if any(id(value) in given for value in optimizer.state.get(parameter, {}).values()):
+                del optimizer.state[parameter]
+
+
+def _is_zero(state: Mapping[str, Any]) -> bool:
+    """Whether all of this rank's part of the state is zero."""
+    return not any(local(torch.as_tensor(value)).any() for value in state.values())
 
 
 def _saved_names(saved: dict[str, Any]) -> list[str] | None:
@@ -155,7 +241,7 @@ def _other_rule(saved: object, here: str) -> str:
 def _state_mismatches(
     route: Route, rule: str, parameter: Tensor, view: MatrixView | None, state: dict[str, Any] | None
 ) -> list[str]:
-    if not state:  # not created yet when it was saved, or dropped because the parameter is frozen
+    if not state:  # dropped because the parameter is frozen
         return []
     specs = {spec.name: spec for spec in RULES[rule].all_state}
     if not specs.keys() <= state.keys():

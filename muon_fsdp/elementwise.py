@@ -146,11 +146,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         fused: dict[object, list[_Item]] = defaultdict(list)
         single: list[_Item] = []
         for parameter, shard, grad in gradients:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = 0
-                for name in _STATE:
-                    state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+            state = self._state_of(parameter)
             state["step"] += 1
             item = _Item(parameter, shard, grad, *[local(state[name]) for name in _STATE])
             if not_fusable(shard, (item.first, item.second)) is None and grad.dtype in FUSED_DTYPES:
@@ -164,12 +160,29 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             parts.append(_ForeachPart(self.coupled_decay, group, single))
         return parts
 
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, which is created here."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            for name in _STATE:
+                state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+        return state
+
     def _tables_of(self, key: object, items: Sequence[_Item]) -> _FusedTables:
         numels = tuple([item.shard.numel() for item in items])
         known = self._tables.get(key)
         if known is None or known.numels != numels:
             known = self._tables[key] = _FusedTables(numels, items[0].shard, items[0].grad.dtype)
         return known
+
+    def state_dict(self) -> StateDict:
+        """As torch's; if there are gradients before the first step, with state for distributed checkpoints to load."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not self.state and any(parameter.grad is not None for parameter in parameters):
+            for parameter in parameters:
+                self._state_of(parameter)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As torch's, but momentum and velocity keep their precision and share no memory with `state_dict`."""

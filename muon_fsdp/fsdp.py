@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.distributed import gather_full, scatter_full
-from muon_fsdp.groups import Params, rules_of
+from muon_fsdp.groups import Params, refuse_zero_redundancy, rules_of
 from muon_fsdp.optimizer import MuonOptimizer
 from muon_fsdp.option import Option, integer
 from muon_fsdp.routing import Route
@@ -71,6 +71,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
         gradient_accumulation_steps: int = 1,
         **options: Any,
     ) -> None:
+        refuse_zero_redundancy("FSDPMuonOptimizer")
         if not isinstance(model, nn.Module):
             raise TypeError(f"FSDPMuonOptimizer needs the model itself, got {type(model).__name__}")
         _ACCUMULATION.validate(gradient_accumulation_steps)

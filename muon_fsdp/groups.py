@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from muon_fsdp.option import Option, UnknownOptionError, canonical, suggestion
-from muon_fsdp.options import ARGUMENTS, FOREIGN_KEYS, MICRO_STEP, SCHEDULED_LRS, SCHEDULED_MOMENTA
+from muon_fsdp.options import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.routing import Route, clean_name
 from muon_fsdp.rules import RULES, Rule, rule_named
 
@@ -146,7 +148,8 @@ def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         # A cyclic scheduler writes momentum into every group, whatever its rule.
         if "momentum" not in rule.all_options and any(key in foreign for key in SCHEDULED_MOMENTA):
             foreign |= {"momentum": options.pop("momentum")} if "momentum" in options else {}
-    foreign.pop(MICRO_STEP, None)
+    for key in PROGRESS:
+        foreign.pop(key, None)
     return options, foreign
 
 
@@ -237,6 +240,19 @@ def check_parameter(name: str, parameter: object) -> None:
         raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; only floating-point ones can be optimized")
     if not (parameter.is_leaf or parameter.retains_grad):
         raise ValueError(f"parameter {name!r} is not a leaf tensor and can't be optimized")
+
+
+def refuse_zero_redundancy(name: str) -> None:
+    """Raise if the optimizer is being built by ZeroRedundancyOptimizer, which fails when a group becomes several."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer can't wrap {name}, which divides a group with matrices and other parameters "
+                "into one per rule. Shard parameters and state with FSDP2 (fully_shard) instead, or under DDP build "
+                "FSDPMuonOptimizer(ddp_model), which splits the work over the ranks."
+            )
+        frame = frame.f_back
 
 
 def rules_of(routes: Iterable[Route]) -> list[Rule]:

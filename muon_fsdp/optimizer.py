@@ -18,7 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.agreement import NO_GRADIENT, Agreed, Agreement, Line, tell_failure
-from muon_fsdp.checkpoint import StateDict, check_and_complete, fitting_state, own_hooks
+from muon_fsdp.checkpoint import (
+    StateDict,
+    check_and_complete,
+    first_names,
+    fitting_state,
+    own_hooks,
+    what_was_not_loaded,
+)
 from muon_fsdp.distributed import layouts_of, local
 from muon_fsdp.gradients import Gradients
 from muon_fsdp.groups import (
@@ -28,6 +35,7 @@ from muon_fsdp.groups import (
     as_torch_params,
     check_parameter,
     names_and_parameters,
+    refuse_zero_redundancy,
     resolve,
     rules_of,
     scheduled_lrs,
@@ -38,7 +46,7 @@ from muon_fsdp.kernels import on_device
 from muon_fsdp.metrics import numbers_of, whole_samples
 from muon_fsdp.newton_schulz import without_autocast
 from muon_fsdp.option import canonical
-from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, EngineOptions, NonFinite
+from muon_fsdp.options import MICRO_STEP, SCHEDULED_LRS, STARTED, EngineOptions, NonFinite
 from muon_fsdp.plan import Strategy
 from muon_fsdp.planned import PlannedStep, parameter_specs
 from muon_fsdp.process_groups import Ranks, is_pretended, my_rank, num_ranks
@@ -142,6 +150,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             self._pattern_rules = self._rules_of_patterns(groups) if self._overrides else {}
             super().__init__(groups, defaults)
             self._is_built = True
+            if groups and isinstance(groups[0], dict) and len(self.param_groups) != len(groups):
+                refuse_zero_redundancy(type(self).__name__)
             self._check_use_of_options()
             if self._router.unused_patterns:
                 self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
@@ -337,7 +347,7 @@ class MuonOptimizer(torch.optim.Optimizer):
     ) -> tuple[Group, list[Route]]:
         kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
         lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
-        return {**options, **kept, **lrs, MICRO_STEP: 0, "params": parameters}, routes
+        return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
 
     def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
         """Give all groups names if some have any: torch wants names in all groups or in none."""
@@ -498,6 +508,8 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`; whether it is one of those that only let gradients add up."""
+        for group in self.param_groups:
+            group[STARTED] = True
         if self._accumulation_steps == 1:
             return False
         micro_step = (self.param_groups[0]["micro_step"] + 1) % self._accumulation_steps
@@ -516,12 +528,16 @@ class MuonOptimizer(torch.optim.Optimizer):
             bool(grad.any()) for grad in found.here().values()
         )
 
-    def _create_state(self, planned: PlannedStep) -> None:
-        """Create the state that is missing, for parameters without a gradient too."""
+    def _create_state(self, planned: PlannedStep | None = None) -> None:
+        """Create the state that is missing, for parameters without a gradient too; no communication."""
+        if planned is None:
+            self._all_routes()  # refuses groups that no longer fit
+            self._complete_groups()
         for group, routes in zip(self.param_groups, self._routes, strict=True):
             specs = RULES[group["rule"]].all_state
             names = {spec.name for spec in specs}
-            if planned.has_state and all(names <= self.state[parameter].keys() for parameter in group["params"]):
+            is_known = planned is not None and planned.has_state
+            if is_known and all(names <= self.state[parameter].keys() for parameter in group["params"]):
                 continue
             for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
                 state = self.state[parameter]
@@ -533,9 +549,11 @@ class MuonOptimizer(torch.optim.Optimizer):
                             stacklevel=4,
                         )
                         del state[spec.name]
-                    if spec.name not in state:
+                    # What was created on the meta device does not follow a parameter that has been materialised.
+                    if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
                         state[spec.name] = spec.create(parameter, view)
-        planned.has_state = True
+        if planned is not None:
+            planned.has_state = True
 
     def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
         """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere."""
@@ -587,7 +605,7 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _not_finite_message(self, found: Gradients, rank: int) -> str:
         routes = self._all_routes()
         bad = [routes[i].name for i, grad in found.here().items() if not _are_finite([grad])]
-        where = f"of {len(bad)} parameter(s) is not finite: {_first_names(bad)}"
+        where = f"of {len(bad)} parameter(s) is not finite: {first_names(bad)}"
         if not bad:
             where = f"on another rank ({rank}) is not finite"
         return f"The gradient {where}. Nothing was changed. nonfinite='skip' leaves such steps out."
@@ -628,7 +646,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         if lost and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise RuntimeError(
                 f"The optimizer was built before fully_shard: {len(lost)} of its {len(parameters)} parameters are no "
-                f"longer the model's ({_first_names(lost)}), and training would change nothing. Call fully_shard "
+                f"longer the model's ({first_names(lost)}), and training would change nothing. Call fully_shard "
                 "first, then build the optimizer."
             )
         missing = [clean_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -636,7 +654,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             self._tells_of_missing = False
             warnings.warn(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
-                f"{_first_names(missing)}. Build the optimizer after they are there and unfrozen, or add_param_group.",
+                f"{first_names(missing)}. Build the optimizer after they are there and unfrozen, or add_param_group.",
                 stacklevel=4,
             )
 
@@ -699,11 +717,21 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     # -------------------------------------------------------- state and copies
 
+    def state_dict(self) -> StateDict:
+        """Return options and state, for `load_state_dict`; of a sharded parameter, this rank's shard.
+
+        Before the first step state is created if there are gradients, because torch.distributed.checkpoint loads only
+        what is here already. Without gradients it is empty, as in torch's own optimizers.
+        """
+        if self.state or any(parameter.grad is not None for parameter in self._parameters()):
+            self._create_state()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what `state_dict` gave; one that does not fit is refused whole, with every mismatch by name.
 
         Unlike torch's own, this keeps the precision of the state (float32 momentum of half-precision weights) and
-        never shares memory with `state_dict`.
+        never shares memory with `state_dict`. State of another optimizer: `muon_fsdp.migrate`.
         """
         incoming: StateDict = {}
 
@@ -719,6 +747,8 @@ class MuonOptimizer(torch.optim.Optimizer):
 
         with own_hooks(self, before, after):
             super().load_state_dict(state_dict)
+        for message in what_was_not_loaded(self, self._routes, incoming):
+            warnings.warn(message, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         own = (
@@ -747,10 +777,6 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_watched_model": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
 def _are_finite(gradients: Iterable[Tensor]) -> bool:

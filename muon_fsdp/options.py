@@ -15,8 +15,10 @@ NonFinite = Literal["propagate", "skip", "raise"]
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
 SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
 SCHEDULED_MOMENTA = ("base_momentum", "max_momentum")
-MICRO_STEP = "micro_step"  # calls of step() since the last that updated; saved with the group
-FOREIGN_KEYS = ("params", "param_names", "name", MICRO_STEP, *SCHEDULED_MOMENTA, *SCHEDULED_LRS)
+MICRO_STEP = "micro_step"  # calls of step() since the last that updated
+STARTED = "started"  # whether step() has been called
+PROGRESS = (MICRO_STEP, STARTED)  # saved with the group
+FOREIGN_KEYS = ("params", "param_names", "name", *PROGRESS, *SCHEDULED_MOMENTA, *SCHEDULED_LRS)
 
 
 def _floating_point(value: object) -> None:

@@ -48,7 +48,7 @@ def classes_agree() -> bool:
         if by_class:
             optimizer: MuonOptimizer = FSDPMuonOptimizer(model, **OPTIONS)
         else:
-            groups = [{key: v for key, v in g.items() if key != "micro_step"} for g in optimizer.param_groups]
+            groups = [dict(group) for group in optimizer.param_groups]
             by_name = dict(model.named_parameters())
             for group in groups:
                 group["params"] = [(name, by_name[name]) for name in group.pop("param_names")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muon_fsdp import MuonOptimizer
+from muon_fsdp import MuonOptimizer, migrate
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 SHAPES = [(64, 64), (64, 128), (128, 32)]
@@ -92,19 +92,20 @@ def test_state_of_torch_muon_is_refused_and_can_be_converted():
         theirs.step()
     start, grad = weight.detach().clone(), torch.randn(32, 16, generator=generator)
 
-    def next_change(scaled_by: float) -> Tensor:
+    def next_change(convert: bool) -> Tensor:
         copy = nn.Parameter(start.clone())
         optimizer = MuonOptimizer([copy], lr=LR, weight_decay=DECAY, nesterov=True, orthogonalization="keller")
-        with pytest.raises(
-            RuntimeError, match=r"saved by torch\.optim\.Muon, whose momentum is 1 - momentum times ours"
-        ):
+        with pytest.raises(RuntimeError, match=r"saved by torch\.optim\.Muon, not by MuonOptimizer"):
             optimizer.load_state_dict(theirs.state_dict())
-        optimizer.state[copy] = {"momentum_buffer": theirs.state[weight]["momentum_buffer"].float() * scaled_by}
+        if convert:
+            migrate.load_state_dict(optimizer, theirs.state_dict(), [copy])
+        else:
+            optimizer.state[copy] = {"momentum_buffer": theirs.state[weight]["momentum_buffer"].clone()}
         copy.grad = grad.clone()
         optimizer.step()
         return (copy.detach() - start * (1 - LR * DECAY)).flatten()
 
-    unconverted, converted = next_change(1.0), next_change(1 / (1 - MOMENTUM))
+    unconverted, converted = next_change(convert=False), next_change(convert=True)
     weight.grad = grad.clone()
     theirs.step()
     expected = (weight.detach() - start * (1 - LR * DECAY)).flatten()
@@ -138,7 +139,7 @@ def test_state_of_adamw_is_refused():
     model(torch.randn(3, 6)).sum().backward()
     adamw.step()
     optimizer = MuonOptimizer(model.parameters())
-    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for MuonOptimizer"):
+    with pytest.raises(RuntimeError, match=r"saved by torch\.optim\.AdamW, not by MuonOptimizer"):
         optimizer.load_state_dict(adamw.state_dict())
     assert not optimizer.state
 

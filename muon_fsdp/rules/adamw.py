@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,6 +78,23 @@ class AdamW(Rule):
         updates = list(torch._foreach_div(first, _bias_corrections(beta1, precise_steps)))
         torch._foreach_div_(updates, denominators)
         return updates
+
+    def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
+        """Return the moments of `torch.optim.AdamW` and Adam, and the count of steps."""
+        if not {"exp_avg", "exp_avg_sq", "step"} <= saved.keys():
+            return {}
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise ValueError(
+                    f"saved with {option}=True, which rule {self.name!r} does not have: set it to False in the saved "
+                    "groups to use the moments all the same"
+                )
+        if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
+            raise ValueError(
+                "saved by Adam, whose weight_decay is part of its moments: set it to 0 in the saved groups to use them "
+                "all the same"
+            )
+        return {"momentum_buffer": saved["exp_avg"], "second_moment": saved["exp_avg_sq"], "step": saved["step"]}
 
 
 def _log(beta: float) -> float:

@@ -191,6 +191,16 @@ class Rule:
         if rounded:
             torch._foreach_copy_([p for p, _ in rounded], [w for _, w in rounded])
 
+    # ------------------------------------------------------------------------------------------------- another's state
+
+    def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
+        """Return what it can use of another optimizer's state of a parameter, by the names of its own state.
+
+        `saved` and `group` are that optimizer's, as its state dict has them. Empty if there is nothing; a ValueError
+        says why something that looks alike can't be used.
+        """
+        return {}
+
     # ---------------------------------------------------------------------------------- what planning and reports ask
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS, orthogonalization_flops,
 from muon_fsdp.option import Option, PlannedOptions, flag, fraction, integer, number
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
 from muon_fsdp.scaling import SCALE_VERSIONS, update_scale
-from muon_fsdp.state import PerParameter, State, StateSpec
+from muon_fsdp.state import PerParameter, State, StateSpec, working_dtype
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
@@ -94,6 +95,14 @@ class Muon(Rule):
     def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
         """Return the spectral norm of an update."""
         return update_scale(options["scale"], rows, cols) * float(options["ns_stepsize"])
+
+    def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
+        """Return the momentum of `torch.optim.Muon` or Keller Jordan's, which is 1 - momentum times the one here."""
+        is_muon = "adjust_lr_fn" in group or group.get("use_muon")
+        if "momentum_buffer" not in saved or not is_muon:
+            return {}
+        buffer = saved["momentum_buffer"]
+        return {"momentum_buffer": buffer.to(working_dtype(buffer.dtype)) / (1 - group["momentum"])}
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         return orthogonalization_flops(rows, cols, options["ns_steps"])

@@ -1,0 +1,133 @@
+"""Loading the state of another optimizer, to change to one of ours in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from muon_fsdp.checkpoint import StateDict, origin
+from muon_fsdp.distributed import local
+from muon_fsdp.groups import Params, as_torch_params, names_and_parameters, with_lists
+from muon_fsdp.optimizer import MuonOptimizer
+from muon_fsdp.options import STARTED
+from muon_fsdp.routing import clean_name
+from muon_fsdp.rules import RULES
+
+__all__ = ["load_state_dict"]
+
+Saved: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]  # state and group of one parameter
+
+
+def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Params | None = None) -> list[str]:
+    """Load what rules can use of another optimizer's state: moments of AdamW, momentum of torch.optim.Muon.
+
+        optimizer = MuonOptimizer(model, adamw_lr=3e-4)
+        migrate.load_state_dict(optimizer, torch.load("adamw.pt"), model.parameters())
+
+    Parameters under rule "adamw" take both moments and the count of steps of torch.optim.AdamW or Adam, and go on as it
+    would. Matrices take the momentum of torch.optim.Muon, brought to the scale of ours. Whatever else is saved is left
+    out, as AdamW's moments of matrices: these keep the state they have, which is zero momentum in a new optimizer.
+    Options stay as the optimizer was built. Call it once for each optimizer that was used before.
+
+    Args:
+        optimizer: one of ours, new or not.
+        state_dict: what the other optimizer's `state_dict()` gave, or `get_optimizer_state_dict` of
+            torch.distributed.checkpoint, not flattened. Tensors may be whole, or sharded as the parameters are.
+        params: what the other optimizer was built from, in the same order: `model.parameters()`, a list of groups, or
+            the model. Not needed where the state dict has names.
+
+    Returns:
+        The names of the parameters whose state was loaded.
+
+    Raises:
+        RuntimeError: something does not fit; every parameter is named, and nothing was changed.
+        ValueError: parameters can't be found without `params`, or are not as many as were saved.
+    """
+    saved = _saved_by_name(optimizer, state_dict, params)
+    loaded: dict[Tensor, dict[str, Any]] = {}
+    names, problems = [], []
+    for group, routes in zip(optimizer.param_groups, optimizer._routes, strict=True):
+        rule = RULES[group["rule"]]
+        for parameter, route in zip(group["params"], routes, strict=True):
+            if route.name not in saved:
+                continue
+            state, saved_group = saved.pop(route.name)
+            try:
+                values = rule.take_over(state, saved_group) if state else {}
+            except ValueError as error:
+                problems.append(f"{route.name}: {error}")
+                continue
+            if values:
+                names.append(route.name)
+                scalars = {spec.name for spec in rule.all_state if not spec.is_sharded}
+                loaded[parameter] = {name: _number(v) if name in scalars else v for name, v in values.items()}
+    frozen = {row.name for row in optimizer._frozen_rows}
+    problems += [f"{name}: saved, but not here" for name, (state, _) in saved.items() if state and name not in frozen]
+    if not problems and not names:
+        others = dict.fromkeys(filter(None, map(origin, state_dict["param_groups"])))
+        problems.append(
+            f"saved by {' and '.join(others)}: no rule in use can take over anything of it, so load the weights alone"
+            if others
+            else "saved by an optimizer of muon_fsdp: call optimizer.load_state_dict"
+        )
+    if problems:
+        lines = "".join(f"\n\t{line}" for line in problems)
+        raise RuntimeError(f"Error(s) in migrating to {type(optimizer).__name__}:{lines}")
+    _load(optimizer, loaded)
+    return names
+
+
+def _load(optimizer: MuonOptimizer, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Load new values of some state beside what the optimizer has, which is checked as any state dict is."""
+    optimizer._create_state()
+    own = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {key: {**own["state"][key], **loaded.get(p, {})} for key, p in enumerate(parameters)}
+    groups = [{**group, STARTED: True} for group in own["param_groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _number(value: Any) -> Any:
+    """Return a count as a scalar tensor, whether it was saved as a number, a tensor of one element or a DTensor."""
+    tensor = local(torch.as_tensor(value))
+    return tensor.reshape(()) if tensor.numel() == 1 else tensor
+
+
+def _saved_by_name(optimizer: MuonOptimizer, state_dict: StateDict, params: Params | None) -> dict[str, Saved]:
+    """Return state and group of every parameter that was saved, by the name that it has here."""
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, dict) or not groups or not all("params" in group for group in groups):
+        raise ValueError("not an optimizer's state dict: it needs 'state' and 'param_groups', not flattened")
+    keys = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        names = [clean_name(key) for key in keys]
+    elif params is not None:
+        names = _names_here(optimizer, params)
+        if len(names) != len(keys):
+            raise ValueError(f"the state dict is of {len(keys)} parameters, and params has {len(names)}")
+    elif all("param_names" in group for group in groups):
+        names = [clean_name(name) for group in groups for name in group["param_names"]]
+    else:
+        raise ValueError(
+            "the state dict has no names: pass the params that the other optimizer was built from, such as "
+            "model.parameters()"
+        )
+    group_of = [group for group in groups for _ in group["params"]]
+    return {
+        name: (states.get(key) or {}, group) for name, key, group in zip(names, keys, group_of, strict=True) if name
+    }
+
+
+def _names_here(optimizer: MuonOptimizer, params: Params) -> list[str]:
+    """Return the names of parameters in the optimizer; "" for what is frozen and not in it."""
+    listed: Any = list(params.parameters()) if isinstance(params, nn.Module) else with_lists(as_torch_params(params))
+    groups: Iterable[Any] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    parameters = [parameter for group in groups for parameter in names_and_parameters(group)[1]]
+    here = {id(p): route.name for p, route in zip(optimizer._parameters(), optimizer._all_routes(), strict=True)}
+    return [
+        here.get(id(parameter), f"params[{index}]" if parameter.requires_grad else "")
+        for index, parameter in enumerate(parameters)
+    ]
