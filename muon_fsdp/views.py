@@ -103,7 +103,7 @@ def vectors_in(shape: tuple[int, ...], kind: str) -> int:
 
     What has one row or one column is a vector: (n,), (n, 1), (1, 1, n); five experts of (n, 1) are five of them.
     """
-    if sum(size != 1 for size in shape) < 2:
+    if len(shape) < 2:
         return 1
     count, rows, cols = _matrix_stack_shape(shape, _kind(shape, kind), transposed=False)
     return count if 1 in (rows, cols) else 0

@@ -223,7 +223,9 @@ def test_a_plain_mlp_has_no_vocabulary(widths, bias):
         [(16, 512), (4096, 16), (16, 512), (128, 16)],  # low-rank adapters
         [(512, 128), (512,), (512, 128), (512,), (10, 128), (10,)],  # an LSTM and its classifier
         [(64, 10), (64, 64), (1000, 64), (5, 64)],  # two classifiers on one trunk
-        [(6272, 100), (128, 64, 4, 4), (64, 3, 4, 4)],  # a generator of images
+        [(6272, 100), (128, 64, 4, 4), (64, 3, 4, 4), (10, 64)],  # a generator of images
+        [(32, 10), (32,), (400, 10), (400,), (64, 432), (64,)],  # two branches from one input
+        [(544, 64), (64, 64)] * 3,  # a wide projection in every block
         [(3352, 768), (1536, 1, 4), (768, 1536)],  # Mamba 2
     ],
 )
