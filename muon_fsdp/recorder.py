@@ -47,12 +47,16 @@ class GraphRecorder(Recorder):
         gc.collect()  # memory that is freed during a capture would not be given back
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        generator = torch.cuda.default_generators[current.device_index]
+        random_state = generator.clone_state()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._begin()
             try:
                 work()
             except BaseException:
                 self._abandon()
+                # A capture that broke off leaves the generator as if it were still captured: torch.randn would fail.
+                generator.graphsafe_set_state(random_state)
                 raise
             self._end()
         current.wait_stream(self._stream)

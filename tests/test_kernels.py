@@ -326,7 +326,7 @@ class Net(nn.Module):
         self.bias = nn.Parameter(torch.randn(33) * 0.1)
 
 
-def train(nesterov, dtype, accumulated=False, steps=3):
+def train(nesterov, dtype, accumulated=False):
     torch.manual_seed(0)
     model = Net().to(DEVICE, dtype)
     groups = [
@@ -344,7 +344,7 @@ def train(nesterov, dtype, accumulated=False, steps=3):
     )
     generator = torch.Generator().manual_seed(1)
     optimizer._accumulation_steps = 2 if accumulated else 1
-    for step in range(steps):
+    for step in range(4 if accumulated else 3):
         for name, p in model.named_parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(DEVICE, dtype)
             if step == 1 and name in ("other", "bias"):
