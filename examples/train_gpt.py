@@ -17,7 +17,8 @@ The program is `muon_fsdp.training`, the same as `muon-fsdp train`. What it does
 
 from __future__ import annotations
 
+from muon_fsdp.training.ending import end_process
 from muon_fsdp.training.program import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(prog="examples/train_gpt.py"))
+    end_process(main(prog="examples/train_gpt.py"))

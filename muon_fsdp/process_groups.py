@@ -101,7 +101,10 @@ def shared_store() -> Store:
 
 def time_limit() -> timedelta:
     """Return how long ranks of the world wait for each other."""
-    limit: timedelta = c10d._get_default_store().timeout  # type: ignore[attr-defined]
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    limit: timedelta = options._timeout if options is not None else c10d._get_default_store().timeout
     return limit
 
 

@@ -393,8 +393,6 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
     told(2, "holds a run with a checkpoint of step-00000002: say --resume to go on with it, or give another --output")
     told(2, "optimizer 'muon' there, 'adamw' here", "--resume", "--optimizer", "adamw")
     told(2, "vocab_size 256 there, 300 here", "--resume", "--vocab-size", "300")
-    (output / "metrics.jsonl").unlink()
-    told(2, "does not tell of a run", "--resume")
     monkeypatch.setenv("WORLD_SIZE", "2")
     told(2, "MASTER_ADDR and MASTER_PORT are not set: start with torchrun", "--fsdp", at=tmp_path / "none")
     told(2, "2 processes were started: say --fsdp", at=tmp_path / "none")
@@ -421,6 +419,8 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--lr", "-1"], "--lr must not be negative"),
         (["--tp", "0"], "--tp must be at least 1"),
         (["--epochs", "inf"], "--epochs must be finite"),
+        (["--timeout", "0"], "--timeout must be positive"),
+        (["--timeout", "inf"], "--timeout must be finite"),
         (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
         (["--proc", "2"], "unrecognized arguments: --proc"),
         (["--ddp", "--tp", "2"], "--replicas and --tp belong to --fsdp"),

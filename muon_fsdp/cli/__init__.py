@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from typing import NoReturn
+
+from muon_fsdp.training.ending import end_process
 
 
 def main() -> int:
@@ -18,3 +21,8 @@ def main() -> int:
     from muon_fsdp.cli.app import call
 
     return call(sys.argv[1:])
+
+
+def command() -> NoReturn:
+    """The script `muon-fsdp`."""
+    end_process(main())

@@ -1,5 +1,5 @@
 """`python -m muon_fsdp.cli`: the command, where no script is installed."""
 
-from muon_fsdp.cli import main
+from muon_fsdp.cli import command
 
-raise SystemExit(main())
+command()

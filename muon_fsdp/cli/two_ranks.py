@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.training.ending import end_process
 
 
 def main(rank: int, store: str, world_size: int = 2) -> float:
@@ -44,3 +45,4 @@ def main(rank: int, store: str, world_size: int = 2) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(main(int(sys.argv[1]), sys.argv[2]))
+    end_process(0)

@@ -1,9 +1,11 @@
 """`python -m muon_fsdp.training`, also under torchrun: the training program."""
 
+from muon_fsdp.training.ending import end_process
+
 try:
     from muon_fsdp.training.program import main
 
     code = main()
 except KeyboardInterrupt:  # while torch is imported
     code = 130
-raise SystemExit(code)
+end_process(code)

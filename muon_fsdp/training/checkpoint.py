@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from muon_fsdp.training.parallel import World
+from muon_fsdp.training.unpickling import Planner, Reader
 
 _NAME = re.compile(r"step-(\d{8})")
 _MANIFEST = "manifest.json"  # what the run was, and size and checksum of every other file
@@ -54,6 +55,7 @@ def save(
     final = folder / f"step-{step:08d}"
     aside = folder / f"{final.name}.partial"
     failure = ""
+    world.note(f"saving step {step}")
     if world.is_main:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +100,7 @@ def save(
 def read_manifest(path: Path, world: World) -> dict[str, Any]:
     """What `save` was told, after a look at every file: a damaged one is named before anything is loaded."""
     failure, manifest = "", {}
+    world.note(f"checking {path.name}")
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         step, *_ = (manifest[key] for key in ("step", "config", "model"))
@@ -119,10 +122,11 @@ def read_manifest(path: Path, world: World) -> dict[str, Any]:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Into a model and an optimizer on any number of ranks."""
     failure = ""
+    world.note(f"loading {path.name}")
     try:
         with _quiet():
             state = _state(model, optimizer)
-            state_dict_loader.load(state, checkpoint_id=path, no_dist=world.size == 1)
+            state_dict_loader.load(state, storage_reader=Reader(path), planner=Planner(), no_dist=world.size == 1)
             set_model_state_dict(model, state["model"])
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
     except (Exception, CheckpointException) as error:

@@ -71,6 +71,7 @@ class TrainConfig:
     device: str | None = None
     precision: Precision = "auto"
     compile: bool = False
+    timeout: float = 600.0
 
     output: Path | None = None
     resume: bool = False
@@ -93,12 +94,14 @@ class TrainConfig:
         for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{_flag(name)} must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("clip_norm", "epochs"):
+        for name in ("clip_norm", "epochs", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{_flag(name)} must be positive, got {value}")
-        if self.epochs is not None and math.isinf(self.epochs):
-            raise ConfigError("--epochs must be finite, got inf")
+        for name in ("epochs", "timeout"):
+            value = getattr(self, name)
+            if value is not None and math.isinf(value):
+                raise ConfigError(f"{_flag(name)} must be finite, got inf")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}")
         for name in ("lr", "rest_lr", "weight_decay"):
@@ -264,6 +267,7 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
     _add(parallel, "--replicas", "HSDP: so many replicas of the shards (implies --fsdp)", type=int)
     _add(parallel, "--tp", "tensor parallelism over so many ranks (implies --fsdp)", dest="tensor_parallel", type=int)
     parallel.add_argument("--processes", metavar="N", type=int, help="start N processes here, instead of torchrun")
+    _add(parallel, "--timeout", "seconds to wait for a rank that is stopped or hangs", type=float)
     _add(parallel, "--device", "cpu or cuda (default: cuda where there is one)", choices=["cpu", "cuda"])
     precisions = list(get_args(Precision))
     _add(parallel, "--precision", "of the forward and backward; auto is bfloat16 on GPUs", choices=precisions)

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 _LAUNCHER = "MUON_FSDP_LAUNCHER_PID"
 _GRACE_SECONDS = 15.0  # for ranks whose peer has failed
 
@@ -20,10 +22,9 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     Ranks have a process session of their own, so a Ctrl-C in the terminal reaches them once, from here.
     """
     command = [sys.executable, "-m", "muon_fsdp.training", *_without_processes(arguments)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _LAUNCHER: str(os.getpid())}
+    store = _open_store()
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), _LAUNCHER: str(os.getpid())}
+    job["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 opens no store of its own
     job |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     job.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))))
     ranks = [
@@ -48,6 +49,13 @@ def launch(arguments: Sequence[str], processes: int) -> int:
                 rank.wait()
 
 
+def _open_store() -> TCPStore:
+    """Open the store of the job on a port that is taken from the first moment on, for this machine alone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     deadline = None
     while any(rank.poll() is None for rank in ranks):
@@ -57,6 +65,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             break
         time.sleep(0.05)
     codes = [rank.poll() for rank in ranks]
+    for i, code in enumerate(codes):
+        if code is None:
+            print(f"error: rank {i} did not end after another had failed, and is killed", file=sys.stderr, flush=True)
     died = [(i, code) for i, code in enumerate(codes) if code is not None and code < 0]
     for i, code in died:
         print(f"error: rank {i} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)

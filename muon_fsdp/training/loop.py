@@ -81,6 +81,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], world: World | None = N
         if world is None:
             _, loss = model(inputs, targets)
         else:
+            world.note()
             with world.autocast():
                 _, loss = model(_mine(inputs, world), _mine(targets, world))
         losses.append(loss.float() * targets.numel())
@@ -113,11 +114,13 @@ def train(
     `train_batches` yields this rank's rows. `on_log` sees the result after each look at the device, with the factors
     of the schedule for the steps since the last; `on_save` is told the step.
     """
+    world.note("the first step")
     clock = Clock(world.device)
     if not result.evaluations:
-        result.evaluations.append(Evaluation(0, evaluate(model, validation, world)))
+        result.evaluations.append(Evaluation(result.num_steps, evaluate(model, validation, world)))
     waiting: list[Tensor] = []  # (loss, norm of the gradient) of steps that were not looked at
     for step in range(result.num_steps, pace.steps):
+        world.note(f"step {step + 1}")
         clock.mark()
         for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = lr * schedule(step)
@@ -168,6 +171,7 @@ def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: W
     total = torch.zeros((), device=world.device)
     pieces = [rows.to(world.device, non_blocking=True).chunk(num_micro_batches) for rows in batch]
     for index, (inputs, targets) in enumerate(zip(*pieces, strict=True)):
+        world.note()
         with synchronize_gradients(model, wanted=index == num_micro_batches - 1):
             with world.autocast():
                 _, loss = model(inputs, targets)

@@ -7,19 +7,22 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig
+from muon_fsdp.training.heartbeat import Heartbeat
 from muon_fsdp.training.model import GPT
 
 
@@ -34,6 +37,7 @@ class World:
     data_rank: int = 0
     data_size: int = 1
     mesh: DeviceMesh | None = None  # (replicas, shards, tensor), of FSDP2 alone
+    heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self) -> bool:
@@ -49,6 +53,11 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
+
+    def note(self, where: str | None = None) -> None:
+        """Say that this rank moves, and where it is, to whoever waits for it."""
+        if self.heartbeat is not None:
+            self.heartbeat.note(where)
 
     def autocast(self) -> AbstractContextManager[object]:
         """FSDP2 casts by itself."""
@@ -79,19 +88,23 @@ def connect(config: TrainConfig) -> Iterator[World]:
     if config.parallel == "none":
         yield World(device, precision)
         return
-    if not joined:
-        _join(device, rank, size)
-    try:
-        mesh = None
-        if config.parallel == "fsdp":
-            shape = (config.replicas, size // per_replica, config.tensor_parallel)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
-        tensor_size = config.tensor_parallel
-        yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh)
-        dist.barrier()  # a rank that leaves early closes connections that others still use
-    finally:
-        if not joined:
-            dist.destroy_process_group()
+    store = None if joined else _find_store(rank, size, config.timeout)
+    with _heartbeat(store, rank, size, config.timeout) as heartbeat:
+        if store is not None:
+            _join(device, store, rank, size, config.timeout)
+        try:
+            mesh = None
+            if config.parallel == "fsdp":
+                shape = (config.replicas, size // per_replica, config.tensor_parallel)
+                mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
+                for group in mesh.get_all_groups() if store is not None else ():
+                    dist.distributed_c10d._set_pg_timeout(_longer(config.timeout), group)
+            tensor_size = config.tensor_parallel
+            yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh, heartbeat)
+            dist.barrier()  # a rank that leaves early closes connections that others still use
+        finally:
+            if not joined:
+                dist.destroy_process_group()
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
@@ -114,22 +127,39 @@ def _is_half(config: TrainConfig, device: torch.device) -> bool:
     return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
 
 
-def _join(device: torch.device, rank: int, size: int) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _find_store(rank: int, size: int, timeout: float) -> Store:
+    """Return the store through which the ranks of the job find each other."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and size > 1:
         raise ConfigError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set: start with torchrun")
     if missing:  # one process, no torchrun
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
+        return HashStore()
     try:
-        dist.init_process_group(backend, rank=rank, world_size=size)
-    except dist.DistNetworkError as error:
+        found: Store = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))[0]
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
             f"no connection at {where}: {error}. If another run has that port, start with torchrun --standalone, "
             "another --master-port, or --processes"
         ) from error
+    return found
+
+
+def _heartbeat(store: Store | None, rank: int, size: int, timeout: float) -> AbstractContextManager[Heartbeat | None]:
+    if store is None or size == 1:
+        return nullcontext()
+    keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # torchrun's, or --processes' own
+    return Heartbeat(store, rank, size, timeout, keeper)
+
+
+def _join(device: torch.device, store: Store, rank: int, size: int, timeout: float) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_longer(timeout))
+
+
+def _longer(timeout: float) -> timedelta:
+    """Return when torch's own timeouts end a collective: they name no rank, so the heartbeat comes first."""
+    return timedelta(seconds=2 * timeout + 60)
 
 
 def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:

@@ -15,31 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from muon_fsdp.rules import RULES
-from muon_fsdp.training import checkpoint
+from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError
-from muon_fsdp.training.config import TrainConfig, as_json, json_value, parse
+from muon_fsdp.training.config import TrainConfig, as_json, parse
 from muon_fsdp.training.data import Corpus, DataError, open_corpus, training_batches, validation_batches
 from muon_fsdp.training.launcher import launch, launcher_is_gone
 from muon_fsdp.training.loop import Batch, Pace, check_tokens, train
 from muon_fsdp.training.model import GPT, GPTConfig
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import World, connect, place
-from muon_fsdp.training.plugins import find_rule
 from muon_fsdp.training.progress import show_progress
 from muon_fsdp.training.results import (
     Journal,
     RunResult,
     check_tensorboard,
     describe_groups,
-    read_result,
     start_line,
     train_line,
 )
-from muon_fsdp.training.rule_flags import default_options
 from muon_fsdp.training.schedule import make_schedule
 
 DEFAULT_STEPS = 100
@@ -56,9 +51,10 @@ def run(config: TrainConfig) -> RunResult:
     with connect(config) as world, _stop_signals() as stop:
         if config.tensorboard:
             check_tensorboard()
+        world.note("reading the data")
         model_config, corpus = _open_data(config)
         _pace(config, model_config, corpus, world)  # a mistake is told before a folder is made
-        saved = _find_checkpoint(config, world)
+        saved = resuming.find_checkpoint(config, world)
         with _own_folder(config.folder, world):
             return _run(config, world, stop, model_config, corpus, saved)
 
@@ -72,8 +68,8 @@ def _run(
     saved: Path | None,
 ) -> RunResult:
     manifest = {} if saved is None else checkpoint.read_manifest(saved, world)
-    _check_same_run(manifest, config, model_config)
-    config = _as_long_as_before(config, manifest)
+    resuming.check_same_run(manifest, config, model_config)
+    config = resuming.as_long_as_before(config, manifest)
     pace = _pace(config, model_config, corpus, world)
     if manifest and pace.steps < manifest["step"]:
         raise ConfigError(
@@ -82,16 +78,19 @@ def _run(
         )
 
     torch.manual_seed(config.seed)
+    world.note("building the model")
     gpt = GPT(model_config)
     model = place(gpt, config, world)
+    world.note("building the optimizer")
     optimizer = make_optimizer(model, config)
     base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
     result = RunResult(config.label, groups=describe_groups(optimizer))
     if saved is not None:
-        _load(saved, model, optimizer, world)
-        result = _earlier_result(config, manifest["step"], result)
+        resuming.load(saved, model, optimizer, world)
+        earlier = resuming.earlier_result(config, manifest, world)
+        result = replace(earlier, name=result.name, groups=result.groups, num_steps_before=manifest["step"])
         if world.is_main:
-            _print_changes(manifest["config"], config)
+            resuming.print_changes(manifest["config"], config)
     if world.is_main:
         _print_start(config, world, gpt, corpus, pace, result)
 
@@ -240,98 +239,6 @@ def _lock(file: int, folder: Path) -> None:
         print(f"note: {folder} can't be locked; start no second run in it", flush=True)
 
 
-# --- resuming ---
-
-
-def _find_checkpoint(config: TrainConfig, world: World) -> Path | None:
-    found = checkpoint.checkpoints(config.folder / "checkpoints")
-    world.barrier()  # all look before one writes
-    if not found and config.resume:
-        raise ConfigError(f"{config.folder} holds no checkpoint to go on from yet; leave out --resume to start anew")
-    if found and not config.resume:
-        raise ConfigError(
-            f"{config.folder} holds a run with a checkpoint of {found[-1].name}: say --resume to go on with it, "
-            "or give another --output"
-        )
-    return found[-1] if found else None
-
-
-def _as_long_as_before(config: TrainConfig, manifest: dict[str, Any]) -> TrainConfig:
-    """A run that is resumed without a length keeps the one that it had."""
-    if not manifest or config.steps is not None or config.epochs is not None:
-        return config
-    return replace(config, steps=manifest["config"].get("steps"), epochs=manifest["config"].get("epochs"))
-
-
-def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config: GPTConfig) -> None:
-    if not manifest:
-        return
-    given, saved = asdict(model_config), manifest["model"]
-    preset = manifest["config"].get("model")
-    if preset != config.model:
-        raise ConfigError(f"the checkpoint is of --model {preset}, not {config.model}: say --model {preset}")
-    differences = [
-        f"{name} {saved.get(name)!r} there, {given[name]!r} here" for name in given if saved.get(name) != given[name]
-    ]
-    trained_with = _rule_of(manifest)
-    if trained_with != config.optimizer:
-        differences.append(f"optimizer {trained_with!r} there, {config.optimizer!r} here")
-    if differences:
-        raise ConfigError(f"the checkpoint is of another model or optimizer: {'; '.join(differences)}")
-
-
-def _rule_of(manifest: dict[str, Any]) -> str:
-    """Return the name of the rule that a checkpoint was trained with, which may be saved by an alias."""
-    saved = manifest["config"]["optimizer"]
-    try:
-        return find_rule(saved).name
-    except ConfigError:
-        files = manifest["config"].get("plugin") or ["FILE"]
-        flags = " ".join(f"--plugin {file}" for file in files)
-        raise ConfigError(
-            f"the checkpoint is of rule {saved!r}, which is not registered: pass {flags} --optimizer {saved}"
-        ) from None
-
-
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Load weights and state; options stay what this run was told, not what the run before was."""
-    groups = optimizer.param_groups
-    told = [{name: group[name] for name in RULES[group["rule"]].all_options} for group in groups]
-    checkpoint.load(path, model, optimizer, world)
-    for group, options in zip(optimizer.param_groups, told, strict=True):
-        group.update(options)
-
-
-def _print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
-    """Tell what a resumed run does otherwise than before; where it runs does not matter."""
-    given = as_json(config)
-    matters = (
-        "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "schedule",
-        "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
-    )  # fmt: skip
-    changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
-    defaults = json_value(default_options(config.rule))
-    before = {**defaults, **saved, **saved.get("options", {})}  # which older runs saved beside the others
-    now = {**defaults, **given["options"]}
-    changes += [
-        f"{name} {before[name]} -> {now[name]}" for name in now if name not in given and before[name] != now[name]
-    ]
-    if changes:
-        print(f"note: this run goes on with other settings: {', '.join(changes)}", flush=True)
-
-
-def _earlier_result(config: TrainConfig, step: int, fresh: RunResult) -> RunResult:
-    """What the journal tells of the steps before the checkpoint."""
-    result = read_result(config.folder, until=step)
-    if result.num_steps != step:
-        raise CheckpointError(
-            f"{config.folder} tells of {result.num_steps} steps, but its checkpoint is of step {step}; "
-            "its metrics were changed: start anew with another --output"
-        )
-    result.name, result.groups, result.num_steps_before = fresh.name, fresh.groups, step
-    return result
-
-
 # --- what is shown and written ---
 
 
@@ -370,7 +277,7 @@ def _logger(
 
         def log(result: RunResult, factors: Sequence[float]) -> None:
             nonlocal written
-            for index, factor in enumerate(factors, start=result.num_steps - len(factors)):
+            for index, factor in enumerate(factors, start=len(result.train_losses) - len(factors)):
                 journal.write("train", train_line(result, index, lr * factor))
             for evaluation in result.evaluations[written:]:
                 journal.write("validation", asdict(evaluation))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -55,6 +56,7 @@ class RunResult:
     optimizer_seconds: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     num_steps_before: int = 0  # of the run that this one goes on with, whose times may be those of other ranks
+    num_steps_lost: int = 0  # the first so many of those, of which nothing else is known
     stopped: bool = False  # before its last step, by a signal
 
     @property
@@ -78,7 +80,7 @@ class RunResult:
 
     @property
     def num_steps(self) -> int:
-        return len(self.train_losses)
+        return self.num_steps_lost + len(self.train_losses)
 
     @property
     def optimizer_share(self) -> float:
@@ -88,7 +90,8 @@ class RunResult:
 
     def times(self) -> tuple[list[float], list[float]]:
         """Seconds of steps, and of the optimizer in them, since the run was last started."""
-        return self.step_seconds[self.num_steps_before :], self.optimizer_seconds[self.num_steps_before :]
+        first = self.num_steps_before - self.num_steps_lost
+        return self.step_seconds[first:], self.optimizer_seconds[first:]
 
     def training_seconds(self, num_steps: int) -> float:
         """How long so many steps take, evaluation left out."""
@@ -144,15 +147,24 @@ class Journal:
             self._events.close()
 
 
+def set_metrics_aside(folder: Path) -> Path | None:
+    """Rename `metrics.jsonl` to `metrics.jsonl.bad`, with a number where that is taken; None if there is no file."""
+    path = folder / METRICS_FILE
+    names = (path.with_name(f"{METRICS_FILE}.bad{number}") for number in itertools.chain([""], itertools.count(2)))
+    return path.rename(next(name for name in names if not name.exists())) if path.exists() else None
+
+
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """A last line that a kill cut short is left out with what comes after `step`."""
+    """Return the lines up to `step`, and up to the first that is not one of a journal, as one that a kill cut short."""
     found = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        if line["kind"] == "start" or line.get("step", step + 1) <= step:
+        if not isinstance(line, dict) or not isinstance(line.get("step", 0), int):
+            break
+        if line.get("kind") == "start" or line.get("step", step + 1) <= step:
             found.append(line)
     return found
 
@@ -169,22 +181,47 @@ def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
 
 
 def read_result(folder: Path, until: int | None = None) -> RunResult:
-    """The result that `metrics.jsonl` tells, up to a step."""
-    lines = _lines_until(folder / METRICS_FILE, 2**63 if until is None else until)
-    starts = [line for line in lines if line["kind"] == "start"]
-    if not starts:
-        raise ConfigError(f"{folder / METRICS_FILE} does not tell of a run")
-    result = RunResult(starts[-1]["name"], groups=[OptimizerGroup(**group) for group in starts[-1]["groups"]])
-    for line in lines:
-        if line["kind"] == "start":
-            result.num_steps_before = result.num_steps
-        elif line["kind"] == "train":
-            result.train_losses.append(line["loss"])
-            result.step_seconds.append(line["seconds"])
-            result.optimizer_seconds.append(line["optimizer_seconds"])
-            result.gradient_norms.append(line["gradient_norm"])
-        elif line["kind"] == "validation":
-            result.evaluations.append(Evaluation(line["step"], line["loss"]))
+    """Return the result that `metrics.jsonl` tells, up to a step."""
+    path = folder / METRICS_FILE
+    return _result_of(_lines_until(path, 2**63 if until is None else until), path)
+
+
+def read_result_until(folder: Path, manifest: Mapping[str, Any]) -> RunResult:
+    """Return the result up to a checkpoint; a ConfigError says why `metrics.jsonl` is not of the checkpoint's run."""
+    path, step = folder / METRICS_FILE, manifest["step"]
+    try:
+        if not path.exists():
+            raise ConfigError(f"{path} is missing")
+        lines = _lines_until(path, step)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+    result = _result_of(lines, path)
+    if result.num_steps != step:
+        raise ConfigError(f"{path} tells of {result.num_steps} steps, but the checkpoint is of step {step}")
+    last = max((index for index, line in enumerate(lines) if line["kind"] == "train"), default=0)
+    before = [line for line in lines[:last] if line["kind"] == "start"]
+    if before and any(before[-1].get(name) != manifest[name] for name in ("config", "model")):
+        raise ConfigError(f"{path} is of another run than the checkpoint")
+    return result
+
+
+def _result_of(lines: Sequence[Mapping[str, Any]], path: Path) -> RunResult:
+    try:
+        starts = [line for line in lines if line["kind"] == "start"]
+        result = RunResult(starts[-1]["name"], groups=[OptimizerGroup(**group) for group in starts[-1]["groups"]])
+        result.num_steps_lost = starts[0]["resumed_from"] or 0
+        for line in lines:
+            if line["kind"] == "start":
+                result.num_steps_before = result.num_steps
+            elif line["kind"] == "train":
+                result.train_losses.append(float(line["loss"]))
+                result.step_seconds.append(float(line["seconds"]))
+                result.optimizer_seconds.append(float(line["optimizer_seconds"]))
+                result.gradient_norms.append(float(line["gradient_norm"]))
+            elif line["kind"] == "validation":
+                result.evaluations.append(Evaluation(line["step"], float(line["loss"])))
+    except (LookupError, TypeError, ValueError):
+        raise ConfigError(f"{path} does not tell of a run") from None
     return result
 
 
@@ -193,8 +230,9 @@ def start_line(result: RunResult, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train_line(result: RunResult, index: int, lr: float) -> dict[str, Any]:
+    """Return the line of the step whose loss is at `index`."""
     return {
-        "step": index + 1,
+        "step": result.num_steps_lost + index + 1,
         "loss": result.train_losses[index],
         "lr": lr,
         "gradient_norm": result.gradient_norms[index],
