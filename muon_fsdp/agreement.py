@@ -270,6 +270,7 @@ def _summary(store: Store, name: str, ranks: Ranks) -> dict[str, Any]:
 def _get(store: Store, key: str, name: str, ranks: Ranks) -> bytes:
     """Wait for a value; after the time limit of the world, say which ranks did not come."""
     try:
+        store.wait([key], time_limit())
         value: bytes = store.get(key)
         return value
     except RuntimeError as error:

@@ -104,7 +104,7 @@ def time_limit() -> timedelta:
     world = dist.group.WORLD
     assert world is not None
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    limit: timedelta = options._timeout if options is not None else c10d._get_default_store().timeout
+    limit: timedelta = options._timeout if options is not None else c10d.default_pg_timeout
     return limit
 
 
