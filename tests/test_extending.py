@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, create_hybrid_optimizer, fused, plan
+from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
+from muon_fsdp.plan import stages as plan
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
-from muon_fsdp.statistics import STATISTICS, SummedStatistic
+from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
+from muon_fsdp.step import fused
 from tests import extending_cases as cases
 from tests import toy_rules
 from tests.pool import RankPool

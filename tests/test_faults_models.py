@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.spectral import compute_spectral_norm, power_iteration
+from muon_fsdp.linalg.power_iteration import power_iteration
+from muon_fsdp.spectral import compute_spectral_norm
 from tests.pool import RankPool
 from tests.promises import promise
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
-from muon_fsdp.distributed import local
+from muon_fsdp.comm.transfers import local
 from tests.distributed_cases import lay_out, make_model, train
 from tests.pool import RankPool
 from tests.promises import promise

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp import elementwise, fused
+from muon_fsdp.optimizers import elementwise
+from muon_fsdp.step import fused
 from muon_optimizer import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 from tests import elementwise_cases
 from tests.pool import RankPool

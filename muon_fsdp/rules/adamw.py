@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from muon_fsdp.declarations.option import Option, merge, number, pair_of_fractions
+from muon_fsdp.declarations.state import PerParameter, State
 from muon_fsdp.kernels.tables import ADAMW_LAYOUT
-from muon_fsdp.option import Option, merge, number, pair_of_fractions
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, Rule
-from muon_fsdp.state import PerParameter, State
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
