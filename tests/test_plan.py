@@ -22,8 +22,9 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.plan.layout import Layout, LayoutError, Tile, local_layout, tile_of
 from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
-from muon_fsdp.plan.stages import NO_OPTIONS, ParameterSpec, Plan, make_outline, make_plan
+from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.step import pipeline
 from tests.model_shapes import MODELS
 from tests.pool import RankPool

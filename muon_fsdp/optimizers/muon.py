@@ -50,8 +50,8 @@ from muon_fsdp.parameters.state_dict import (
 )
 from muon_fsdp.parameters.wrappers import drifting_twin, replicate_group_of
 from muon_fsdp.plan.options import MICRO_STEP, SCHEDULED_LRS, STARTED, EngineOptions, NonFinite
+from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
-from muon_fsdp.plan.stages import Strategy
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule, rule_named
 from muon_fsdp.step.gradients import Gradients
 from muon_fsdp.step.metrics import numbers_of, whole_samples

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from muon_fsdp.declarations.option import Option, flag, integer
-from muon_fsdp.plan.stages import STRATEGIES, Strategy
+from muon_fsdp.plan.outline import STRATEGIES, Strategy
 
 NonFinite = Literal["propagate", "skip", "raise"]
 

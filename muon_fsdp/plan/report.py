@@ -12,15 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from muon_fsdp.plan.layout import Layout, Tile
 from muon_fsdp.plan.options import EngineOptions
-from muon_fsdp.plan.stages import (
-    ParameterSpec,
-    StageOutline,
-    Unit,
-    is_relayed,
-    make_outline,
-    matrices_at_once,
-    scratch_numel,
-)
+from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
+from muon_fsdp.plan.stages import matrices_at_once, scratch_numel
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout, LayoutError, local_layout
 from muon_fsdp.plan.matrix_sets import Entry
 from muon_fsdp.plan.options import EngineOptions
-from muon_fsdp.plan.stages import ParameterSpec, Plan, StageOutline, make_outline, make_plan
+from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
+from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.fused import FusedStep, make_fused_step, not_fusable, signature_of
 from muon_fsdp.step.matrix_state import MatrixStates
