@@ -198,10 +198,23 @@ def test_a_store_that_does_not_answer_is_told() -> None:
         assert expected in beat._unanswered()
 
 
-def test_torch_waits_longer_than_the_timeout() -> None:
-    with connect(TrainConfig(parallel="fsdp", device="cpu", timeout=1000.0)) as world:
-        for group in (torch.distributed.group.WORLD, *world.mesh.get_all_groups()):
-            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=2060)
+def timeouts_of_groups(port: int) -> set[timedelta]:
+    """Those of all process groups of a run, on a rank that leaves the pool's job for one of its own."""
+    job = {"RANK": str(torch.distributed.get_rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    job |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.distributed.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in job.items():
+            patch.setenv(name, value)
+        with connect(TrainConfig(parallel="fsdp", device="cpu", timeout=1000.0)) as world:
+            groups = (torch.distributed.group.WORLD, *world.mesh.get_all_groups())
+            assert len(set(groups)) > 1
+            return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_torch_waits_longer_than_the_timeout(ranks: RankPool) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks.run(2, timeouts_of_groups, store.port) == [{timedelta(seconds=2060)}] * 2
 
 
 RANKS_OF_A_LAUNCHER = {
