@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from muon_fsdp.rules import BUILT_IN, RULES, Option, Rule, register
-from muon_fsdp.training import model, plugins, program
+from muon_fsdp.training import model, plugins, program, resuming
 from muon_fsdp.training.config import TrainConfig, as_json, make_parser, parse
 from muon_fsdp.training.model import GPT, GPTConfig
 from muon_fsdp.training.optimizers import make_optimizer
@@ -284,7 +284,7 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
 def test_options_that_older_runs_saved_beside_the_others(capsys) -> None:
     config = TrainConfig(options={"momentum": 0.95})
     saved = {name: value for name, value in as_json(config).items() if name not in ("options", "plugin")}
-    program._print_changes(saved | {"scale": "v4", "lambda_mode": "bracketed"}, config)
+    resuming.print_changes(saved | {"scale": "v4", "lambda_mode": "bracketed"}, config)
     assert capsys.readouterr().out == "note: this run goes on with other settings: scale v4 -> v2\n"
 
 

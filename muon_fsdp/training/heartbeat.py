@@ -2,7 +2,8 @@
 
 Every rank tells the store, every few seconds, where it is. One whose own program has not moved for the timeout reads
 what the others told: who was not heard of is stopped, and who is heard of and has begun fewer collectives than the
-others hangs. The first to know tells the store, and all ranks end with the same message.
+others hangs. The first to know tells the store, and all ranks end with the same message. Ranks that are all equally
+slow, as in a long compilation, wait for nobody and have twice the time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 _LONGEST_INTERVAL = 5.0  # seconds
-_INTERVALS_TO_LISTEN = 3  # a rank that tells nothing for so long is stopped
+_INTERVALS_OF_A_STORE = 4  # one that does not answer for so long never will
 _VERDICT = "verdict"
 
 
@@ -40,11 +41,13 @@ class Heartbeat:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, keeper: int | None = None) -> None:
-        self._store = PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]  # a connection of its own: calls of one are serial
+        own_connection = store.clone()  # type: ignore[attr-defined]  # calls of one connection wait for each other
+        self._store = PrefixStore("heartbeat", own_connection)
         self._rank, self._size, self._timeout, self._keeper = rank, size, timeout, keeper
         self._interval = min(_LONGEST_INTERVAL, timeout / 4)
-        self._where, self._moves, self._beats = "the start", 0, 0
+        self._where, self._moves = "the start", 0
         self._quiet = 0.0  # seconds since the program last moved
+        self._unheard = 0.0  # seconds since the store last answered
         self._left = threading.Event()
         self._ending = threading.Lock()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._watch)]
@@ -71,23 +74,30 @@ class Heartbeat:
         while not self._left.wait(self._interval):
             now = (self._moves, collectives_begun())
             self._quiet = self._quiet + self._interval if now == before else 0.0
+            self._unheard += self._interval
             before = now
-            if self._quiet > self._timeout + (_INTERVALS_TO_LISTEN + 4) * self._interval:
+            if self._quiet >= self._timeout and self._unheard > _INTERVALS_OF_A_STORE * self._interval:
                 self._end(self._unanswered())
 
     def _talk(self) -> None:
         """Tell the store where this rank is, and look there for a verdict."""
-        heard: list[list[Beat | None]] = []
+        number, earlier = 0, None
         with suppress(dist.DistError):  # the store has gone with the process that held it
             while True:
-                self._beats += 1
-                beat = Beat(self._beats, self._where, collectives_begun())
+                number += 1
+                beat = Beat(number, self._where, collectives_begun())
                 self._store.set(str(self._rank), json.dumps(asdict(beat)))
-                heard = [*heard, self._listen()] if self._quiet >= self._timeout else []
-                if len(heard) > _INTERVALS_TO_LISTEN:
-                    self._store.compare_set(_VERDICT, "", find_culprit(heard[0], heard[-1], self._timeout))
+                if self._quiet < self._timeout / 2:
+                    earlier = None
+                elif earlier is None:
+                    earlier = self._listen()
+                elif self._quiet >= self._timeout:
+                    verdict = find_verdict(self._rank, earlier, self._listen(), self._quiet, self._timeout)
+                    if verdict is not None:
+                        self._store.compare_set(_VERDICT, "", verdict)
                 if self._store.check([_VERDICT]):
                     self._end(self._store.get(_VERDICT).decode())
+                self._unheard = 0.0
                 if self._left.wait(self._interval):
                     return
 
@@ -132,18 +142,26 @@ def collectives_begun() -> dict[str, int]:
     return begun
 
 
-def find_culprit(first: Sequence[Beat | None], last: Sequence[Beat | None], timeout: float) -> str:
-    """Say for whom everybody waits, from the beats of all ranks at two times."""
-    silent = [rank for rank, (old, new) in enumerate(zip(first, last, strict=True)) if new is None or new == old]
+def find_verdict(
+    rank: int, earlier: Sequence[Beat | None], now: Sequence[Beat | None], quiet: float, timeout: float
+) -> str | None:
+    """Say for whom this rank, which has been quiet so long, waits; None if it may wait for nobody.
+
+    The beats are those of all ranks, now and half the timeout ago. A rank that is itself behind does not judge: the
+    others may have waited for a moment only.
+    """
+    silent = [other for other, (old, new) in enumerate(zip(earlier, now, strict=True)) if new is None or new == old]
     if silent:
-        since = [f"{rank} ({_where(last[rank], 'last heard of at ')})" for rank in silent]
-        return f"waited {timeout:g} s for rank {', '.join(since)}, which no longer answers (stopped, or gone)"
-    behind = _behind([beat for beat in last if beat is not None])
-    if behind:
-        since = [f"{rank} ({_where(last[rank], 'at ')})" for rank in behind]
-        return f"waited {timeout:g} s for rank {', '.join(since)}, which answers but does not go on"
-    where = ", ".join(sorted({_where(beat, "at ") for beat in last}))
-    return f"no rank has gone on for {timeout:g} s, and none is behind the others ({where})"
+        told = [f"{other} ({_where(now[other], 'last heard of at ')})" for other in silent]
+        return f"waited {timeout:g} s for rank {', '.join(told)}, which no longer answers (stopped, or gone)"
+    behind = _behind([beat for beat in now if beat is not None])
+    if behind and rank not in behind:
+        told = [f"{other} ({_where(now[other], 'at ')})" for other in behind]
+        return f"waited {timeout:g} s for rank {', '.join(told)}, which answers but does not go on"
+    if quiet < 2 * timeout:
+        return None
+    where = ", ".join(sorted({_where(beat, "at ") for beat in now}))
+    return f"no rank has gone on for {2 * timeout:g} s ({where})"
 
 
 def _behind(beats: Sequence[Beat]) -> list[int]:

@@ -89,10 +89,10 @@ def connect(config: TrainConfig) -> Iterator[World]:
         yield World(device, precision)
         return
     store = None if joined else _find_store(rank, size, config.timeout)
-    with _heartbeat(store, rank, size, config.timeout) as heartbeat:
-        if store is not None:
-            _join(device, store, rank, size, config.timeout)
-        try:
+    try:
+        with _heartbeat(store, rank, size, config.timeout) as heartbeat:
+            if store is not None:
+                _join(device, store, rank, size, config.timeout)
             mesh = None
             if config.parallel == "fsdp":
                 shape = (config.replicas, size // per_replica, config.tensor_parallel)
@@ -102,9 +102,9 @@ def connect(config: TrainConfig) -> Iterator[World]:
             tensor_size = config.tensor_parallel
             yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh, heartbeat)
             dist.barrier()  # a rank that leaves early closes connections that others still use
-        finally:
-            if not joined:
-                dist.destroy_process_group()
+    finally:
+        if not joined and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
