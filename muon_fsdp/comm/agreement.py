@@ -50,7 +50,6 @@ class _Head(IntEnum):
     NOT_FINITE = 1  # has a gradient that is not finite
     FAILED = 2  # can't take the step
     LEAVES = 3  # has other parameters than at the last step
-    STAYS = 4  # has the same
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,21 @@ class Agreement:
     ) -> None:
         self.counts = dict(counts)
         self._device = device
-        known = sorted(counts.items())
+        self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # all sets of the ranks that are tied together
         if not is_pretended():
-            known = self._find_sets(_publish(counts, prints), prints, describe)
-        self.ranks: Ranks = tuple(sorted({rank for ranks, _ in known for rank in ranks}))
-        self._starts: dict[Ranks, int] = {}  # of every set that these ranks have, in the numbers
+            self._known, device_type = self._find_sets(_publish(counts, prints, device.type), prints, describe)
+            if device_type != device.type:  # this rank has no parameters, or on its host alone
+                self._device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+        self.ranks: Ranks = tuple(sorted({rank for ranks in self._known for rank in ranks}))
+        self._starts: dict[Ranks, int] = {}  # of every set, in the numbers
         self._size = len(_Head)
-        for ranks, count in known:
+        for ranks, count in self._known.items():
             self._starts[ranks] = self._size
             self._size += 2 + 2 * count
         self._reports = f"reports/{_next_name(self.ranks)}"
         self._num_reports = 0
         self._stream: Any = None
-        make_group(self.ranks, device, like)
+        make_group(self.ranks, self._device, like)
         self._world = weakref.ref(dist.group.WORLD)
 
     @property
@@ -105,13 +106,18 @@ class Agreement:
 
     # -------------------------------------------------------------------------------------------------- once: finding
 
-    def _find_sets(self, names: Mapping[Ranks, str], prints: Prints, describe: Describe) -> list[tuple[Ranks, int]]:
+    def _find_sets(
+        self, names: Mapping[Ranks, str], prints: Prints, describe: Describe
+    ) -> tuple[dict[Ranks, int], str]:
         """Follow the sets to those that overlap with them, and so on; raise if the ranks of one do not agree.
 
         Args:
             names: of this rank's sets, in the store.
             prints: a hash per set.
             describe: what to say of a set if its hashes differ.
+
+        Returns:
+            The number of parameters of every set, and the type of device on which numbers are reduced.
         """
         store = shared_store()
         for ranks, name in names.items():
@@ -129,7 +135,9 @@ class Agreement:
         for name, summary in sorted(found.items()):
             if summary["prints"] is not None:
                 raise _disagreement(name, tuple(summary["ranks"]), summary["prints"], prints, describe)
-        return sorted((tuple(summary["ranks"]), summary["count"]) for summary in found.values())
+        counts = sorted((tuple(summary["ranks"]), summary["count"]) for summary in found.values())
+        types = {device for summary in found.values() for device in summary["devices"]}
+        return dict(counts), min(types - {"cpu"}, default="cpu")
 
     # ------------------------------------------------------------------------------------------------ at every step
 
@@ -141,8 +149,10 @@ class Agreement:
         *,
         inert: bool,
         not_finite: bool,
-    ) -> Agreed:
+    ) -> Agreed | None:
         """Tell the others what this rank is about to do, and return what all know then.
+
+        None means that a rank has left: all must meet anew, in another `Agreement`.
 
         Args:
             prints: a hash per set; where they differ, all ranks raise.
@@ -151,7 +161,7 @@ class Agreement:
             inert: whether the step here only asks for state.
             not_finite: whether a gradient here is not finite.
         """
-        numbers = self._numbers(_Head.STAYS)
+        numbers = self._numbers()
         numbers[_Head.NOT_INERT] = int(not inert)
         numbers[_Head.NOT_FINITE] = (1 + my_rank()) * not_finite
         for ranks, count in self.counts.items():
@@ -161,12 +171,14 @@ class Agreement:
             # Hashes are equal everywhere if the largest of both are opposite, and codes likewise.
             numbers[start : start + 2 + 2 * count] = [prints[ranks], -prints[ranks], *of_set, *inverse]
         largest = self._largest(numbers)
+        if largest[_Head.LEAVES]:
+            return None
         for ranks, start in self._starts.items():
             if largest[start] != -largest[start + 1]:
                 report = f"{self._next_report()}/{name_of(ranks)}"
                 raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), prints, describe)
         rank = largest[_Head.NOT_FINITE] - 1
-        found = {ranks: self._codes_of(ranks, largest) for ranks in self.counts}
+        found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
         return Agreed(not largest[_Head.NOT_INERT], rank if rank >= 0 else None, found)
 
     def fail(self, error: Exception) -> None:
@@ -175,22 +187,31 @@ class Agreement:
         self._reduce(self._numbers(_Head.FAILED))
 
     def leave(self) -> None:
-        """Tell the others that this rank has other parameters than before; raises on all if some have the same."""
+        """Tell the others that this rank has other parameters than before, so that all meet anew."""
         self._largest(self._numbers(_Head.LEAVES))
 
-    def _numbers(self, says: _Head) -> list[int]:
-        """Return numbers that say one thing, and nothing of any set."""
+    def _numbers(self, says: _Head | None = None) -> list[int]:
+        """Return numbers that say one thing, or nothing, and nothing of any set."""
         numbers = [NO_GRADIENT] * self._size
-        numbers[says] = 1 + my_rank()
+        if says is not None:
+            numbers[says] = 1 + my_rank()
         for start in self._starts.values():
             numbers[start : start + 2] = _NEUTRAL, _NEUTRAL
         return numbers
 
-    def _codes_of(self, ranks: Ranks, largest: Sequence[int]) -> list[int]:
-        """Return the code of every gradient of a set; negative where ranks have gradients that lie differently."""
-        start, count = self._starts[ranks] + 2, self.counts[ranks]
-        pairs = zip(largest[start : start + count], largest[start + count : start + 2 * count], strict=True)
-        return [code if not code or code == _LARGEST_CODE - inverse else -1 for code, inverse in pairs]
+    def _codes_of(self, ranks: Ranks, largest: Sequence[int], describe: Describe) -> Sequence[int]:
+        """Return the code of every gradient of a set; raise, on all ranks, where gradients lie differently on some."""
+        start, count = self._starts[ranks] + 2, self._known[ranks]
+        codes, inverse = largest[start : start + count], largest[start + count : start + 2 * count]
+        for index, (code, other) in enumerate(zip(codes, inverse, strict=True)):
+            if code and code != _LARGEST_CODE - other:
+                # What is described first is the optimizer itself.
+                which = describe(ranks)[1 + index][0] if ranks in self.counts else "a parameter"
+                raise RuntimeError(
+                    f"The gradients of {which} are laid out differently on its ranks {list(ranks)}: redistribute them "
+                    "to the parameter's placements first"
+                )
+        return codes
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest numbers of all ranks, and raise if one of them has given up."""
@@ -198,11 +219,6 @@ class Agreement:
         if largest[_Head.FAILED]:
             rank = largest[_Head.FAILED] - 1
             raise _failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode())
-        if largest[_Head.LEAVES] and largest[_Head.STAYS]:
-            raise RuntimeError(
-                f"Ranks disagree about what to optimize: rank {largest[_Head.LEAVES] - 1} has other parameters than at "
-                f"the last step, rank {largest[_Head.STAYS] - 1} has the same"
-            )
         return largest
 
     def _reduce(self, numbers: Sequence[int]) -> list[int]:
@@ -237,18 +253,21 @@ class Agreement:
 
 def tell_failure(counts: Iterable[Ranks], error: Exception) -> None:
     """Tell the others that this rank can't take its first step; each of them raises when it looks for the ranks."""
-    _publish(dict.fromkeys(counts, 0), {}, failed=str(error))
+    _publish(dict.fromkeys(counts, 0), {}, "cpu", failed=str(error))
 
 
-def _publish(counts: Mapping[Ranks, int], prints: Prints, failed: str | None = None) -> dict[Ranks, str]:
+def _publish(
+    counts: Mapping[Ranks, int], prints: Prints, device_type: str, failed: str | None = None
+) -> dict[Ranks, str]:
     """Write down what this rank has; return the places in the store where the ranks of each set meet."""
     store, me = shared_store(), my_rank()
     names = {ranks: _next_name(ranks) for ranks in sorted(counts)}
     for ranks, name in names.items():
         own = {"print": prints.get(ranks), "count": counts[ranks], "sets": list(names.values()), "failed": failed}
+        own["device"] = device_type
         store.set(f"{name}/{me}", json.dumps(own))
         if failed is not None and ranks[0] == me:
-            summary = {"ranks": ranks, "count": 0, "sets": [], "failed": (me, failed), "prints": None}
+            summary = {"ranks": ranks, "count": 0, "sets": [], "failed": (me, failed), "prints": None, "devices": []}
             store.set(f"{name}/summary", json.dumps(summary))
     return names
 
@@ -264,6 +283,7 @@ def _summary(store: Store, name: str, ranks: Ranks) -> dict[str, Any]:
         "sets": sorted({other for own in all_of_them for other in own["sets"]}),
         "failed": failed,
         "prints": (max(prints), min(prints)) if len(set(prints)) > 1 else None,
+        "devices": sorted({own["device"] for own in all_of_them}),
     }
 
 
@@ -287,22 +307,23 @@ def _next_name(ranks: Ranks) -> str:
     return f"{name}/{next_meeting(name)}"
 
 
-def twin(description: object) -> int | None:
-    """Return a rank that describes what it has as this one does: rank 0, or for rank 0 the next; None if it does not.
+def twin(values: object, gradients: object) -> tuple[int, bool] | None:
+    """Return a rank with the same values, and whether its gradients are the same too.
 
-    A rank that does not come within a second is not waited for.
+    It is rank 0, or for rank 0 the next; None if that has other values, or does not come within a second.
     """
     if is_pretended():
         return None
     store, me = shared_store(), my_rank()
-    number, own = next_meeting("twins"), str(fingerprint(description))
-    store.set(f"twins/{number}/{me}", own)
+    number, own = next_meeting("twins"), (str(fingerprint(values)), str(fingerprint(gradients)))
+    store.set(f"twins/{number}/{me}", json.dumps(own))
     other = 1 if me == 0 else 0
     try:
         store.wait([f"twins/{number}/{other}"], timedelta(seconds=1))
     except RuntimeError:
         return None
-    return other if store.get(f"twins/{number}/{other}").decode() == own else None
+    theirs = json.loads(store.get(f"twins/{number}/{other}"))
+    return (other, theirs[1] == own[1]) if theirs[0] == own[0] else None
 
 
 # -------------------------------------------------------------------------------------------------------- messages

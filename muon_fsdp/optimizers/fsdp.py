@@ -86,8 +86,9 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
         self._graph_is_alive = False  # whether the last forward was one that a backward may follow
-        hook = model.register_forward_hook(_ForwardNote(self))
-        weakref.finalize(self, hook.remove)  # or every optimizer would leave one on the model
+        if any(isinstance(module, FSDPModule) for module in model.modules()):  # what unshard_params needs to know
+            hook = model.register_forward_hook(_ForwardNote(self))
+            weakref.finalize(self, hook.remove)  # or every optimizer would leave one on the model
 
     def _class_defaults(self, rule: Rule) -> dict[str, Any]:
         own: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": BETA2}

@@ -115,6 +115,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self._watched_model = weakref.ref(params) if isinstance(params, nn.Module) else None
+        self._seen: tuple[PlannedStep, Tensor | None] | None = None  # plan and first parameter of the watched model
         self._tells_of_missing = isinstance(params, nn.Module)  # trainable parameters that it lacks, once
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
@@ -454,15 +455,15 @@ class MuonOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        planned, found = self._prepare()
-        agreed = None
-        if not self.state:
-            agreed = self._agree(planned, found, inert=self._is_inert(found))
-        self._create_state(planned)
-        if (agreed is not None and agreed.inert) or self._still_accumulates():
+        # Decided by what only steps change: ranks that took different turns here would wait for each other.
+        has_begun = any(group[STARTED] for group in self.param_groups)
+        if has_begun and self._still_accumulates():
             return loss
-        if agreed is None:
-            agreed = self._agree(planned, found, inert=False)
+        planned, found = self._prepare()
+        agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
+        self._create_state(planned)
+        if not has_begun and (agreed.inert or self._still_accumulates()):
+            return loss
         if agreed.not_finite_on is None or self._admits(found, agreed.not_finite_on):
             self._update(planned, found, agreed)
         return loss
@@ -471,6 +472,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Return the plan and the gradients; tell the other ranks, which wait for this one, what goes wrong here."""
         try:
             planned = self._current_plan()
+            self._check_model(planned)
             rules = [RULES[group["rule"]] for group in self.param_groups for _ in group["params"]]
             return planned, Gradients(planned.parameters, planned.names, rules, self._other_rule.name)
         except Exception as error:
@@ -564,36 +566,47 @@ class MuonOptimizer(torch.optim.Optimizer):
         if self._agreement is not None and self._agreement.counts != shared.counts:
             self._agreement.leave()
             self._agreement = None
-        if not shared:
+        if self._checks_for_twins:
+            self._checks_for_twins = False
             self._check_for_twins(planned)
+        if not shared:
             return Agreed(inert, my_rank() if not_finite else None)
         prints = shared.prints(groups)
 
         def describe(ranks: Ranks) -> list[Line]:
             return shared.describe(ranks, groups)
 
-        if self._agreement is None:
-            like = shared.like(max(shared.positions, key=len))
-            self._agreement = Agreement(shared.counts, prints, describe, shared.device, like)
         codes = {
             ranks: [found.codes.get(position, NO_GRADIENT) for position in positions]
             for ranks, positions in shared.positions.items()
         }
-        return self._agreement.before_step(prints, codes, describe, inert=inert, not_finite=not_finite)
+        agreed = None
+        while agreed is None:
+            if self._agreement is None:
+                like = shared.like(max(shared.positions, key=len))
+                self._agreement = Agreement(shared.counts, prints, describe, shared.device, like)
+            agreed = self._agreement.before_step(prints, codes, describe, inert=inert, not_finite=not_finite)
+            if agreed is None:  # another rank has other parameters than before
+                self._agreement = None
+        return agreed
 
     def _check_for_twins(self, planned: PlannedStep) -> None:
-        """Warn once if another rank trains the same parameters and nothing keeps them equal."""
-        if not self._checks_for_twins:
+        """Warn if another rank trains the same parameters and nothing keeps them equal."""
+        alone = [i for i, layout in enumerate(planned.layouts) if len(layout.ranks) == 1 and planned.is_plain[i]]
+        found = None
+        if alone and self._agreement_group is None:
+            parameters = [planned.parameters[i] for i in alone]
+            found = drifting_twin([planned.names[i] for i in alone], parameters)
+        # Beside sharded parameters, those that tensor parallelism repeats have equal gradients.
+        if found is None or (planned.shared and found[1]):
             return
-        self._checks_for_twins = False
-        rank = drifting_twin(planned.names, planned.parameters)
-        if rank is not None:
-            warnings.warn(
-                f"Ranks {rank} and {my_rank()} train the same parameters, and nothing is sharded or replicated: they "
-                "will drift apart. Call fully_shard or wrap the model in DDP; if gradients are averaged by "
-                "something else, pass replicate_group=, which also splits the work.",
-                stacklevel=4,
-            )
+        which = "the same parameters" if len(alone) == len(planned.names) else first_names([planned.names[alone[0]]])
+        warnings.warn(
+            f"Ranks {found[0]} and {my_rank()} train {which}, which nothing shards or replicates: they will drift "
+            "apart. Call fully_shard on the whole model or wrap it in DDP; if something else averages gradients, pass "
+            "replicate_group=, which also splits the work. Pipeline stages: pass agreement_group=.",
+            stacklevel=4,
+        )
 
     def _admits(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite: whether to go on with this step."""
@@ -618,7 +631,6 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._all_routes()  # refuses groups that no longer fit
         key = self._plan_key(parameters)
         if self._planned is None or self._planned.key != key:
-            self._check_model(parameters)
             self._complete_groups()
             key = self._plan_key(parameters)
             self._planned = PlannedStep(
@@ -633,29 +645,43 @@ class MuonOptimizer(torch.optim.Optimizer):
             )
         return self._planned
 
-    def _check_model(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if the optimizer was built before `fully_shard`, and warn of trainable parameters that it lacks."""
+    def _check_model(self, planned: PlannedStep) -> None:
+        """Raise if the model has other parameters than when the optimizer was built; warn of those that it lacks.
+
+        Looks whenever there is a new plan, or the first parameter of the model is not the one from before.
+        """
         model = self._watched_model() if self._watched_model is not None else None
         if model is None:
             return
-        present, held = {id(p) for p in model.parameters()}, {id(p) for p in parameters}
-        names = [route.name for route in self._all_routes()]
-        gone = [(name, p) for name, p in zip(names, parameters, strict=True) if id(p) not in present]
-        # A DTensor may be gone because FSDP2 shows the whole parameter at the moment.
-        lost = [name for name, p in gone if not isinstance(p, DTensor)]
-        if lost and any(isinstance(module, FSDPModule) for module in model.modules()):
+        seen = (planned, next(iter(model.parameters()), None))
+        if self._seen is not None and all(a is b for a, b in zip(self._seen, seen, strict=True)):
+            return
+        self._seen = seen
+        current = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        present, held = set(map(id, current.values())), set(map(id, planned.parameters))
+        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        gone = [(name, p) for name, p in zip(planned.names, planned.parameters, strict=True) if id(p) not in present]
+        # FSDP2 shows whole parameters in place of its shards at times.
+        lost = [name for name, p in gone if name in current and not (is_sharded and isinstance(p, DTensor))]
+        if lost:
+            before = "fully_shard" if is_sharded else "parameters of the model were replaced"
+            after = "Call fully_shard first, then build the optimizer."
+            if not is_sharded:
+                after = (
+                    "parallelize_module, DDP(device_mesh=...) and load_state_dict(assign=True) do so, for example. "
+                    "Build the optimizer after them."
+                )
             raise RuntimeError(
-                f"The optimizer was built before fully_shard: {len(lost)} of its {len(parameters)} parameters are no "
-                f"longer the model's ({first_names(lost)}), and training would change nothing. Call fully_shard "
-                "first, then build the optimizer."
+                f"The optimizer was built before {before}: {len(lost)} of its {len(planned.names)} parameters are no "
+                f"longer the model's ({first_names(lost)}), and training would change nothing. {after}"
             )
-        missing = [clean_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        missing = [name for name, p in current.items() if p.requires_grad and id(p) not in held]
         if missing and not gone and self._tells_of_missing:
             self._tells_of_missing = False
             warnings.warn(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
                 f"{first_names(missing)}. Build the optimizer after they are there and unfrozen, or add_param_group.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _plan_key(self, parameters: Sequence[Tensor]) -> object:
@@ -712,8 +738,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
         with torch.no_grad():
-            samples = [*whole_samples(planned.plan.stages, planned.parameters, self.state), *planned.samples.ask()]
-        return numbers | numbers_of(samples, self.param_groups)
+            stages, parameters = planned.plan.stages, planned.parameters
+            samples = [*whole_samples(stages, parameters, self.state, self.param_groups), *planned.samples.ask()]
+        return numbers | numbers_of(samples)
 
     # -------------------------------------------------------- state and copies
 
@@ -775,6 +802,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             "_agreement": None,
             "_totals": {},
             "_watched_model": None,
+            "_seen": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 

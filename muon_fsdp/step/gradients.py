@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from muon_fsdp.comm.agreement import NO_GRADIENT
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.transfers import layout_of, local
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.rules import Rule
 
@@ -64,11 +64,6 @@ class Gradients:
             codes: of the gradients of shared parameters, on whatever rank they are.
         """
         for position, code in codes.items():
-            if code < NO_GRADIENT:
-                raise RuntimeError(
-                    f"The gradients of parameter {self._names[position]!r} are laid out differently on its ranks: "
-                    "redistribute them to the parameter's placements first"
-                )
             if code > LIKE_PARAMETER and position not in self._found:
                 self._found[position] = _zeros(self._parameters[position], code)
         return {i: local_gradient(self._parameters[i], self._found[i]) for i in sorted(self._found)}
@@ -77,7 +72,9 @@ class Gradients:
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
     """Return this rank's part of a gradient in the layout of its parameter; a collective if it lies otherwise."""
     if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)  # partial sums under tensor parallelism, say
+        # Partial sums under tensor parallelism, say: in half precision their sum may overflow where none of them does.
+        precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
+        grad = precise.redistribute(placements=parameter.placements)
     part = local(grad)
     # A collective that is still under way is a tensor subclass without a data pointer; cloning it waits for it.
     return part if type(part) in (Tensor, nn.Parameter) else part.clone()

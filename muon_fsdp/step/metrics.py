@@ -14,57 +14,80 @@ from muon_fsdp.declarations.state import State
 from muon_fsdp.plan.stages import Batch, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, Rule
 
+STEPS_BETWEEN = 50
+
 
 @dataclass(frozen=True)
 class Sample:
     """One matrix: the root mean square of its update, and how far from orthogonal it is where the rule can tell."""
 
-    position: int  # of its parameter
     size: Tensor
     residual: Tensor | None
+    lr: float | Tensor  # of its group, when it was taken
 
 
 class Samples:
     """Samples of matrices that are whole on this rank only while a step runs.
 
-    They are taken in the first step, and in the first step after each time that somebody has asked.
+    They are taken in the first step, and in the first step after each time that somebody has asked. A captured step
+    does not take them, so where steps are captured there are `STEPS_BETWEEN` between two samples.
     """
 
-    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], is_captured: bool) -> None:
         self._sampled = {
             (number, index)
             for number, stage in enumerate(stages)
             for index, batch in enumerate(stage.batches)
             if not _is_whole(stage, batch, parameters)
         }
-        self.wanted = bool(self._sampled)
-        self.found: dict[tuple[int, int], Sample] = {}
+        self._found: dict[tuple[int, int], Sample] = {}
+        self._between = STEPS_BETWEEN if is_captured else 1
+        self._steps, self._asked = self._between, True
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next step takes samples."""
+        return bool(self._sampled) and self._asked and self._steps >= self._between
 
     def ask(self) -> list[Sample]:
-        """Return what was found last, and take samples in the next step."""
-        self.wanted = bool(self._sampled)
-        return list(self.found.values())
+        """Return what was found last, and ask for more."""
+        self._asked = True
+        return list(self._found.values())
 
-    def take(self, number: int, stage: Stage, index: int, batch: MatrixBatch) -> None:
+    def end_step(self) -> None:
+        """Count a step, which has taken samples if they were wanted."""
+        if self.wanted:
+            self._steps, self._asked = 0, False
+        self._steps += 1
+
+    def take(
+        self, number: int, stage: Stage, index: int, batch: MatrixBatch, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Sample the first matrix of a batch of which `direction` has just written the updates."""
         if (number, index) in self._sampled:
             position = stage.units[stage.batches[index].members[0].unit].position
+            lr = next(groups[group]["lr"] for group, positions in stage.positions_by_group if position in positions)
             first = MatrixBatch(batch.matrices[:1], batch.update[:1], batch.options)
-            self.found[(number, index)] = measure(position, RULES[stage.rule], first)
+            self._found[(number, index)] = measure(RULES[stage.rule], first, lr)
 
 
-def measure(position: int, rule: Rule, batch: MatrixBatch) -> Sample:
+def measure(rule: Rule, batch: MatrixBatch, lr: float | Tensor) -> Sample:
     """Return the sample of a batch of one."""
-    return Sample(position, batch.update.double().square().mean().sqrt(), rule.residual(batch))
+    size = batch.update.double().square().mean().sqrt()
+    return Sample(size, rule.residual(batch), lr.clone() if isinstance(lr, Tensor) else lr)
 
 
 def whole_samples(
-    stages: Sequence[Stage], parameters: Sequence[Tensor], states: Mapping[Tensor, State]
+    stages: Sequence[Stage],
+    parameters: Sequence[Tensor],
+    states: Mapping[Tensor, State],
+    groups: Sequence[Mapping[str, Any]],
 ) -> Iterator[Sample]:
     """Yield samples of matrices that are whole on this rank, of updates by momentum as it is now.
 
     Rules that need statistics of W are left out: these are found by all ranks together.
     """
+    lrs = [group["lr"] for group in groups for _ in group["params"]]
     for stage in stages:
         rule = RULES[stage.rule]
         for batch in stage.batches if not rule.statistics else ():
@@ -82,13 +105,12 @@ def whole_samples(
             }
             of_one = MatrixBatch(momentum, torch.empty_like(momentum), batch.options, numbers)
             rule.direction(of_one)
-            yield measure(unit.position, rule, of_one)
+            yield measure(rule, of_one, lrs[unit.position])
 
 
-def numbers_of(samples: Sequence[Sample], groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def numbers_of(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of samples by name; none where there are no samples."""
-    lrs = [group["lr"] for group in groups for _ in group["params"]]
-    sizes = [float(lrs[sample.position]) * float(sample.size) for sample in samples]
+    sizes = [float(sample.lr) * float(sample.size) for sample in samples]
     residuals = [float(sample.residual.max()) for sample in samples if sample.residual is not None]
     numbers = {"orthogonality_residual": max(residuals)} if residuals else {}
     return numbers | ({"update_rms": sum(sizes) / len(sizes)} if sizes else {})

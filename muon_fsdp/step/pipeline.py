@@ -267,7 +267,7 @@ class _StageRun:
             self.rule.direction(batch)
             self._matrices.take(stage, stage.units[members[0].unit].owner, place, batch)
         if self._samples is not None:
-            self._samples.take(self.number, stage, number, batch)
+            self._samples.take(self.number, stage, number, batch, self._groups)
 
 
 def _start_of_run(stage: Stage, batch: Batch) -> int | None:

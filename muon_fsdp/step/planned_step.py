@@ -68,7 +68,7 @@ class PlannedStep:
         self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
         entries = [_entry(spec) for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(entries, self.plan.stages) if entries else None
-        self.samples = Samples(self.plan.stages, self.parameters)
+        self.samples = Samples(self.plan.stages, self.parameters, engine.cuda_graph)
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
         self.shared = SharedSets(
             groups, routes, self.layouts, engine, accumulation_steps, replicate_group, agreement_group
@@ -85,14 +85,16 @@ class PlannedStep:
             make_group(ranks, device, self.shared.like(ranks))
 
     def _find_group_devices(self) -> list[tuple[Ranks, torch.device]]:
-        devices: dict[Ranks, torch.device] = {}
+        devices: dict[tuple[Ranks, str], torch.device] = {}
         for stage in self.plan.stages:
             if stage.exchange is not None:
-                devices[stage.exchange.ranks] = local(self.parameters[stage.units[0].position]).device
+                device = local(self.parameters[stage.units[0].position]).device
+                devices[(stage.exchange.ranks, device.type)] = device
         for own in self.matrices.sets if self.matrices is not None else ():
             if len(own.ranks) > 1:
-                devices[tuple(sorted(own.ranks))] = own.classes[0].device
-        return sorted(devices.items())
+                device = own.classes[0].device
+                devices[(tuple(sorted(own.ranks)), device.type)] = device
+        return [(ranks, device) for (ranks, _), device in sorted(devices.items(), key=lambda item: item[0])]
 
     def run(
         self,
@@ -133,8 +135,9 @@ class PlannedStep:
 
         if not self._engine.cuda_graph or self.samples.wanted:  # which what was captured does not take
             run(Recorder())
-            self.samples.wanted = False
+            self.samples.end_step()
             return
+        self.samples.end_step()
         # What was captured holds for these tables and launches; anything else is done once and then captured anew.
         key = (fused.variant, self.matrices.variant(shards) if self.matrices is not None else None)
         if self.graph is not None and self._graph_key == key:

@@ -68,7 +68,8 @@ class SharedSets:
         }
         self._prints = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
         self._groups_of = {
-            ranks: sorted({self._group_of[i] for i in positions}) for ranks, positions in self.positions.items()
+            ranks: list(dict.fromkeys(self._group_of[i] for i in positions))
+            for ranks, positions in self.positions.items()
         }
         self._options: list[tuple[object, ...]] = []  # of groups, when they were last looked at
         self._with_options: dict[Ranks, int] = {}
@@ -89,11 +90,15 @@ class SharedSets:
         options = [_options(group) for group in groups]
         if options != self._options:
             self._options = options
-            self._with_options = {
-                ranks: fingerprint(self._prints[ranks], [options[number] for number in numbers])
-                for ranks, numbers in self._groups_of.items()
-            }
+            self._with_options = {ranks: self._print(ranks, options) for ranks in self.positions}
         return self._with_options
+
+    def _print(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
+        """Return the hash of a set: of its parameters, of the options they have, and of which has which."""
+        numbers: dict[tuple[object, ...], int] = {}  # groups with equal options are as one
+        of_group = {group: numbers.setdefault(options[group], len(numbers)) for group in self._groups_of[ranks]}
+        members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
+        return fingerprint(self._prints[ranks], list(numbers), members)
 
     def describe(self, ranks: Ranks, groups: Sequence[Group]) -> list[Line]:
         """Return what the hash of a set stands for."""
