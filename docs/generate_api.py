@@ -23,19 +23,19 @@ import muon_fsdp.elementwise
 import muon_fsdp.integrations
 import muon_fsdp.kernels
 import muon_fsdp.migrate
-import muon_fsdp.report
-import muon_fsdp.routing
+import muon_fsdp.parameters.routing
+import muon_fsdp.plan.report
 import muon_fsdp.rules
 import muon_fsdp.spectral
 import muon_fsdp.utils
 import muon_optimizer
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.groups import prefixed
+from muon_fsdp.declarations.state import NUM_VECTORS
 from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
-from muon_fsdp.options import ENGINE_OPTIONS, FOREIGN_KEYS
+from muon_fsdp.parameters.groups import prefixed
+from muon_fsdp.plan.options import ENGINE_OPTIONS, FOREIGN_KEYS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
-from muon_fsdp.state import NUM_VECTORS
-from muon_fsdp.statistics import STATISTICS
+from muon_fsdp.statistics.observer import STATISTICS
 
 PAGE = Path(__file__).with_name("api.md")
 
@@ -522,10 +522,10 @@ def _sections() -> list[tuple[str, str]]:
         (function.__name__, _function(function)) for function in (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
     ]
     reports = (
-        muon_fsdp.routing.RoutingReport,
-        muon_fsdp.routing.RoutingRow,
-        muon_fsdp.report.PlanReport,
-        muon_fsdp.report.PlanRow,
+        muon_fsdp.parameters.routing.RoutingReport,
+        muon_fsdp.parameters.routing.RoutingRow,
+        muon_fsdp.plan.report.PlanReport,
+        muon_fsdp.plan.report.PlanRow,
     )
     sections.append(("Reports", "\n\n".join(["## Reports", *map(_record, reports)])))
     sections.append(("State", f"## State\n\n{STATE_INTRODUCTION}\n\n{_state_table()}"))

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from muon_fsdp import SpectralSphereOptimizer
-from muon_fsdp.spectral import LAMBDA_MODES, RADIUS_MODES, compute_spectral_norm, target_radius
+from muon_fsdp.linalg.sphere import RADIUS_MODES
+from muon_fsdp.linalg.tangent import LAMBDA_MODES
+from muon_fsdp.spectral import compute_spectral_norm, target_radius
 from muon_fsdp.training.data import load_tokens, split_tokens, training_batches
 from muon_fsdp.training.model import GPT, preset
 

@@ -4,22 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muon_fsdp.fsdp import FSDPMuonOptimizer
-    from muon_fsdp.hybrid import create_hybrid_optimizer
-    from muon_fsdp.optimizer import MuonOptimizer
-    from muon_fsdp.routing import label
-    from muon_fsdp.sso import SpectralSphereOptimizer
+    from muon_fsdp.optimizers.fsdp import FSDPMuonOptimizer
+    from muon_fsdp.optimizers.hybrid import create_hybrid_optimizer
+    from muon_fsdp.optimizers.muon import MuonOptimizer
+    from muon_fsdp.optimizers.spectral_sphere import SpectralSphereOptimizer
+    from muon_fsdp.parameters.routing import label
 
 __version__ = "0.1.0"
 
 __all__ = ["FSDPMuonOptimizer", "MuonOptimizer", "SpectralSphereOptimizer", "create_hybrid_optimizer", "label"]
 
 _MODULES = {
-    "FSDPMuonOptimizer": "fsdp",
-    "MuonOptimizer": "optimizer",
-    "SpectralSphereOptimizer": "sso",
-    "create_hybrid_optimizer": "hybrid",
-    "label": "routing",
+    "FSDPMuonOptimizer": "optimizers.fsdp",
+    "MuonOptimizer": "optimizers.muon",
+    "SpectralSphereOptimizer": "optimizers.spectral_sphere",
+    "create_hybrid_optimizer": "optimizers.hybrid",
+    "label": "parameters.routing",
 }
 
 

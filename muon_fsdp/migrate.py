@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from muon_fsdp.checkpoint import StateDict, origin
-from muon_fsdp.distributed import local
-from muon_fsdp.groups import Params, as_torch_params, names_and_parameters, with_lists
-from muon_fsdp.optimizer import MuonOptimizer
-from muon_fsdp.options import STARTED
-from muon_fsdp.routing import clean_name
+from muon_fsdp.comm.transfers import local
+from muon_fsdp.optimizers.muon import MuonOptimizer
+from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists
+from muon_fsdp.parameters.routing import clean_name
+from muon_fsdp.parameters.state_dict import StateDict, origin
+from muon_fsdp.plan.options import STARTED
 from muon_fsdp.rules import RULES
 
 __all__ = ["load_state_dict"]

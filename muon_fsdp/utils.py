@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.linalg.newton_schulz import orthogonalize
 
 __all__ = ["zeropower_via_newtonschulz5"]
 

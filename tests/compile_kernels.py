@@ -25,7 +25,7 @@ from muon_fsdp.kernels import (
     triton_subspace,
 )
 from muon_fsdp.kernels.select import _candidates, _hopper_tiles
-from muon_fsdp.kernels.triton_products import TileConfig
+from muon_fsdp.kernels.tiles import TileConfig
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 SHARED_MEMORY = {90: 232448, 80: 166912}

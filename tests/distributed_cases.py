@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
-from muon_fsdp import distributed as muon_distributed
+from muon_fsdp.comm import transfers
 from muon_fsdp.rules import RULES
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 
@@ -299,7 +299,7 @@ def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[
 
     def snapshot() -> dict[str, list[Tensor]]:
         return {
-            name: [muon_distributed.local(v).clone() for v in (p.detach(), *optimizer.state[p].values())]
+            name: [transfers.local(v).clone() for v in (p.detach(), *optimizer.state[p].values())]
             for name, p in parameters.items()
         }
 
@@ -308,7 +308,7 @@ def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[
     after = snapshot()
     changed = {n: all(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
     same = {n: all(torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
-    holds = {n: muon_distributed.local(parameters[n]).numel() > 0 for n in affected}
+    holds = {n: transfers.local(parameters[n]).numel() > 0 for n in affected}
     return {n: changed[n] if missing_on == "some" else same[n] for n in affected if holds[n]}
 
 
@@ -332,7 +332,7 @@ def zero_equals_missing() -> bool:
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [muon_distributed.local(value) for state in optimizer.state.values() for value in state.values()]
+    return [transfers.local(value) for state in optimizer.state.values() for value in state.values()]
 
 
 def not_finite_on_one_rank(policy: str) -> tuple[bool, str, float]:
@@ -457,7 +457,7 @@ def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> flo
             for p in parameters.values():
                 p.grad = p.detach().clone()
             optimizer.step()
-    pairs = [(muon_distributed.local(p), muon_distributed.local_part(whole[name], p)) for name, p in sharded.items()]
+    pairs = [(transfers.local(p), transfers.local_part(whole[name], p)) for name, p in sharded.items()]
     return max(float((part - expected).abs().max()) for part, expected in pairs)
 
 
@@ -531,8 +531,9 @@ def by_kernels(case: str, *args: Any) -> Any:
     """Another case with updates by fused kernels, in Triton's interpreter."""
     from unittest.mock import patch
 
-    from muon_fsdp import fused, spectral
     from muon_fsdp.kernels import triton_elementwise, triton_spectral
+    from muon_fsdp.linalg import tangent
+    from muon_fsdp.step import fused
 
     launched: list[str] = []
     launch = triton_elementwise.launch
@@ -544,7 +545,7 @@ def by_kernels(case: str, *args: Any) -> Any:
     with ExitStack() as stack:
         for module in (triton_elementwise, triton_spectral):
             stack.enter_context(patch.object(module, "launch", noted_launch))
-        for module in (fused, spectral):
+        for module in (fused, tangent):
             stack.enter_context(patch.object(module, "unusable", lambda device: None))
         result = globals()[case](*args)
     expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
-from muon_fsdp.distributed import local
+from muon_fsdp.comm.transfers import local
 from tests.distributed_cases import batch, full_state, lay_out, make_model, shard, train
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05, "adamw_lr": 0.01}

@@ -14,17 +14,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from muon_fsdp import SpectralSphereOptimizer, shard_products
-from muon_fsdp import distributed as muon_distributed
-from muon_fsdp.distributed import layout_of
-from muon_fsdp.matrix_sets import Entry, make_sets
-from muon_fsdp.option import PlannedOptions
-from muon_fsdp.process_groups import make_group
-from muon_fsdp.recorder import Recorder
+from muon_fsdp import SpectralSphereOptimizer
+from muon_fsdp.comm import transfers
+from muon_fsdp.comm.process_groups import make_group
+from muon_fsdp.comm.transfers import layout_of
+from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.state import num_vectors
+from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.plan.matrix_sets import Entry, make_sets
 from muon_fsdp.spectral import compute_spectral_norm
-from muon_fsdp.state import num_vectors
-from muon_fsdp.survey import Survey
-from muon_fsdp.views import matrix_view
+from muon_fsdp.statistics import shard_products
+from muon_fsdp.statistics.top_singular import Survey
 from tests.distributed_cases import lay_out, make_model, train
 
 
@@ -70,9 +71,9 @@ def count_collectives(layout: str) -> dict[str, int]:
         raise AssertionError("a weight was assembled")
 
     with (
-        patch.object(muon_distributed.dist, "all_reduce", counted_all_reduce),
+        patch.object(transfers.dist, "all_reduce", counted_all_reduce),
         patch.object(DTensor, "full_tensor", assembled),
-        patch.object(muon_distributed, "gather_full", assembled),
+        patch.object(transfers, "gather_full", assembled),
     ):
         optimizer.step()
     return counted

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muon_fsdp.coefficients import best_quintic, coefficients, minimax
+from muon_fsdp.linalg.coefficients import best_quintic, coefficients, minimax
 
 # arXiv 2505.16932: lower end 1e-3, cushion 0.024..., no safety factor.
 PAPER = [

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.statistics import STATISTICS
+from muon_fsdp.statistics.observer import STATISTICS
 from muon_optimizer import TritonMuon, TritonMuonW
 from tests.pool import RankPool
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, create_hybrid_optimizer, fused, plan
+from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
+from muon_fsdp.plan import outline
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
-from muon_fsdp.statistics import STATISTICS, SummedStatistic
+from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
+from muon_fsdp.step import fused
 from tests import extending_cases as cases
 from tests import toy_rules
 from tests.pool import RankPool
@@ -543,14 +545,14 @@ def last_rank_computes(units, holders, loads, wire_bytes):
 
 
 def with_toy_strategy(layout: str, rule: str) -> tuple[dict[str, torch.Tensor], int]:
-    assign, plan._assign = plan._assign, last_rank_computes
+    assign, outline._assign = outline._assign, last_rank_computes
     try:
         module, optimizer = cases.make(layout, rule, "owner")
         for number in range(4):
             cases.step(module, optimizer, number)
         return cases.results(module, optimizer), optimizer._current_plan().plan.num_matrices
     finally:
-        plan._assign = assign
+        outline._assign = assign
 
 
 def test_a_toy_strategy_is_one_function(ranks: RankPool, one_device):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, migrate
-from muon_fsdp.distributed import local
+from muon_fsdp.comm.transfers import local
 from muon_optimizer import TritonMuon
 from tests.pool import RankPool
 from tests.promises import promise

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.spectral import compute_spectral_norm, power_iteration
+from muon_fsdp.linalg.power_iteration import power_iteration
+from muon_fsdp.spectral import compute_spectral_norm
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -68,6 +70,60 @@ def test_an_optimizer_built_before_fully_shard_says_so(ranks: RankPool):
         for text in texts:
             assert "built before fully_shard: 4 of its 4 parameters" in text
             assert "Call fully_shard first, then build the optimizer" in text
+
+
+REPLACED = ("assign", "module", "parallelize", "late metrics")
+
+
+def replaced(kind: str) -> str:
+    """The error of a step after parameters of the model have been replaced."""
+    model = net()
+    optimizer = MuonOptimizer(model)
+    if kind == "assign":
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    elif kind == "module":
+        model[0] = nn.Linear(8, 12)
+    elif kind == "parallelize":
+        parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    else:  # a plan that metrics() made is no reason not to look
+        optimizer.metrics()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    backward(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@promise(
+    "Parameters of a model are replaced after the optimizer was built: by `parallelize_module`, "
+    "`load_state_dict(assign=True)` or a new module",
+    "The next step raises, and names them",
+)
+@pytest.mark.parametrize("kind", REPLACED)
+def test_parameters_that_were_replaced_are_told(ranks: RankPool, kind):
+    (text,) = ranks.run(1, replaced, kind)
+    assert text.startswith("The optimizer was built before ")
+    assert "parameters are no longer the model's ('0.weight'" in text
+
+
+def test_parameters_that_a_model_never_had_are_fine():
+    model, extra = net(), nn.Parameter(torch.ones(4, 4))
+    optimizer = FSDPMuonOptimizer(model, [*model.parameters(), extra])
+    backward(model)
+    extra.grad = torch.ones(4, 4)
+    optimizer.step()
+    del model[2]  # by choice
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_model_can_be_scripted_beside_its_optimizer():
+    model = net()
+    optimizer = FSDPMuonOptimizer(model)
+    assert torch.jit.script(model)(torch.ones(1, 8)).shape == (1, 8)
+    assert optimizer.param_groups
 
 
 def with_fsdp1() -> str:

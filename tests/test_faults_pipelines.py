@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.distributed import local
+from muon_fsdp.comm.transfers import local
 from tests.pool import RankPool
 from tests.promises import promise
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
-from muon_fsdp.distributed import local
+from muon_fsdp.comm.transfers import local
 from tests.distributed_cases import lay_out, make_model, train
 from tests.pool import RankPool
 from tests.promises import promise
@@ -472,7 +472,7 @@ def parameters_of_one_rank() -> list[str]:
 @promise("Parameters are added on some ranks only", "All ranks raise; when the others have added them too, it goes on")
 def test_parameters_added_on_one_rank(ranks: RankPool):
     for first, second in ranks.run(2, parameters_of_one_rank, timeout=LIMIT):
-        assert "rank 1 has other parameters than at the last step, rank 0 has the same" in first
+        assert "rank 0 has nothing where rank 1 has parameter 'second' of shape (6, 4)" in first
         assert second == ""
 
 
@@ -503,6 +503,95 @@ def test_unnamed_parameters_that_differ_hint_at_names(ranks: RankPool):
     for text in ranks.run(2, uneven_experts, timeout=LIMIT):
         assert "rank 0 has an unnamed parameter of shape (4, 4) where rank 1 has" in text
         assert "Pass the model or named parameters" in text
+
+
+def groups_with_other_members() -> str:
+    """Two groups of equal options on both ranks, of which other parameters are members."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [(f"p{i}", sharded(torch.ones(6, 4), mesh, (Replicate(),))) for i in range(3)]
+    cut = 1 + dist.get_rank()
+    groups = [{"params": parameters[:cut], "lr": 0.1}, {"params": parameters[cut:], "lr": 0.5}]
+    give_gradients([p for _, p in parameters])
+    return error_of(MuonOptimizer(groups).step)
+
+
+def test_groups_with_other_members_are_told(ranks: RankPool):
+    for text in ranks.run(2, groups_with_other_members, timeout=LIMIT):
+        assert "parameter 'p1' of shape (6, 4): rank 0 has lr=0.5, rank 1 has lr=0.1" in text
+
+
+def added_by_those_who_hold_it() -> bool:
+    """A parameter on all ranks, and later one that ranks 0 and 1 alone hold and add."""
+    everyone, pair = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1])
+    parameters = [sharded(torch.randn(8, 4), everyone)]
+    optimizer = MuonOptimizer([("dense", parameters[0])])
+    for step in range(4):
+        if step == 2 and dist.get_rank() < 2:
+            parameters.append(sharded(torch.randn(6, 4), pair))
+            optimizer.add_param_group({"params": [("expert", parameters[1])]})
+        before = [p.to_local().clone() for p in parameters]
+        give_gradients(parameters)
+        optimizer.step()
+        assert all(not torch.equal(a, p.to_local()) for a, p in zip(before, parameters, strict=True))
+    return True
+
+
+@promise("Ranks that alone hold a parameter add it in mid-training", "All ranks meet anew, and training goes on")
+def test_parameters_added_where_they_are_held(ranks: RankPool):
+    assert all(ranks.run(4, added_by_those_who_hold_it, timeout=LIMIT))
+
+
+def accumulation(kind: str) -> list[str]:
+    """Four calls of step() with two per update, where rank 1 fails at the second, or rank 0 looks at its state."""
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=2)
+    parameter = optimizer.param_groups[0]["params"][0]
+    texts = []
+    if kind == "reads" and dist.get_rank() == 0:
+        optimizer.state[parameter]
+    for call in range(4):
+        backward(model, call)
+        if kind == "saves" and dist.get_rank() == 0 and call == 0:
+            optimizer.state_dict()
+        if kind == "fails" and dist.get_rank() == 1:
+            optimizer.param_groups[0]["ns_steps"] = -1 if call == 2 else 5  # a call that only accumulates
+        texts.append(error_of(optimizer.step))
+        optimizer.zero_grad()
+    return texts
+
+
+@promise(
+    "Gradients accumulate over calls of `step()`, and ranks do different things between them",
+    "Ranks stay in step: only calls that update, and the first one, communicate",
+)
+@pytest.mark.parametrize("kind", ["reads", "saves", "fails"])
+def test_ranks_stay_in_step_while_gradients_accumulate(ranks: RankPool, kind):
+    assert ranks.run(2, accumulation, kind, timeout=LIMIT) == [[""] * 4] * 2
+
+
+def forgotten_root(kind: str) -> list[str]:
+    """Warnings where only a part of a model is sharded; with equal data on all ranks nothing drifts."""
+    model = net()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    optimizer = MuonOptimizer(model)
+
+    def step() -> None:
+        backward(model, seed=dist.get_rank() if kind == "drifts" else 0)
+        optimizer.step()
+
+    return warnings_of(step)
+
+
+@promise(
+    "A part of a model is not sharded, and its gradients differ between ranks",
+    "A warning at the first step names it",
+)
+def test_a_part_that_is_not_sharded_is_told(ranks: RankPool):
+    for texts in ranks.run(2, forgotten_root, "drifts"):
+        assert len(texts) == 1
+        assert "'2.weight'" in texts[0]
+    assert ranks.run(2, forgotten_root, "equal") == [[], []]
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients
@@ -573,7 +662,39 @@ def mixed_gradients() -> str:
 @promise("Gradients of one parameter are laid out differently on its ranks", "All ranks raise, and name it")
 def test_gradients_that_lie_differently(ranks: RankPool):
     for text in ranks.run(2, mixed_gradients, timeout=LIMIT):
-        assert "gradients of parameter 'weight' are laid out differently on its ranks" in text
+        assert "gradients of parameter 'weight' of shape (6, 4) are laid out differently on its ranks [0, 1]" in text
+
+
+def mixed_gradients_of_others() -> str:
+    """Ranks 0 and 1 have gradients that lie differently, and rank 2 shares a parameter with rank 1 only."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+    named = [(f"p{i}", sharded(torch.ones(6, 4), mesh)) for i, mesh in enumerate(meshes) if mesh.get_coordinate()]
+    give_gradients([p for _, p in named])
+    if dist.get_rank() == 1:
+        first = named[0][1]
+        first.grad = None
+        first.grad = DTensor.from_local(torch.ones(6, 4), meshes[0], [Partial()], run_check=False)
+    return error_of(MuonOptimizer(named).step)
+
+
+def test_gradients_that_lie_differently_are_told_to_ranks_that_do_not_hold_them(ranks: RankPool):
+    for text in ranks.run(3, mixed_gradients_of_others, timeout=LIMIT):
+        assert "are laid out differently on its ranks [0, 1]" in text
+
+
+def large_partial_sums() -> tuple[float, bool]:
+    """Partial sums in float16 whose sum has no place there."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = sharded(torch.ones(6, 4, dtype=torch.float16), mesh)
+    parameter.grad = DTensor.from_local(torch.full((6, 4), 6e4, dtype=torch.float16), mesh, [Partial()])
+    optimizer = MuonOptimizer([("weight", parameter)], nonfinite="skip")
+    optimizer.step()
+    return optimizer.metrics()["skipped_steps"], bool(parameter.to_local().isfinite().all())
+
+
+@promise("Partial sums in half precision add up to more than it holds", "They are added in single precision")
+def test_partial_sums_do_not_overflow(ranks: RankPool):
+    assert ranks.run(2, large_partial_sums, timeout=LIMIT) == [(0.0, True)] * 2
 
 
 def plain_gradient() -> str:
@@ -607,7 +728,9 @@ def metrics_of_shards(rule: str) -> dict[str, Any]:
         after = [p.full_tensor() for p in model.parameters()]
         sizes = [float((a - b).square().mean().sqrt()) for a, b in zip(before, after, strict=True)]
         found[f"step {step}"] = optimizer.metrics()
-    return {**found, "sizes": sizes}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.001
+    return {**found, "sizes": sizes, "with another lr": optimizer.metrics()}
 
 
 @promise(
@@ -622,5 +745,6 @@ def test_metrics_of_sharded_matrices(ranks: RankPool, rule):
         # One matrix each: what it reports is the size of one of the updates.
         last = result["step 1"]
         assert min(abs(last["update_rms"] - size) for size in result["sizes"]) < 1e-5
+        assert result["with another lr"]["update_rms"] == last["update_rms"]  # that of the step that was sampled
         assert 0 <= last["orthogonality_residual"] < 0.5
         assert "update_rms" in result["step 0"]

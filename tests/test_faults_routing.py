@@ -35,8 +35,8 @@ from transformers import (
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
 from muon_fsdp.cli.models import named_models
-from muon_fsdp.routing import RoutingRow
-from muon_fsdp.vocabulary import vocabulary_tables
+from muon_fsdp.parameters.routing import RoutingRow
+from muon_fsdp.parameters.vocabulary import vocabulary_tables
 from tests.promises import promise
 
 OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer]

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer, fused, kernels, newton_schulz, spectral
-from muon_fsdp.gradients import local_gradient
+from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer, kernels
 from muon_fsdp.kernels import Product, products
 from muon_fsdp.kernels import select as select_function
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.linalg import newton_schulz, tangent
+from muon_fsdp.linalg.newton_schulz import orthogonalize
+from muon_fsdp.step import fused
+from muon_fsdp.step.gradients import local_gradient
 from tests.conftest import unmeasured
 
 pytest.importorskip("triton")
@@ -33,7 +35,7 @@ from muon_fsdp.kernels import (
     triton_products,
     triton_spectral,
 )
-from muon_fsdp.kernels.triton_products import TileConfig
+from muon_fsdp.kernels.tiles import TileConfig
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -687,7 +689,7 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
         return [p.detach().cpu() for p in model.parameters()], optimizer.metrics()
 
     expected, expected_metrics = trained()
-    for module in (fused, spectral):
+    for module in (fused, tangent):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     found, metrics = trained()
     for a, b in zip(found, expected, strict=True):

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp import elementwise, fused
+from muon_fsdp import elementwise
+from muon_fsdp.step import fused
 from muon_optimizer import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 from tests import elementwise_cases
 from tests.pool import RankPool
@@ -240,7 +241,7 @@ def test_benchmark_muon_optimizers():
 
 def test_benchmark_consistency(monkeypatch):
     # Time of this process alone: on a busy machine it may wait longer than a short run takes.
-    monkeypatch.setattr(elementwise, "time", SimpleNamespace(perf_counter=time.process_time))
+    monkeypatch.setattr("muon_fsdp.optimizers.elementwise.time", SimpleNamespace(perf_counter=time.process_time))
     result = benchmark_muon_optimizers(model_size=200, num_steps=20)
     assert result["muon_vs_adam_speedup"] == pytest.approx(result["torch_adam_time"] / result["triton_muon_time"])
     assert result["muonw_vs_adam_speedup"] == pytest.approx(result["torch_adam_time"] / result["triton_muonw_time"])

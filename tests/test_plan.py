@@ -17,13 +17,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muon_fsdp import MuonOptimizer, engine
-from muon_fsdp.layout import Layout, LayoutError, Tile, local_layout, tile_of
-from muon_fsdp.option import PlannedOptions
-from muon_fsdp.options import EngineOptions
-from muon_fsdp.plan import NO_OPTIONS, ParameterSpec, Plan, make_outline, make_plan
-from muon_fsdp.report import balance_bound, make_report
-from muon_fsdp.views import matrix_view
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.plan.layout import Layout, LayoutError, Tile, local_layout, tile_of
+from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
+from muon_fsdp.plan.report import balance_bound, make_report
+from muon_fsdp.plan.stages import Plan, make_plan
+from muon_fsdp.step import pipeline
 from tests.model_shapes import MODELS
 from tests.pool import RankPool
 
@@ -304,10 +306,10 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
         for number, forwards in enumerate(many)
     ]
     logs = {rank: [] for rank in range(7)}
-    with patch.object(engine, "_StageRun", LoggedRun):
+    with patch.object(pipeline, "_StageRun", LoggedRun):
         for rank, log in logs.items():
             mine = [(*stage, log) for stage in stages if rank in stage[1]]
-            engine.run_stages(mine, mine, (), mine, {}, (0,), None, None)
+            pipeline.run_stages(mine, mine, (), mine, {}, (0,), None, None)
     for ranks in {ranks for _, ranks, _ in stages}:
         orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
         assert len(orders) == 1

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from muon_fsdp import SpectralSphereOptimizer, fused, shard_products, spectral, survey
-from muon_fsdp.layout import Layout, Tile
-from muon_fsdp.parts import blocks_of
-from muon_fsdp.views import matrix_view
+from muon_fsdp import SpectralSphereOptimizer
+from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.linalg import tangent
+from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.parts import blocks_of
+from muon_fsdp.statistics import shard_products, top_singular
+from muon_fsdp.step import fused
 from tests.conftest import unmeasured
 
 pytest.importorskip("triton")
@@ -176,8 +179,8 @@ def test_vectors_to_start_from_and_nan():
 @pytest.mark.no_cover
 def test_a_survey_by_kernels(monkeypatch):
     """From the first step on, with a matrix that has no norm at first, by kernels alone."""
-    monkeypatch.setattr(survey, "COLD_ROUNDS", 1)  # all of them take the interpreter long
-    for module in (fused, spectral, shard_products):
+    monkeypatch.setattr(top_singular, "COLD_ROUNDS", 1)  # all of them take the interpreter long
+    for module in (fused, tangent, shard_products):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     monkeypatch.setattr(triton_spectral, "launch", noting_launch(launched := []))
     monkeypatch.setattr(triton_subspace, "launch", noting_launch(launched))

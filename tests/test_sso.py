@@ -17,19 +17,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.layout import Layout, Tile
-from muon_fsdp.parts import blocks_of, segments_of
-from muon_fsdp.spectral import (
-    COLD_STEPS,
-    MAX_CALLS,
-    compute_spectral_norm,
-    power_iteration,
-    retract,
-    solve_lambda,
-    target_radius,
-)
-from muon_fsdp.subspaces import num_products
-from muon_fsdp.views import matrix_view
+from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.linalg.power_iteration import COLD_STEPS, power_iteration
+from muon_fsdp.linalg.sphere import retract, target_radius
+from muon_fsdp.linalg.subspaces import num_products
+from muon_fsdp.linalg.tangent import MAX_CALLS, solve_lambda
+from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.parts import blocks_of, segments_of
+from muon_fsdp.spectral import compute_spectral_norm
 from tests import distributed_cases as cases
 from tests import sso_cases
 from tests.pool import RankPool

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muon_fsdp import newton_schulz
 from muon_fsdp.kernels import symmetric_product
-from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS, normalize, orthogonalize
+from muon_fsdp.linalg import newton_schulz
+from muon_fsdp.linalg.newton_schulz import ORTHOGONALIZATIONS, normalize, orthogonalize
 from muon_fsdp.utils import zeropower_via_newtonschulz5
 from tests.reference import matrix_with_condition, polar
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muon_fsdp.views import matrix_view
+from muon_fsdp.declarations.views import matrix_view
 
 
 def view(shape, kind="auto", **options):

@@ -10,7 +10,7 @@ import torch
 
 from muon_fsdp.benchmarks.peers import orthogonalizers
 from muon_fsdp.benchmarks.timing import Ceilings, milliseconds, progress, table
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.linalg.newton_schulz import orthogonalize
 
 GPU_SHAPES = [
     (48, 768, 768),

@@ -10,7 +10,7 @@ import torch
 from muon_fsdp.benchmarks.peers import MakeOptimizer
 from muon_fsdp.benchmarks.steps import measure_one
 from muon_fsdp.benchmarks.timing import Ceilings, progress, table
-from muon_fsdp.elementwise import TritonMuon, TritonMuonW
+from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
 
 BYTES_PER_PARAMETER = 28  # gradient, weight and two moments read, the last three written
 GPU_SIZES = {

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from muon_fsdp import MuonOptimizer, __version__
 from muon_fsdp.kernels import multiply_add, symmetric_product
 from muon_fsdp.kernels.select import KERNELS_VARIABLE, Product, select, unusable
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.linalg.newton_schulz import orthogonalize
 
 Status = Literal["ok", "warning", "wrong"]
 

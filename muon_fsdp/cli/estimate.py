@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from muon_fsdp.layout import Layout
-from muon_fsdp.optimizer import MuonOptimizer
-from muon_fsdp.report import PlanReport, StageReport
-from muon_fsdp.routing import RoutingRow
+from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.optimizers.muon import MuonOptimizer
+from muon_fsdp.parameters.routing import RoutingRow
+from muon_fsdp.plan.layout import Layout
+from muon_fsdp.plan.report import PlanReport, StageReport
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
-from muon_fsdp.state import working_dtype
-from muon_fsdp.views import MatrixView
 
 
 @dataclass(frozen=True)

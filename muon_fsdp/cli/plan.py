@@ -12,8 +12,8 @@ from muon_fsdp.cli.output import fail, print_json, print_table, status
 
 if TYPE_CHECKING:
     from muon_fsdp.cli.estimate import Memory, RoutedTo, Time
-    from muon_fsdp.report import PlanReport
-    from muon_fsdp.routing import RoutingReport
+    from muon_fsdp.parameters.routing import RoutingReport
+    from muon_fsdp.plan.report import PlanReport
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_RANKS = 1 << 16
@@ -161,8 +161,8 @@ def _figures(
 
     from muon_fsdp.cli import estimate
     from muon_fsdp.cli.loading import LoadingError, load_model
-    from muon_fsdp.optimizer import MuonOptimizer
-    from muon_fsdp.report import fsdp_layouts
+    from muon_fsdp.optimizers.muon import MuonOptimizer
+    from muon_fsdp.plan.report import fsdp_layouts
 
     def precision(option: str, text: str | None) -> torch.dtype | None:
         if text is not None and text not in DTYPES:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muon_fsdp.kernels.select import KernelError, Product, give_up_gluon, select, tune, unusable
+from muon_fsdp.kernels.select import Product, give_up_gluon, select, tune, unusable
+from muon_fsdp.kernels.tiles import KernelError
 
 if TYPE_CHECKING:
-    from muon_fsdp.kernels.triton_products import TileConfig
+    from muon_fsdp.kernels.tiles import TileConfig
 
 
 def symmetric_product(

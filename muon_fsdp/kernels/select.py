@@ -18,14 +18,12 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from muon_fsdp.kernels.schedule import NO_TILE
-
-if TYPE_CHECKING:
-    from muon_fsdp.kernels.triton_products import TileConfig
+from muon_fsdp.kernels.tiles import KernelError, TileConfig, num_processors
 
 Operation = Literal["symmetric", "multiply_add"]
 
@@ -38,10 +36,6 @@ _HALF = (torch.float16, torch.bfloat16)
 # Versions of Triton whose Gluon, which is not a stable interface, compiles our kernel.
 GLUON_VERSIONS = ("3.6", "3.7")
 _gluon_failure: str | None = None
-
-
-class KernelError(RuntimeError):
-    """A kernel could not be compiled or launched, and another one will do."""
 
 
 class Product(NamedTuple):
@@ -211,8 +205,6 @@ def _not_for_gluon(product: Product, processors: int) -> str | None:
 
 
 def _hopper_tiles(product: Product, processors: int) -> TileConfig:
-    from muon_fsdp.kernels.triton_products import TileConfig
-
     rows, cols = product.rows, product.cols
     tiles = _num_tiles(product, 128, 128)
     if product.dtype == torch.float32:  # three products each: registers are the limit
@@ -242,8 +234,6 @@ def _num_tiles(product: Product, tile_rows: int, tile_cols: int) -> int:
 
 
 def _candidates(product: Product) -> list[TileConfig]:
-    from muon_fsdp.kernels.triton_products import TileConfig
-
     if product.dtype == torch.float32:
         return [TileConfig(64, 64, 32, 4, 2), TileConfig(64, 64, 32, 4, 3)]
     small = [TileConfig(64, 64, 64, 4, 3), TileConfig(64, 64, 32, 4, 4)]
@@ -270,8 +260,6 @@ def tune(product: Product, device: torch.device, run: Callable[[TileConfig | Non
 
 
 def _as_choice(entry: dict[str, object]) -> Choice:
-    from muon_fsdp.kernels.triton_products import TileConfig
-
     config, reason = entry["config"], f"timed on this device: {entry['times']}"
     if config is None:
         return Choice("torch", None, reason)
@@ -325,11 +313,6 @@ def _write_cache(device_name: str) -> None:
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=64)
-def num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=64)

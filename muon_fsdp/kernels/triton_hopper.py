@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from muon_fsdp.kernels.launch import TiledTensor, launch
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
-from muon_fsdp.kernels.select import KernelError, num_processors
+from muon_fsdp.kernels.tiles import KernelError, num_processors
 
 SIDE = 128  # of a tile
 INNER = 32  # of a block of an operand: 128 x 32, and a step of the inner dimension

@@ -1,4 +1,4 @@
-"""Kernels of the element-wise pair (`muon_fsdp.elementwise`): norms of whole tensors, and the update."""
+"""Kernels of the element-wise pair (`muon_fsdp.optimizers.elementwise`): norms of whole tensors, and the update."""
 
 from __future__ import annotations
 

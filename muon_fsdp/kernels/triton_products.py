@@ -7,7 +7,7 @@ descriptors (the bulk copy engine of Hopper and later) where rows allow it, and 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,21 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import TiledTensor, is_aligned, launch
-from muon_fsdp.kernels.select import num_processors
+from muon_fsdp.kernels.tiles import TileConfig, num_processors
 
 INTERPRETED_PROGRAMS = 4  # in place of a number of multiprocessors
-
-
-class TileConfig(NamedTuple):
-    """How a product is cut: a program computes `rows` x `cols` of the result in steps of `inner`."""
-
-    rows: int
-    cols: int
-    inner: int
-    num_warps: int
-    num_stages: int
-    persistent: bool = False  # one program per multiprocessor, each with many tiles
-    group: int = 8  # rows of tiles that are computed side by side, so that operands are found in the cache
 
 
 @triton.jit

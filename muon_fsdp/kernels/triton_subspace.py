@@ -331,7 +331,7 @@ def refine(
     rows: Space,
     subspaces: Tensor,
 ) -> Refined:
-    """`muon_fsdp.subspaces.refine` with two products W x, for vectors in flat buffers."""
+    """`muon_fsdp.linalg.subspaces.refine` with two products W x, for vectors in flat buffers."""
     known = orthonormal(cols, subspaces)
     known_left = left(known)
     new = orthonormal(cols, right(known_left), known)

@@ -1,14 +1,14 @@
 """Update rules by name. A rule is one class in one file, and a row below; users call `register`."""
 
-from muon_fsdp.option import Option
+from muon_fsdp.declarations.option import Option
+from muon_fsdp.declarations.state import PerMatrix, PerParameter
 from muon_fsdp.rules.adamw import AdamW
 from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
 from muon_fsdp.rules.registry import RULES, register, rule_named
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
-from muon_fsdp.state import PerMatrix, PerParameter
-from muon_fsdp.statistics import TopSingular
+from muon_fsdp.statistics.observer import TopSingular
 
 BUILT_IN = (Muon, NorMuon, SpectralSphere, AdamW)
 for _rule in BUILT_IN:

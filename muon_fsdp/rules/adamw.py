@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from muon_fsdp.declarations.option import Option, merge, number, pair_of_fractions
+from muon_fsdp.declarations.state import PerParameter, State
 from muon_fsdp.kernels.tables import ADAMW_LAYOUT
-from muon_fsdp.option import Option, merge, number, pair_of_fractions
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, Rule
-from muon_fsdp.state import PerParameter, State
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
@@ -81,7 +81,7 @@ class AdamW(Rule):
 
     def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
         """Return the moments of `torch.optim.AdamW` and Adam, and the count of steps."""
-        if not {"exp_avg", "exp_avg_sq", "step"} <= saved.keys():
+        if not {"exp_avg", "exp_avg_sq", "step"} <= saved.keys() or "amsgrad" not in group:  # RAdam and NAdam have none
             return {}
         for option in ("amsgrad", "maximize"):
             if group.get(option):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from muon_fsdp.declarations.option import Option, PlannedOptions, integer, merge, number, sizes
+from muon_fsdp.declarations.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
+from muon_fsdp.declarations.views import VIEW_NAMES
 from muon_fsdp.kernels.tables import TableLayout
-from muon_fsdp.option import Option, PlannedOptions, integer, merge, number, sizes
-from muon_fsdp.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
-from muon_fsdp.statistics import STATISTICS
-from muon_fsdp.views import VIEW_NAMES
+from muon_fsdp.statistics.observer import STATISTICS
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList

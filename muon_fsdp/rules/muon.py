@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from muon_fsdp.declarations.option import Option, PlannedOptions, flag, fraction, integer, number
+from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.kernels.tables import MUON_LAYOUT
-from muon_fsdp.newton_schulz import ORTHOGONALIZATIONS, orthogonalization_flops, orthogonalize
-from muon_fsdp.option import Option, PlannedOptions, flag, fraction, integer, number
+from muon_fsdp.linalg.newton_schulz import ORTHOGONALIZATIONS, orthogonalization_flops, orthogonalize
+from muon_fsdp.linalg.scaling import SCALE_VERSIONS, update_scale
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
-from muon_fsdp.scaling import SCALE_VERSIONS, update_scale
-from muon_fsdp.state import PerParameter, State, StateSpec, working_dtype
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList

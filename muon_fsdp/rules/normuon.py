@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from muon_fsdp.option import Option, fraction, number
+from muon_fsdp.declarations.option import Option, fraction, number
+from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.rules.base import MatrixBatch
 from muon_fsdp.rules.muon import Muon
-from muon_fsdp.state import PerMatrix
 
 
 class NorMuon(Muon):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar, get_args
 
-from muon_fsdp.option import suggestion
-from muon_fsdp.options import ARGUMENTS, FOREIGN_KEYS
+from muon_fsdp.declarations.option import suggestion
+from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
+from muon_fsdp.plan.options import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.rules.base import Rule
-from muon_fsdp.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
-from muon_fsdp.statistics import STATISTICS
+from muon_fsdp.statistics.observer import STATISTICS
 
 RULES: dict[str, Rule] = {}
 KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), PerMatrix: get_args(MatrixKind)}

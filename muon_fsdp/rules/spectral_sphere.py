@@ -8,24 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from muon_fsdp.newton_schulz import orthogonalization_flops, orthogonalize
-from muon_fsdp.option import Option, PlannedOptions, number, positive
+from muon_fsdp.declarations.option import Option, PlannedOptions, number, positive
+from muon_fsdp.declarations.state import PerMatrix
+from muon_fsdp.linalg.newton_schulz import orthogonalization_flops, orthogonalize
+from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction, target_radius
+from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, add_outer, bilinear, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
 from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon
-from muon_fsdp.spectral import (
-    LAMBDA_MODES,
-    MAX_CALLS,
-    RADIUS_MODES,
-    RETRACT_MODES,
-    SMALLEST_NORM,
-    add_outer,
-    bilinear,
-    retraction,
-    solve_lambda,
-    target_radius,
-)
-from muon_fsdp.state import PerMatrix
-from muon_fsdp.statistics import TopSingular
+from muon_fsdp.statistics.observer import TopSingular
 
 # Calls of msign that the balance of ranks reckons with: the median when warm.
 USUAL_CALLS = 4

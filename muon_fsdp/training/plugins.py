@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from muon_fsdp.option import suggestion
+from muon_fsdp.declarations.option import suggestion
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.training.arguments import ConfigError, OneLineParser
 

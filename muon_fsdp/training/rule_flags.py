@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muon_fsdp.option import Option, suggestion
+from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.rules.base import VIEW_OPTIONS
 from muon_fsdp.training.arguments import ConfigError

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.distributed import StageExchange
+from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.rules import RULES, MatrixBatch
 
 _alive: list[object] = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.elementwise import TritonMuon
+from muon_fsdp.optimizers.elementwise import TritonMuon
 from tests.gpu import nccl_cases
 from tests.gpu.test_nccl import nccl  # noqa: F401 - a fixture
 
@@ -250,7 +250,7 @@ def test_ranks(nccl, world_size):  # noqa: F811
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gaussian", "low rank", "log-uniform"])
 def test_accuracy(shape, dtype, kind):
-    from muon_fsdp.newton_schulz import orthogonalize
+    from muon_fsdp.linalg.newton_schulz import orthogonalize
 
     rows, cols = min(shape), max(shape)
     generator = torch.Generator("cuda").manual_seed(rows + cols)

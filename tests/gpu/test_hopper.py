@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muon_fsdp.kernels import Product, multiply_add, products, select
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.linalg.newton_schulz import orthogonalize
 
 CUDA = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.newton_schulz import orthogonalize
+from muon_fsdp.linalg.newton_schulz import orthogonalize
 from muon_fsdp.utils import zeropower_via_newtonschulz5
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from muon_fsdp import SpectralSphereOptimizer
-from muon_fsdp.spectral import compute_spectral_norm, solve_lambda
+from muon_fsdp.linalg.tangent import solve_lambda
+from muon_fsdp.spectral import compute_spectral_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -1,0 +1,469 @@
+"""The element-wise pair: two optimizers that do not orthogonalize; `muon_fsdp.elementwise` describes them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.comm.transfers import like, local, local_part
+from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, number, suggestion
+from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.kernels import on_device
+from muon_fsdp.kernels.tables import (
+    FUSED_DTYPES,
+    PAIR_LAYOUT,
+    ListSpec,
+    ListValues,
+    Tables,
+    is_on_device,
+    make_chunks,
+    num_chunks,
+    refuse_capture,
+)
+from muon_fsdp.parameters.state_dict import StateDict, own_hooks
+from muon_fsdp.plan.options import FOREIGN_KEYS
+from muon_fsdp.step.fused import not_fusable
+from muon_fsdp.step.gradients import local_gradient
+
+__all__ = ["TritonMuon", "TritonMuonW", "benchmark_muon_optimizers"]
+
+Params: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+EPSILON = 1e-8
+_STATE = PAIR_LAYOUT.states
+_OPTIONS = (
+    Option("lr", 1e-3, "learning rate", check=number, label="learning rate"),
+    Option("momentum", 0.9, "decay of the first moment", check=fraction, label="momentum parameter"),
+    Option("velocity", 0.999, "decay of the second moment", check=fraction, label="velocity parameter"),
+    Option("weight_decay", 0.0, "weight decay", check=number, label="weight_decay value"),
+    Option("nesterov", False, "look ahead by one step of momentum", check=flag),
+    Option("layerwise_norm", False, "divide the gradient of every tensor by its norm", check=flag),
+)
+
+
+class _ElementwiseMuon(torch.optim.Optimizer):
+    """What the two share; they differ in where decay is applied, and in its default."""
+
+    coupled_decay: ClassVar[bool]
+    _short_name: ClassVar[str]
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        momentum: float,
+        velocity: float,
+        weight_decay: float,
+        nesterov: bool,
+        layerwise_norm: bool,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "velocity": velocity,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "layerwise_norm": layerwise_norm,
+        }
+        self._tables: dict[object, _FusedTables] = {}
+        super().__init__([params] if isinstance(params, Tensor) else params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; an unknown option is refused."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
+        _check({**self.defaults, **param_group})
+        if isinstance(param_group.get("params"), Tensor):
+            param_group = {**param_group, "params": [param_group["params"]]}
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                self.param_groups.pop()
+                raise TypeError(f"{type(self).__name__} needs real floating-point parameters, got {parameter.dtype}")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; `closure` is called first, and its result returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [self._gradients(group["params"]) for group in self.param_groups]  # or nothing is changed
+        for index, (group, gradients_of_group) in enumerate(zip(self.param_groups, gradients, strict=True)):
+            parts = self._parts(index, group, gradients_of_group)
+            sums: list[Tensor | None] = [None] * len(parts)
+            if group["layerwise_norm"]:
+                own = [part.sums_of_squares() for part in parts]
+                _add_up_shards(group["params"], [[item.parameter for item in part.items] for part in parts], own)
+                sums = [*own]
+            for part, sums_of_part in zip(parts, sums, strict=True):
+                part.update(sums_of_part)
+        return loss
+
+    def _gradients(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Parameters that have a gradient, their local parts, and its local part: contiguous where the parameter is."""
+        found = []
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError(f"{self._short_name} does not support sparse gradients")
+            shard, grad = local(parameter), local_gradient(parameter, grad)
+            found.append((parameter, shard, grad.contiguous() if shard.is_contiguous() else grad))
+        for device in {shard.device for _, shard, _ in found}:
+            refuse_capture(device)
+        return found
+
+    def _parts(
+        self, index: int, group: Mapping[str, Any], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
+    ) -> list[_Part]:
+        """Count the step of every parameter of a group, and divide them into those that are updated together."""
+        fused: dict[object, list[_Item]] = defaultdict(list)
+        single: list[_Item] = []
+        for parameter, shard, grad in gradients:
+            state = self._state_of(parameter)
+            state["step"] += 1
+            item = _Item(parameter, shard, grad, *[local(state[name]) for name in _STATE])
+            if not_fusable(shard, (item.first, item.second)) is None and grad.dtype in FUSED_DTYPES:
+                fused[(index, shard.device, shard.dtype, grad.dtype)].append(item)
+            else:
+                single.append(item)
+        parts: list[_Part] = []
+        for key, items in fused.items():
+            parts.append(_FusedPart(self.coupled_decay, group, items, self._tables_of(key, items)))
+        if single:
+            parts.append(_ForeachPart(self.coupled_decay, group, single))
+        return parts
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, which is created here."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            for name in _STATE:
+                state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+        return state
+
+    def _tables_of(self, key: object, items: Sequence[_Item]) -> _FusedTables:
+        numels = tuple([item.shard.numel() for item in items])
+        known = self._tables.get(key)
+        if known is None or known.numels != numels:
+            known = self._tables[key] = _FusedTables(numels, items[0].shard, items[0].grad.dtype)
+        return known
+
+    def state_dict(self) -> StateDict:
+        """As torch's; if there are gradients before the first step, with state for distributed checkpoints to load."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not self.state and any(parameter.grad is not None for parameter in parameters):
+            for parameter in parameters:
+                self._state_of(parameter)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """As torch's, but momentum and velocity keep their precision and share no memory with `state_dict`."""
+        incoming: StateDict = {}
+
+        def before(_: torch.optim.Optimizer, given: StateDict) -> None:
+            incoming.update(given)
+
+        def after(_: torch.optim.Optimizer) -> None:
+            for group, saved in zip(self.param_groups, incoming["param_groups"], strict=True):
+                for parameter, key in zip(group["params"], saved["params"], strict=True):
+                    values = incoming["state"].get(key, {})
+                    for name in _STATE:
+                        if name in values:
+                            part = local_part(values[name].detach(), parameter)
+                            part = part.to(parameter.device, working_dtype(parameter.dtype), copy=True)
+                            self.state[parameter][name] = like(parameter, part)
+
+        with own_hooks(self, before, after):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_tables": {}}
+
+
+class TritonMuon(_ElementwiseMuon):
+    """Fused element-wise optimizer with coupled decay; not orthogonalizing, see the module's description.
+
+    Args:
+        params: one tensor, tensors, named tensors, or groups.
+        lr: learning rate, a float or a one-element tensor.
+        momentum: decay of the first moment, in [0, 1).
+        velocity: decay of the second moment, in [0, 1).
+        weight_decay: coupled: weight_decay times the weight is added to the gradient.
+        nesterov: look ahead by one step of momentum.
+        layerwise_norm: divide the gradient of every tensor by its norm, over all shards of it.
+    """
+
+    coupled_decay = True
+    _short_name = "Muon"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.9,
+        velocity: float = 0.999,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        layerwise_norm: bool = False,
+    ) -> None:
+        super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
+
+
+class TritonMuonW(_ElementwiseMuon):
+    """`TritonMuon` with decoupled decay: weights shrink by lr * weight_decay, and moments don't see it.
+
+    Args:
+        params: one tensor, tensors, named tensors, or groups.
+        lr: learning rate, a float or a one-element tensor.
+        momentum: decay of the first moment, in [0, 1).
+        velocity: decay of the second moment, in [0, 1).
+        weight_decay: decoupled weight decay.
+        nesterov: look ahead by one step of momentum.
+        layerwise_norm: divide the gradient of every tensor by its norm, over all shards of it.
+    """
+
+    coupled_decay = False
+    _short_name = "MuonW"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.9,
+        velocity: float = 0.999,
+        weight_decay: float = 1e-2,
+        nesterov: bool = False,
+        layerwise_norm: bool = False,
+    ) -> None:
+        super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
+
+
+class _Item(NamedTuple):
+    """One parameter and the local tensors of its update."""
+
+    parameter: Tensor
+    shard: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+
+
+class _Part(Protocol):
+    """Parameters of one group that are updated together."""
+
+    items: Sequence[_Item]
+
+    def sums_of_squares(self) -> Tensor:
+        """Of every local gradient, with the decay that is coupled to it, as float64."""
+
+    def update(self, sums: Tensor | None) -> None: ...
+
+
+class _ForeachPart:
+    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
+        self.items, self.coupled, self.group = items, coupled, group
+        _, self.shards, grads, self.first, self.second = (list(column) for column in zip(*items, strict=True))
+        self.weights = [shard.to(working_dtype(shard.dtype)) for shard in self.shards]
+        self.grads = [grad.to(weight.dtype) for grad, weight in zip(grads, self.weights, strict=True)]
+        if coupled and group["weight_decay"] != 0:
+            self.grads = list(torch._foreach_add(self.grads, self.weights, alpha=group["weight_decay"]))
+
+    def sums_of_squares(self) -> Tensor:
+        return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in self.grads])
+
+    def update(self, sums: Tensor | None) -> None:
+        lr, beta1, beta2 = self.group["lr"], self.group["momentum"], self.group["velocity"]
+        if isinstance(lr, Tensor):
+            lr = lr.reshape(()) if is_on_device(lr) else float(lr)
+        decay, grads = self.group["weight_decay"], self.grads
+        if sums is not None:
+            grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]
+        torch._foreach_lerp_(self.first, grads, 1 - beta1)
+        torch._foreach_mul_(self.second, beta2)
+        torch._foreach_addcmul_(self.second, grads, grads, 1 - beta2)
+        direction = self.first
+        if self.group["nesterov"]:
+            direction = list(torch._foreach_lerp(self.first, grads, 1 - beta1))
+        denominators = torch._foreach_sqrt(self.second)
+        torch._foreach_add_(denominators, EPSILON)
+        if not self.coupled and decay != 0:
+            torch._foreach_mul_(self.weights, 1 - lr * decay)
+        if isinstance(lr, Tensor):  # on the device: reading it would stall the host
+            torch._foreach_div_(denominators, -lr)
+            torch._foreach_addcdiv_(self.weights, direction, denominators)
+        else:
+            torch._foreach_addcdiv_(self.weights, direction, denominators, -lr)
+        for shard, weight in zip(self.shards, self.weights, strict=True):
+            if weight is not shard:
+                shard.copy_(weight)
+
+
+class _FusedTables:
+    """What a launch over tensors of these sizes reads on the device."""
+
+    def __init__(self, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
+        self.numels, self.device = numels, shard.device
+        first = [0]
+        for numel in numels:
+            first.append(first[-1] + num_chunks(numel, numel))
+        chunks, aligned = make_chunks(numels, numels, first[:-1], self.device)
+        self.first_chunk = torch.tensor(first, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(len(numels), dtype=torch.int32, device=self.device)
+        spec = ListSpec(PAIR_LAYOUT, len(numels), shard.dtype, gradient_dtype, chunks, aligned)
+        self.tables = Tables([spec], self.device)
+
+
+class _FusedPart:
+    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item], fused: _FusedTables) -> None:
+        self.items, self.coupled, self.group, self.fused = items, coupled, group, fused
+        _, shards, grads, first, second = zip(*items, strict=True)
+        momentum, velocity = group["momentum"], group["velocity"]
+        scalars = {
+            "weight_decay": group["weight_decay"],
+            "gradient_factor": 1.0,
+            "momentum": momentum,
+            "velocity": velocity,
+            "one_minus_momentum": 1 - momentum,
+            "one_minus_velocity": 1 - velocity,
+        }
+        with on_device(fused.device):
+            updated = [grad is not None for grad in grads]
+            fused.tables.fill([ListValues(grads, updated, shards, (first, second), group["lr"], scalars)])
+        (self.tensors,) = fused.tables.lists
+
+    def sums_of_squares(self) -> Tensor:
+        from muon_fsdp.kernels import triton_pair
+
+        with on_device(self.fused.device):
+            return triton_pair.sums_of_squares(
+                self.tensors, self.fused.first_chunk, self.fused.counters, coupled=self.coupled
+            )
+
+    def update(self, sums: Tensor | None) -> None:
+        from muon_fsdp.kernels import triton_pair
+
+        with on_device(self.fused.device):
+            triton_pair.update(self.tensors, sums, coupled=self.coupled, nesterov=self.group["nesterov"])
+
+
+def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sums: Sequence[Tensor]) -> None:
+    """Make sums over local gradients those over whole ones: one all-reduce per mesh axis over which some are sharded.
+
+    Every parameter of the group takes part, because one without a gradient here may have one on another rank.
+    """
+    by_axis: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
+    for index, parameter in enumerate(group):
+        if isinstance(parameter, DTensor):
+            for axis, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    by_axis[(parameter.device_mesh, axis)].append(index)
+    if not by_axis:
+        return
+    position = {parameter: index for index, parameter in enumerate(group)}
+    device = local(group[next(iter(by_axis.values()))[0]]).device
+    totals = torch.zeros(len(group), dtype=torch.float64, device=device)
+    places = [torch.tensor([position[p] for p in parameters], device=device) for parameters in parts]
+    for place, own in zip(places, sums, strict=True):
+        totals[place] = own.to(device)
+    for (mesh, axis), indices in by_axis.items():
+        place = torch.tensor(indices, device=device)
+        part = totals[place]
+        dist.all_reduce(part, group=mesh.get_group(axis))
+        totals[place] = part
+    for place, own in zip(places, sums, strict=True):
+        own.copy_(totals[place])
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raise for a value that an option can't have, and for a key that is no option."""
+    by_name = {option.name: option for option in _OPTIONS}
+    for name, value in options.items():
+        if name in by_name:
+            by_name[name].check_value(value, name)
+        elif name not in FOREIGN_KEYS:
+            raise UnknownOptionError(f"Unknown option {name!r} in a parameter group{suggestion(name, by_name)}")
+
+
+def benchmark_muon_optimizers(model_size: int = 1000, num_steps: int = 100, lr: float = 1e-3) -> dict[str, float]:
+    """Seconds for `num_steps` steps on `nn.Linear(model_size, model_size)`, beside torch's Adam and SGD.
+
+    On the GPU if there is one. Every optimizer warms up first, and clocks are read when the device has finished; of
+    three runs the median counts.
+
+    Args:
+        model_size: rows and columns of the weight.
+        num_steps: steps that are timed together.
+        lr: learning rate of all of them.
+
+    Keys:
+        triton_muon_time: seconds for `TritonMuon`.
+        triton_muonw_time: seconds for `TritonMuonW`.
+        torch_adam_time: seconds for `torch.optim.Adam`.
+        torch_sgd_time: seconds for `torch.optim.SGD`.
+        muon_vs_adam_speedup: `torch_adam_time / triton_muon_time`.
+        muonw_vs_adam_speedup: `torch_adam_time / triton_muonw_time`.
+        muon_vs_sgd_speedup: `torch_sgd_time / triton_muon_time`.
+        model_size: as given.
+        num_steps: as given.
+        parameters: model_size squared, plus model_size.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "triton_muon_time": lambda params: TritonMuon(params, lr=lr),
+        "triton_muonw_time": lambda params: TritonMuonW(params, lr=lr),
+        "torch_adam_time": lambda params: torch.optim.Adam(params, lr=lr),
+        "torch_sgd_time": lambda params: torch.optim.SGD(params, lr=lr),
+    }
+    seconds = {name: _seconds(make, model_size, num_steps, device) for name, make in makers.items()}
+    return {
+        **seconds,
+        "muon_vs_adam_speedup": seconds["torch_adam_time"] / seconds["triton_muon_time"],
+        "muonw_vs_adam_speedup": seconds["torch_adam_time"] / seconds["triton_muonw_time"],
+        "muon_vs_sgd_speedup": seconds["torch_sgd_time"] / seconds["triton_muon_time"],
+        "model_size": model_size,
+        "num_steps": num_steps,
+        "parameters": model_size * model_size + model_size,
+    }
+
+
+def _seconds(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model_size: int, num_steps: int, device: str
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(model_size, model_size, device=device)
+    optimizer = make(list(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+    times = []
+    for run in range(4):  # the first is a warm-up
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(num_steps if run else min(num_steps, 3)):
+            optimizer.step()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

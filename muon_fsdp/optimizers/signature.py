@@ -1,0 +1,104 @@
+"""Signatures and docstrings of optimizers whose options follow from the rules' own declarations."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from muon_fsdp.declarations.option import Option
+from muon_fsdp.parameters.groups import prefixed
+from muon_fsdp.plan.options import ENGINE_OPTIONS
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+
+# Lines of a docstring that the options of the rules, and of the engine, take the place of.
+RULES_LINE, ENGINE_LINE = "{options}", "{engine}"
+Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Unset:
+    """The default of an argument of which one must know whether it was passed."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __reduce__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Any = _Unset()
+
+
+def shown_options(rule: str) -> dict[str, Option]:
+    """Return the options that a constructor shows for a matrix rule, with those of the default element-wise rule."""
+    other = RULES[DEFAULT_OTHER_RULE]
+    of_others = {
+        prefixed(other, name): replace(option, doc=f"{other.display_name}: {option.doc}")
+        for name, option in other.all_options.items()
+    }
+    return {**RULES[rule].all_options, **of_others}
+
+
+def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: Any) -> Callable[[Class], Class]:
+    """Let a class show the options of a rule as keyword arguments, in its signature and in its docstring.
+
+    `own` and `others` are defaults of the class that differ from those of the matrix rule and of the element-wise one.
+    Arguments that `__init__` names itself stay where they are.
+    """
+    other = RULES[DEFAULT_OTHER_RULE]
+    defaults = {**own, **{prefixed(other, name): value for name, value in (others or {}).items()}}
+
+    def decorate(owner: Class) -> Class:
+        init: Any = owner.__init__  # type: ignore[misc]
+        written = inspect.signature(init).parameters
+        options = {name: option for name, option in shown_options(rule).items() if name not in written}
+        keywords = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, option.default))
+            for name, option in options.items()
+        ]
+        lr = shown_options(rule)["lr"].default
+        before = [
+            parameter.replace(default=lr) if parameter.name == "lr" else parameter
+            for parameter in written.values()
+            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        after = [
+            parameter.replace(default=defaults.get(parameter.name, parameter.default))
+            for parameter in written.values()
+            if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        ]
+        init.__signature__ = inspect.Signature([*before, *keywords, *after])
+        if owner.__doc__:
+            engine = {option.name: option for option in ENGINE_OPTIONS}
+            owner.__doc__ = _documented(owner.__doc__, {RULES_LINE: options, ENGINE_LINE: engine})
+        return owner
+
+    return decorate
+
+
+def show_defaults(**defaults: Any) -> Callable[[Function], Function]:
+    """Let a function show what its UNSET arguments stand for."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _documented(doc: str, places: Mapping[str, Mapping[str, Option]]) -> str:
+    lines = []
+    for line in doc.splitlines():
+        if line.strip() not in places:
+            lines.append(line)
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        for name, option in places[line.strip()].items():
+            text = f"{name}: {option.doc}."
+            lines += textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=indent + "    ")
+    return "\n".join(lines)

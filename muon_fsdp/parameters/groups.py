@@ -1,0 +1,260 @@
+"""Parameter groups as users give them, and the options that a group of one rule ends up with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, suggestion
+from muon_fsdp.parameters.routing import Route, clean_name
+from muon_fsdp.plan.options import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
+from muon_fsdp.rules import RULES, Rule, rule_named
+
+Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+Group: TypeAlias = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+@dataclass
+class Source:
+    """Options that a user gave in one place, and which of them some parameter has taken.
+
+    An option belongs to the matrices of the place that have it, else to its other parameters. With the name of a rule
+    before it, as in `adamw_lr`, it belongs to the parameters of that element-wise rule.
+    """
+
+    where: str  # for errors: "MuonOptimizer", "a parameter group", "overrides['fc.*']"
+    options: dict[str, Any]
+    is_constructor: bool = False  # options of element-wise rules need their prefix there
+    taken: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.options if not options_called(name)]
+        if not unknown:
+            return
+        if unknown[0] in ARGUMENTS and not self.is_constructor:
+            raise UnknownOptionError(
+                f"{self.where}: {unknown[0]!r} holds for the whole optimizer: pass it to its constructor"
+            )
+        known = {option for rule in RULES.values() for option in rule.all_options} | {*_prefixed_names()}
+        near = suggestion(unknown[0], sorted(known | {*ARGUMENTS} if self.is_constructor else known))
+        raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
+
+    def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
+        """Return what this place says to parameters of a rule, beside those of the other rules of the place."""
+        result: dict[str, Any] = {}
+        for name, value in self.options.items():
+            own = self._own_name(name, rule, beside)
+            if own is None:
+                continue
+            if own in result:
+                raise ValueError(
+                    f"{self.where}: {own!r} and {prefixed(rule, own)!r} mean the same where no parameter takes a "
+                    "matrix rule; pass one of them"
+                )
+            self._validate(rule.all_options[own], value, name)
+            result[own] = value
+            self.taken.add(name)
+        return result
+
+    def _own_name(self, name: str, rule: Rule, beside: Sequence[Rule]) -> str | None:
+        """Return the option of the rule that a name of this place stands for, or None."""
+        if not rule.needs_matrices:
+            for option in rule.all_options:
+                if name == prefixed(rule, option):
+                    return option
+            if self.is_constructor or any(other.needs_matrices and name in other.all_options for other in beside):
+                return None
+        return name if name in rule.all_options else None
+
+    def _validate(self, option: Option, value: Any, name: str) -> None:
+        try:
+            option.validate(value, name)
+        except (TypeError, ValueError) as error:
+            if self.is_constructor:
+                raise
+            raise type(error)(f"{self.where}: {error}") from None
+
+    def require_taken(self, rules: Iterable[Rule]) -> None:
+        """Raise if an option had no effect, because no parameter of the place has a rule that has it."""
+        rules = list(dict.fromkeys(rules))
+        for name in self.options:
+            if name in self.taken:
+                continue
+            for rule in rules:
+                if name in rule.hints:
+                    raise ValueError(f"{self.where}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
+            used = ", ".join(repr(rule.name) for rule in rules) or "none"
+            instead = next((prefixed(r, name) for r in rules if not r.needs_matrices and name in r.all_options), None)
+            advice = f"; pass {instead!r}" if instead else ""
+            owners = [repr(rule.name) for rule in options_called(name)]
+            belongs = f"it belongs to rule {', '.join(owners)}, and " if len(owners) <= 3 else ""
+            raise ValueError(
+                f"{self.where}: option {name!r} has no effect{advice}: {belongs}the rules in use are {used}"
+            )
+
+
+def options_called(name: str) -> list[Rule]:
+    """Return the rules that have an option of this name, bare or with the name of the rule before it."""
+    return [
+        rule
+        for rule in RULES.values()
+        if name in rule.all_options
+        or (not rule.needs_matrices and any(name == prefixed(rule, option) for option in rule.all_options))
+    ]
+
+
+def prefixed(rule: Rule, option: str) -> str:
+    """Return the name of an element-wise rule's option beside matrices: `adamw_lr`."""
+    return f"{rule.name}_{option}"
+
+
+def _prefixed_names() -> list[str]:
+    return [prefixed(rule, option) for rule in RULES.values() if not rule.needs_matrices for option in rule.all_options]
+
+
+def resolve(
+    rule: Rule,
+    class_defaults: Mapping[str, Any],
+    parameter_defaults: Mapping[str, Any],
+    sources: Sequence[tuple[Source, Sequence[Rule]]],  # from the least to the most specific, with the rules beside
+) -> Group:
+    """Return the options of parameters of one rule."""
+    options: Group = {name: option.default for name, option in rule.all_options.items()}
+    options.update({name: value for name, value in class_defaults.items() if name in options})
+    for index, (source, beside) in enumerate(sources):
+        options.update(source.of(rule, beside))
+        if index == 0:  # weaker than what a group or an override says
+            options.update(parameter_defaults)
+    return {"rule": rule.name, **canonical(options)}
+
+
+def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the keys of a user's group into options, and what torch and its schedulers have put there."""
+    foreign = {key: value for key, value in given.items() if key in FOREIGN_KEYS}
+    options = {key: value for key, value in given.items() if key not in foreign and key != "rule"}
+    if "rule" in given:
+        try:
+            rule = rule_named(given["rule"])
+        except ValueError as error:
+            raise ValueError(f"a parameter group: {error}") from None
+        # A cyclic scheduler writes momentum into every group, whatever its rule.
+        if "momentum" not in rule.all_options and any(key in foreign for key in SCHEDULED_MOMENTA):
+            foreign |= {"momentum": options.pop("momentum")} if "momentum" in options else {}
+    for key in PROGRESS:
+        foreign.pop(key, None)
+    return options, foreign
+
+
+def scheduled_lrs(foreign: Mapping[str, Any], given_lr: Any, lr: Any) -> dict[str, float]:
+    """Return `initial_lr` and the like for a part of a group whose lr is not the one that the group was given with.
+
+    They keep their ratio to lr, so a scheduler that resumes finds what it needs in every group.
+    """
+    keys = [key for key in SCHEDULED_LRS if key in foreign]
+    if not keys or given_lr is None or float(given_lr) == float(lr):
+        return {key: foreign[key] for key in keys}
+    ratio = {key: float(foreign[key]) / float(given_lr) if float(given_lr) else 1.0 for key in keys}
+    return {key: float(lr) * ratio[key] for key in keys}
+
+
+# ----------------------------------------------------------------------------------------------------------- parameters
+
+
+def as_torch_params(params: Params) -> Any:
+    if isinstance(params, nn.Module):
+        trainable = [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
+        frozen = sum(1 for p in params.parameters() if not p.requires_grad)
+        if frozen and not trainable:
+            raise ValueError(
+                f"optimizer got an empty parameter list: all {frozen} parameters of the model are frozen "
+                "(requires_grad is False)"
+            )
+        return trainable
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, (dict, str, set)) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be a model, tensors, (name, tensor) pairs or a list of groups, got {type(params).__name__}"
+        )
+    return params
+
+
+def with_lists(groups: Any) -> list[Any]:
+    """Return parameters or groups as lists, so that they can be looked at before torch takes them."""
+    listed = list(groups)
+    return [
+        {**group, "params": list(group["params"])}
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
+        else group
+        for group in listed
+    ]
+
+
+def names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Tensor]]:
+    if "params" not in param_group:
+        raise ValueError("a parameter group needs 'params'")
+    params = param_group["params"]
+    if isinstance(params, set):
+        raise TypeError("params must be ordered: a set changes its order between runs, use a list")
+    listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    if not listed:
+        return None, []
+    pairs = [item for item in listed if isinstance(item, tuple)]
+    if not pairs:
+        names = param_group.get("param_names")
+        if names is not None and (isinstance(names, str) or len(names) != len(listed)):
+            raise ValueError(f"param_names must be a list of {len(listed)} names, one per parameter")
+        return names, listed
+    if len(pairs) != len(listed):
+        raise ValueError("either all parameters of a group have names or none")
+    if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise TypeError("named parameters must be (name, tensor) pairs, as model.named_parameters() gives")
+    return [name for name, _ in pairs], [parameter for _, parameter in pairs]
+
+
+def check_parameter(name: str, parameter: object) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
+    if getattr(parameter, "_is_flat_param", False):
+        raise RuntimeError(f"FSDP1 is not supported: {name!r} is a flat parameter. Use fully_shard (FSDP2).")
+    if getattr(parameter, "_fsdp_flattened", False):  # use_orig_params=True: a view into a flat parameter
+        raise RuntimeError(f"FSDP1 is not supported: {name!r} is part of a flat parameter. Use fully_shard (FSDP2).")
+    if hasattr(parameter, "_st_info"):
+        raise RuntimeError(
+            f"DDP(model, device_mesh=...) is not supported: it has put this rank's shard of {name!r} in place of the "
+            "tensor-parallel DTensor. Use fully_shard over the data-parallel axis of the mesh."
+        )
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {name!r} is complex, which is not supported; optimize torch.view_as_real(parameter) instead"
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; only floating-point ones can be optimized")
+    if not (parameter.is_leaf or parameter.retains_grad):
+        raise ValueError(f"parameter {name!r} is not a leaf tensor and can't be optimized")
+
+
+def refuse_zero_redundancy(name: str) -> None:
+    """Raise if the optimizer is being built by ZeroRedundancyOptimizer, which fails when a group becomes several."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer can't wrap {name}, which divides a group with matrices and other parameters "
+                "into one per rule. Shard parameters and state with FSDP2 (fully_shard) instead, or under DDP build "
+                "FSDPMuonOptimizer(ddp_model), which splits the work over the ranks."
+            )
+        frame = frame.f_back
+
+
+def rules_of(routes: Iterable[Route]) -> list[Rule]:
+    """Return the rules of some parameters, each once."""
+    return [RULES[name] for name in dict.fromkeys(route.rule for route in routes)]

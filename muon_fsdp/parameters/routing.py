@@ -1,0 +1,394 @@
+"""Which parameter takes which rule, how it is read as matrices, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
+from muon_fsdp.parameters.vocabulary import vocabulary_tables
+from muon_fsdp.rules import RULES, rule_named
+
+_LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
+_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# What PEFT, parametrizations and wrappers insert into the name of a weight, which without it tells what the weight is.
+_INSERTED = (
+    (re.compile(r"\.modules_to_save\.[^.]+(?=\.)|\.(original_module|base_layer|token_adapter|module)(?=\.)"), ""),
+    (re.compile(r"\.parametrizations\.([^.]+)\.original\d*$"), r".\1"),
+)
+_EMBEDDING_NAME = re.compile(r"(^|_)(wte|wpe|emb|embed|embeds|embedding|embeddings)(_|\d|$)")
+_HEAD_NAME = re.compile(
+    r"(lm_|mlm_|output_|to_|final_)?(head|logits|unembed|unembedding)|output(_layer|_proj|_projection)?|embed_out|classifier|decoder"
+)
+# Of PEFT: factors or rows of an embedding, which have not its shape.
+_ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
+_POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
+_BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
+_DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # of Mamba, VMamba, S4D, RWKV
+_NORM_CLASS = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d; not LayerNormLinear, whose weight is a matrix
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where one parameter goes, and why."""
+
+    name: str
+    rule: str
+    reason: str
+    # A guess, as opposed to something that the user, the module's type or a name said; `strict` refuses guesses.
+    guessed: bool = False
+    view: str = "auto"
+    transposed: bool = False
+    pattern: str | None = None  # the override that matches its name
+    # Options that this parameter has where no group and no override says otherwise, as pairs.
+    defaults: tuple[tuple[str, Any], ...] = ()
+    given_name: str | None = None  # as the user wrote it, with what wrappers insert
+    place: int | None = None  # among all parameters as they were given, where it has no name
+    decided: bool = False  # by the user, with an override or the rule of its group
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What a user's group says about the rule of its parameters."""
+
+    rule: str
+    is_explicit: bool  # it binds matrices, whatever the model or a name says of them
+    is_divided: bool  # an optimizer has made it, and all its parameters have this rule
+    view: str  # how its parameters are read as matrices
+
+
+@dataclass(eq=False)
+class _Facts:
+    """What a model, or a name, says of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    owners: list[nn.Module] = field(default_factory=list)
+    plain_names: set[str] = field(default_factory=set)  # one per owner, without what wrappers insert
+    view: str = "auto"
+    transposed: bool = False
+    other_reason: str | None = None  # why it is not for the rule of matrices
+    matrix_reason: str | None = None
+    guessed: bool = False
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """What a model leaves open about some parameters until the user decides."""
+
+    names: tuple[str, ...]
+    text: str
+
+
+def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
+    """Say on the module how its parameter is to be read as matrices, for example `label(block.attn, "attn", "qkvo")`.
+
+    An attribute of the parameter itself is lost when `fully_shard` replaces the parameter; this is not, and it may be
+    called before or after wrapping. The optimizer must be built from the model to see it.
+
+    Args:
+        module: the module that holds the parameter itself.
+        view: "auto", "matrix", "stacked", "flatten" or "attn".
+        parameter: the parameter's name in that module.
+    """
+    if view not in VIEW_NAMES:
+        raise ValueError(f"Unknown label {view!r}; valid names are {', '.join(VIEW_NAMES)}")
+    module = getattr(module, "_orig_mod", module)  # under torch.compile
+    if parameter not in dict(module.named_parameters(recurse=False)):
+        raise ValueError(f"{type(module).__name__} has no parameter {parameter!r} of its own to label")
+    module.__dict__.setdefault(_LABEL_ATTRIBUTE, {})[parameter] = view
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as the user wrote the model, without what compiling, checkpointing and DDP insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS).removeprefix("module.")
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without what adapters and parametrizations insert: what it says of the weight's purpose."""
+    name = f".{name}"
+    for pattern, replacement in _INSERTED:
+        name = pattern.sub(replacement, name)
+    return name.removeprefix(".")
+
+
+class Router:
+    """Decides the rule of parameters: overrides first, then what the group, the model, the name or the shape says."""
+
+    def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str) -> None:
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
+        self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
+        self.unused_patterns = set(self.overrides)
+        self.other_rule = other_rule
+        self.warnings: list[str] = []
+        self._facts: dict[int, _Facts] = {}
+        self._doubts: list[_Doubt] = []
+
+    @contextmanager
+    def reading(self, model: nn.Module | None) -> Iterator[None]:
+        """Route by a model inside; what is keyed by the identity of parameters does not outlive it."""
+        if model is not None:
+            self._facts, self._doubts = _facts_of_model(model, self.other_rule)
+        try:
+            yield
+        finally:
+            self._facts, self._doubts = {}, []
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The parameter's name in the model, where there is one."""
+        facts = self._facts.get(id(parameter))
+        return facts.name if facts else None
+
+    def route(self, parameter: Tensor, name: str, group: GroupRule, *, named: bool) -> Route:
+        """Return the route of one parameter of a group."""
+        facts = self._facts.get(id(parameter)) or _facts_of_name(name, parameter, named=named)
+        view = "attn" if facts.view == "auto" and getattr(parameter, "label", None) == "attn" else facts.view
+        pattern, options = self._override_of(name)
+        said = options.get("view", group.view)
+        vectors = vectors_in(tuple(parameter.shape), view if said == "auto" else said)
+        rule, guessed, decided = group.rule, False, False
+        # "blocks.*" may mean the matrices of the blocks and leave their vectors alone; a full name is obeyed.
+        if "rule" in options and (pattern == name or not vectors or not RULES[options["rule"]].needs_matrices):
+            rule, reason, decided = options["rule"], f"override {pattern!r}", True
+        elif vectors and not (group.is_divided and RULES[rule].needs_matrices):
+            decided = group.is_explicit and not RULES[rule].needs_matrices
+            rule = rule if decided else self.other_rule
+            reason = "scalar" if parameter.ndim == 0 else "vector" if vectors == 1 else "stack of vectors"
+        elif group.is_explicit:
+            reason, decided = f"group with rule {rule!r}", True
+        elif facts.other_reason is not None:
+            rule, reason, guessed = self.other_rule, facts.other_reason, facts.guessed
+        else:
+            reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
+        return Route(name, rule, reason, guessed, view, facts.transposed, pattern, decided=decided)
+
+    def doubts(self, routes: Sequence[Route]) -> list[str]:
+        """Return what the model being read leaves open about these parameters and the user has not decided."""
+        by_name = {route.name: route for route in routes}
+        found = []
+        for doubt in self._doubts:
+            present = [by_name[name] for name in doubt.names if name in by_name]
+            decided = [route for route in present if route.decided]
+            # One of several that is said to be the head leaves no doubt about the others.
+            if len(decided) < len(present) and all(RULES[route.rule].needs_matrices for route in decided):
+                found.append(doubt.text)
+        return found
+
+    def doubt_about_bare(self, parameters: Sequence[tuple[Route, tuple[int, ...]]]) -> str | None:
+        """Return what to tell of matrices without names that look like a language model's embedding or head."""
+        bare = {route.place: (route, shape) for route, shape in parameters if route.place is not None}
+        as_given = [bare[place] for place in sorted(bare)]
+        tables = [as_given[index] for index in vocabulary_tables([shape for _, shape in as_given])]
+        taken = [(route, shape) for route, shape in tables if RULES[route.rule].needs_matrices and not route.decided]
+        if not taken:
+            return None
+        names = ", ".join(f"{route.name!r} of shape {shape}" for route, shape in taken)
+        return (
+            f"{names}: orthogonalized, but of the shape of a language model's embedding or output head. Bare "
+            "parameters have no names to tell these by: pass the model or model.named_parameters(), or give them a "
+            f"group with rule={self.other_rule!r}. A group with rule={taken[0][0].rule!r} says that it is meant."
+        )
+
+    def _override_of(self, name: str) -> tuple[str | None, dict[str, Any]]:
+        for pattern, options in self.overrides.items():
+            if fnmatchcase(name, pattern):
+                self.unused_patterns.discard(pattern)
+                return pattern, options
+        return None, {}
+
+
+def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str, Any]:
+    where = f"overrides[{pattern!r}]"
+    if not isinstance(pattern, str):
+        raise TypeError(f"{where}: a pattern of names must be a string")
+    if not isinstance(value, (str, Mapping)):
+        raise TypeError(f"{where} must be a rule name or a dict of group options, got {value!r}")
+    options = {"rule": value} if isinstance(value, str) else dict(value)
+    if "rule" in options:
+        try:
+            rule_named(options["rule"])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return options
+
+
+def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
+    facts = _Facts(name, parameter.shape)
+    if not named:
+        return facts
+    name = _plain_name(name)
+    *path, leaf = name.lower().split(".")
+    owner = path[-1] if path else ""
+    if _BIAS_NAME.search(leaf):
+        facts.other_reason = "bias, by name"
+    elif _ADAPTER_NAME.search(name):
+        facts.other_reason = "adapter of an embedding, by name"
+    elif _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf):
+        facts.other_reason = "embedding, by name"
+    elif _is_head_name(name):
+        facts.other_reason = "output head, by name"
+    elif _DECAY_NAME.search(leaf):
+        facts.other_reason = "decay rates, by name"
+    elif "conv" in owner and parameter.ndim >= 3:
+        facts.view, facts.matrix_reason = "flatten", "convolution, by name"
+    return facts
+
+
+def _is_head_name(name: str) -> bool:
+    """Whether the module that owns the parameter is called like a head and is not part of a repeated block."""
+    *path, _ = name.lower().split(".")
+    return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
+
+
+def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, _Facts], list[_Doubt]]:
+    facts: dict[int, _Facts] = {}
+    for name, parameter, module in _owned_parameters(model):
+        entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape, parameter.requires_grad))
+        plain = _plain_name(name)
+        entry.owners.append(module)
+        entry.plain_names.add(plain)
+        leaf = plain.rpartition(".")[2]
+        if _is_convolution(module) and parameter.ndim >= 3:
+            entry.view, entry.matrix_reason = "flatten", "convolution"
+        if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
+            entry.view = getattr(module, _LABEL_ATTRIBUTE)[leaf]
+        class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard puts a class of its own in front
+        entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
+        reason = None
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            reason = "embedding"
+        elif any(map(_NORM_CLASS.search, class_names)) and not isinstance(module, nn.Linear):
+            reason = "weight of a normalization"
+        elif leaf != "weight" or not (isinstance(module, nn.Linear) or _is_convolution(module)):
+            reason = _facts_of_name(name, parameter, named=True).other_reason
+        entry.other_reason = entry.other_reason or reason
+    return facts, _find_heads(facts, other_rule)
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Every (name, parameter, module that it is a weight of); a tied parameter once per such module."""
+    modules = dict(model.named_modules())
+    for prefix, module in modules.items():
+        owner = module
+        if isinstance(module, ParametrizationList):  # under "linear.parametrizations.weight": a weight of the Linear
+            owner = modules[prefix.rpartition("parametrizations.")[0].removesuffix(".")]
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, owner
+
+
+def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
+    """Mark output heads: tied to an embedding, named like one, or else the only Linear of an embedding's shape.
+
+    Returns: what is in doubt.
+    """
+    doubts = []
+    embeddings = [entry for entry in facts.values() if (entry.other_reason or "").startswith("embedding")]
+    linears = [entry for entry in facts.values() if any(isinstance(module, nn.Linear) for module in entry.owners)]
+    matrices = [e for e in linears if e not in embeddings and len(e.shape) == 2 and not vectors_in(e.shape, "matrix")]
+    tied = [entry for entry in linears if entry in embeddings]
+    for entry in tied:
+        entry.other_reason = "embedding tied to the output head"
+    token_shapes = {entry.shape for entry in embeddings if not _POSITION_NAME.search(entry.name.lower())}
+    tied_names = {name for entry in tied for name in entry.plain_names}
+    copies = [entry for entry in matrices if entry.plain_names & tied_names]  # PEFT trains a copy of a frozen head
+    named_heads = [entry for entry in matrices if any(map(_is_head_name, entry.plain_names))]
+    heads = [*copies, *(entry for entry in named_heads if entry.shape in token_shapes)]
+    for entry in heads:
+        entry.other_reason = "output head"
+    for entry in named_heads:
+        if entry not in heads:
+            text = (
+                f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
+                f"it takes the matrix rule. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
+            )
+            doubts.append(_Doubt((entry.name,), text))
+    if not tied and not heads:
+        for shape in sorted(token_shapes):
+            doubts += _guess_head([entry for entry in matrices if entry.shape == shape], other_rule)
+    return doubts
+
+
+def _guess_head(candidates: list[_Facts], other_rule: str) -> list[_Doubt]:
+    """Mark the only trainable candidate, or say that there are several; a weight and its copies are one."""
+    candidates = [entry for entry in candidates if entry.trainable] or candidates
+    if len({frozenset(entry.plain_names) for entry in candidates}) == 1:
+        for entry in candidates:
+            entry.other_reason = "output head: the only Linear of the embedding's shape"
+            entry.guessed = True
+    elif candidates:
+        names = ", ".join(entry.name for entry in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
+        text = (
+            f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
+            f"({names}): all of them take the matrix rule. If one is the head, pass overrides={{name: {other_rule!r}}}."
+        )
+        return [_Doubt(tuple(entry.name for entry in candidates), text)]
+    return []
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(
+        module,
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    )
+
+
+@dataclass(frozen=True)
+class RoutingRow:
+    """One parameter.
+
+    Args:
+        name: its name in the model, or "param[3]" where it has none.
+        shape: its whole shape, sharded or not.
+        rule: the rule that it takes; "none" if it is frozen.
+        reason: why.
+        scale: the size of an update, one number per shape of logical matrix; empty for element-wise rules.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    reason: str
+    scale: str
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """What `optimizer.routing_report()` gives; its text is a table.
+
+    Args:
+        rows: one per parameter, in the order of the groups; frozen ones last.
+        warnings: what may not be as meant.
+    """
+
+    rows: tuple[RoutingRow, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        header = ("name", "shape", "rule", "scale", "reason")
+        table = [
+            (row.name, "x".join(map(str, row.shape)) or "scalar", row.rule, row.scale, row.reason) for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *table)
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([line.rstrip() for line in lines] + [f"warning: {text}" for text in self.warnings])
+
+
+def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
+    """What a report says of the parameters of a model that are not optimized."""
+    return tuple(
+        RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    )

@@ -1,0 +1,127 @@
+"""Which logical matrices lie on which ranks: the frozen description that statistics and per-matrix state work on.
+
+A class holds the matrices of one rule, one set of planned options and one shape; a batch of a stage is always part of
+one class. A set holds all classes on the same ranks, whose numbers travel together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.parts import Block, blocks_of, has_whole_rows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Matrices [first, first + count) of a class: one block of a parameter's view."""
+
+    position: int
+    block: int
+    first: int
+    count: int
+    group: int
+
+
+@dataclass(frozen=True)
+class MatrixClass:
+    """Matrices of one rule, one set of planned options and one shape on the same ranks and device."""
+
+    rule: str
+    options: PlannedOptions
+    rows: int
+    cols: int
+    places: tuple[Place, ...]
+    # Per matrix: 1 if this rank's part of it counts in sums over the ranks, 0 if an earlier rank holds the same part.
+    weights: tuple[float, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return len(self.weights)
+
+
+@dataclass(frozen=True)
+class MatrixSet:
+    """All classes that lie on the same ranks and device, and the parts of them that this rank holds."""
+
+    ranks: tuple[int, ...]
+    classes: tuple[MatrixClass, ...]
+    blocks: tuple[Block, ...]  # numbered by class; only of classes whose statistics are asked for
+    is_split: bool  # whether ranks hold different parts
+    cuts_rows: bool  # whether a rank may hold a part of a row only
+
+    def only(self, chosen: list[int]) -> MatrixSet:
+        """Return the set of these classes alone."""
+        renumbered = {old: new for new, old in enumerate(chosen)}
+        blocks = tuple(block.of_class(renumbered[block.kind]) for block in self.blocks if block.kind in renumbered)
+        classes = tuple(self.classes[index] for index in chosen)
+        return MatrixSet(self.ranks, classes, blocks, self.is_split, self.cuts_rows)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter whose matrices have numbers of their own."""
+
+    position: int
+    view: MatrixView
+    layout: Layout
+    group: int
+    rule: str
+    options: PlannedOptions
+    device: torch.device
+    dtype: torch.dtype  # working precision
+    is_observed: bool  # whether its rule asks for statistics of W
+
+
+def make_sets(entries: Iterable[Entry], rank: int) -> list[MatrixSet]:
+    """Sort matrices into sets and classes, in one order on all ranks, so that their collectives match."""
+    by_ranks: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_ranks[(entry.layout.ranks, str(entry.device), str(entry.dtype))].append(entry)
+    return [_make_set(members, rank) for _, members in sorted(by_ranks.items(), key=lambda item: item[0])]
+
+
+def _make_set(entries: list[Entry], rank: int) -> MatrixSet:
+    places: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+    weights: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    numbers: dict[tuple[Any, ...], int] = {}
+    blocks: list[Block] = []
+    is_split = cuts_rows = False
+    for entry in entries:
+        tiles = entry.layout.tiles(entry.view.shape)
+        me = entry.layout.index_of[rank]
+        # Exactly one rank counts a part: dividing by the number of its holders is not exact for three of them.
+        weight = float(tiles.index(tiles[me]) == me)
+        base: list[tuple[int, int]] = []  # per block: its class, and the first of its matrices there
+        for block, (count, rows, cols) in enumerate(entry.view.block_shapes):
+            key = (entry.rule, entry.options, rows, cols)
+            number = numbers.setdefault(key, len(numbers))
+            first = len(weights[key])
+            base.append((number, first))
+            places[key].append(Place(entry.position, block, first, count, entry.group))
+            weights[key] += [weight] * count
+        is_split |= any(tile.shape != entry.view.shape for tile in tiles)
+        if entry.is_observed:
+            cuts_rows |= any(not has_whole_rows(entry.view, tile) for tile in tiles if tile.numel > 0)
+            blocks += blocks_of(entry.position, entry.view, tiles[me], base)
+    device, dtype = entries[0].device, entries[0].dtype
+    classes = tuple(
+        MatrixClass(rule, options, rows, cols, tuple(places[key]), tuple(weights[key]), device, dtype)
+        for key in numbers
+        for rule, options, rows, cols in [key]
+    )
+    return MatrixSet(entries[0].layout.ranks, classes, tuple(blocks), is_split, cuts_rows)
+
+
+def own_tile(entry: Entry, rank: int) -> Tile:
+    """Return the box of the parameter that a rank holds."""
+    return entry.layout.tiles(entry.view.shape)[entry.layout.index_of[rank]]

@@ -1,0 +1,108 @@
+"""Options of the whole optimizer, and the keys of parameter groups that are no options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from muon_fsdp.declarations.option import Option, flag, integer
+from muon_fsdp.plan.outline import STRATEGIES, Strategy
+
+NonFinite = Literal["propagate", "skip", "raise"]
+
+# Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
+SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
+SCHEDULED_MOMENTA = ("base_momentum", "max_momentum")
+MICRO_STEP = "micro_step"  # calls of step() since the last that updated
+STARTED = "started"  # whether step() has been called
+PROGRESS = (MICRO_STEP, STARTED)  # saved with the group
+FOREIGN_KEYS = ("params", "param_names", "name", *PROGRESS, *SCHEDULED_MOMENTA, *SCHEDULED_LRS)
+
+
+def _floating_point(value: object) -> None:
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError("must be None or a floating-point torch.dtype")
+
+
+ENGINE_OPTIONS = (
+    Option(
+        "nonfinite",
+        "propagate",
+        'what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise". The last '
+        "two look at the gradients before anything is changed, which waits for the device",
+        choices=get_args(NonFinite),
+    ),
+    Option(
+        "strategy",
+        "auto",
+        'for sharded matrices: "owner" computes each once in the whole job, "replicate" on every rank, "auto" lets the '
+        "planner choose",
+        choices=STRATEGIES,
+    ),
+    Option(
+        "comm_dtype",
+        None,
+        "precision of updates before they are orthogonalized, in memory and between ranks; None is bfloat16 on GPUs "
+        "and float32 on CPUs",
+        check=_floating_point,
+    ),
+    Option(
+        "max_stage_bytes",
+        256 * 2**20,
+        "bytes of updates that are worked on at a time; temporary memory is a few times this",
+        check=integer,
+    ),
+    Option(
+        "cuda_graph",
+        False,
+        "capture the step once and replay it, which takes the host a fraction of a millisecond. Gradients may move and "
+        "options may change between steps; temporary memory stays reserved",
+        check=flag,
+    ),
+    Option(
+        "strict",
+        False,
+        "refuse routing that is a guess or in doubt, as the report warns, and a model without any matrix",
+        check=flag,
+    ),
+)
+
+
+# Arguments of the constructors that hold for the whole optimizer.
+ARGUMENTS = (
+    "other_rule",
+    "overrides",
+    "replicate_group",
+    "agreement_group",
+    *(option.name for option in ENGINE_OPTIONS),
+)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What concerns the whole optimizer and the machines it runs on; not part of a checkpoint."""
+
+    nonfinite: NonFinite
+    max_stage_bytes: int
+    strict: bool
+    strategy: Strategy
+    comm_dtype: torch.dtype | None
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        for option in ENGINE_OPTIONS:
+            option.validate(getattr(self, option.name))
+
+    def staging_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
+        """Return the precision of what is staged and travels: bfloat16 on GPUs, float32 on CPUs, float64 for float64.
+
+        Never float16 by itself: the norm of a matrix is not known before it is assembled, and gradients underflow.
+        A model on the meta device is planned for GPUs.
+        """
+        if self.comm_dtype is not None:
+            return self.comm_dtype
+        if working == torch.float64:
+            return torch.float64
+        return torch.float32 if device_type == "cpu" else torch.bfloat16

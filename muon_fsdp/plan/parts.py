@@ -1,0 +1,167 @@
+"""A shard as parts of logical matrices: whatever the layout, boxes of rows and columns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.declarations.views import ATTN_MATRICES, MatrixView
+from muon_fsdp.plan.layout import Tile
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """Part of a shard as rows of the stack of matrices that a parameter is, cut to some columns."""
+
+    rows: Tensor  # (R,) numbers of rows in the stack
+    first_col: int
+    width: int
+    of: Callable[[Tensor], Tensor]  # of a shard, (R, width)
+
+
+def local_parts(view: MatrixView, tile: Tile) -> list[LocalPart]:
+    """A tile of a parameter as rows of its stack of matrices."""
+    if tile.numel == 0:
+        return []
+    ranges = [torch.arange(start, start + size) for start, size in zip(tile.offset, tile.shape, strict=True)]
+    if view.kind == "attn":
+        width = view.shape[1] // ATTN_MATRICES
+        parts = []
+        for number in range(ATTN_MATRICES):  # a row of the parameter is four rows of the stack
+            start, stop = max(tile.offset[1], number * width), min(ranges[1][-1].item() + 1, (number + 1) * width)
+            if start < stop:
+                columns = slice(int(start - tile.offset[1]), int(stop - tile.offset[1]))
+                rows = ATTN_MATRICES * ranges[0] + number
+                parts.append(_part(rows, int(start - number * width), columns))
+        return parts
+    if view.kind == "flatten":
+        inner = view.shape[1:]
+        if tile.shape[2:] == inner[1:]:
+            each = prod(inner[1:])
+            first, width = tile.offset[1] * each, tile.shape[1] * each
+            return [LocalPart(ranges[0], first, width, lambda shard: shard.reshape(len(shard), -1))]
+        parts = []
+        for index in product(*map(range, tile.shape[1:-1])):
+            at = [offset + i for offset, i in zip(tile.offset[1:], (*index, 0), strict=True)]
+            first = sum(i * prod(inner[axis + 1 :]) for axis, i in enumerate(at))
+            parts.append(_row_part(ranges[0], first, tile.shape[-1], index))
+        return parts
+    if view.transposed:
+        return [LocalPart(ranges[1], tile.offset[0], tile.shape[0], lambda shard: shard.mT)]
+    rows = ranges[-2]
+    for axis in range(len(ranges) - 3, -1, -1):
+        rows = (ranges[axis][:, None] * prod(view.shape[axis + 1 : -1]) + rows).flatten()
+    return [LocalPart(rows, tile.offset[-1], tile.shape[-1], lambda shard: shard.reshape(-1, shard.shape[-1]))]
+
+
+def _part(rows: Tensor, first_col: int, columns: slice) -> LocalPart:
+    return LocalPart(rows, first_col, columns.stop - columns.start, lambda shard: shard[:, columns])
+
+
+def _row_part(rows: Tensor, first_col: int, width: int, index: tuple[int, ...]) -> LocalPart:
+    return LocalPart(rows, first_col, width, lambda shard: shard.movedim(0, -1)[index].movedim(-1, 0))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equally large parts of consecutive matrices of one class, held by this rank in one parameter."""
+
+    position: int
+    kind: int  # index of the class
+    matrices: slice  # of the class
+    rows: slice  # of every matrix
+    cols: slice
+    part: LocalPart
+    part_rows: slice
+
+    def of_class(self, kind: int) -> Block:
+        """Return the same part, numbered as one of another class."""
+        return replace(self, kind=kind)
+
+    def of(self, shard: Tensor) -> Tensor:  # (count, rows, cols)
+        rows = self.part.of(shard)[self.part_rows]
+        return rows.reshape(self.matrices.stop - self.matrices.start, -1, self.part.width)
+
+
+def has_whole_rows(view: MatrixView, tile: Tile) -> bool:
+    if view.kind == "flatten":
+        return tile.shape[1:] == view.shape[1:]
+    axis = -2 if view.transposed else -1
+    return tile.shape[axis] == view.shape[axis]
+
+
+def blocks_of(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[int, int]]) -> list[Block]:
+    matrix_of, row_of = view.row_numbers()
+    counts = [count for count, _, _ in view.block_shapes]
+    place = [  # of every matrix of the parameter: its class and number there
+        (kind, first + index) for (kind, first), count in zip(base, counts, strict=True) for index in range(count)
+    ]
+    blocks: list[Block] = []
+    for part in local_parts(view, tile):
+        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
+        at = 0
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            kind, matrix = place[number]
+            rows = row_of[part.rows[at : at + length]]
+            step = int(rows[1] - rows[0]) if length > 1 else 1
+            block = Block(
+                position,
+                kind,
+                slice(matrix, matrix + 1),
+                slice(int(rows[0]), int(rows[-1]) + 1, step),
+                slice(part.first_col, part.first_col + part.width),
+                part,
+                slice(at, at + length),
+            )
+            blocks.append(block)
+            at += length
+    return _merged(blocks)
+
+
+def _merged(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of consecutive matrices that are cut alike become one."""
+    merged: list[Block] = []
+    for block in blocks:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.part is block.part
+            and (last.kind, last.rows, last.cols) == (block.kind, block.rows, block.cols)
+            and last.matrices.stop == block.matrices.start
+        ):
+            merged[-1] = Block(
+                last.position,
+                last.kind,
+                slice(last.matrices.start, block.matrices.stop),
+                last.rows,
+                last.cols,
+                last.part,
+                slice(last.part_rows.start, block.part_rows.stop),
+            )
+        else:
+            merged.append(block)
+    return merged
+
+
+def segments_of(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None:
+    """(start, length, matrix) of every run of a contiguous shard that is part of one matrix; None if there are gaps."""
+    matrices = sum(count for count, _, _ in view.block_shapes)
+    if matrices == 1:
+        return [(0, tile.numel, 0)] if tile.numel > 0 else []
+    parts = local_parts(view, tile)
+    if view.transposed or len(parts) > 1:
+        return None
+    matrix_of, _ = view.row_numbers()
+    segments = []
+    start = 0
+    for part in parts:
+        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
+        for number, rows in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            segments.append((start, rows * part.width, number))
+            start += rows * part.width
+    return segments

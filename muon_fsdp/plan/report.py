@@ -1,0 +1,342 @@
+"""A plan in figures: strategy, owners, bytes and balance per shape, for real or imagined ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
+from muon_fsdp.plan.stages import matrices_at_once, scratch_numel
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Parameters of one shape and layout.
+
+    Args:
+        shape: of each parameter, whole.
+        num_parameters: how many there are.
+        num_matrices: logical matrices in all of them.
+        strategy: "owner", "replicate", or "local" where nothing has to travel.
+        num_owners: ranks that compute some of them.
+        gather_bytes: sent to who computes, in the whole job, in a step.
+        scatter_bytes: sent back.
+        flops: of the orthogonalizations, in the whole job, every matrix once.
+    """
+
+    shape: tuple[int, ...]
+    num_parameters: int
+    num_matrices: int
+    strategy: str
+    num_owners: int
+    gather_bytes: int
+    scatter_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What a stage takes: bytes, each figure that of the rank where it is largest, and FLOPs."""
+
+    flops_by_rank: Mapping[int | None, float]  # of who computes; None: each rank
+    numel: int  # of all its matrices
+    shards: int  # of updates that a rank holds
+    units: int  # of updates that a rank orthogonalizes
+    scratch: int  # beside one batch of them
+    receivers: int  # of a shard: who computes it, or every other rank of the replica
+    copies: int  # of a result that are sent by who computed it
+    forwarded: int  # to other replicas, by a rank that did not compute it
+    travels: bool
+
+    @property
+    def gathering(self) -> int:
+        """Shards, and what is sent and received."""
+        return (1 + self.receivers) * self.shards + self.units if self.travels else 0
+
+    @property
+    def computing(self) -> int:
+        """Matrices, results and scratch; then results as they were computed, as they travel, and the buffers for it."""
+        if not self.travels:
+            return self.shards + self.units + self.scratch
+        return max(2 * self.units + self.scratch, (2 + self.copies) * self.units + self.shards)
+
+    @property
+    def scattering(self) -> int:
+        """Results, what is sent and received, and the updates of the shards."""
+        return (1 + self.copies) * self.units + 2 * self.shards if self.travels else 0
+
+    @property
+    def forwarding(self) -> int:
+        """The updates of the shards, what is sent and what is received."""
+        return 2 * self.shards + self.forwarded if self.forwarded else 0
+
+
+@dataclass
+class Traffic:
+    """Bytes of a step by rank. In a gather whoever computes receives, and in a scatter sends; others pass it on."""
+
+    gathered: dict[int, int] = field(default_factory=dict)
+    scattered: dict[int, int] = field(default_factory=dict)
+    # The other side: what the rank with the largest shards sends in the gather and receives in the scatter, if owners
+    # are spread evenly.
+    shards_sent: int = 0
+    shards_received: int = 0
+
+    @property
+    def busiest_gather(self) -> int:
+        return max(self.shards_sent, *self.gathered.values(), 0)
+
+    @property
+    def busiest_scatter(self) -> int:
+        return max(self.shards_received, *self.scattered.values(), 0)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `optimizer.plan_report()` gives; its text is a table.
+
+    Args:
+        num_ranks: ranks that hold some matrix.
+        num_stages: stages that a step is cut into.
+        rows: one per shape and layout.
+        flops_by_rank: work of every rank in a step.
+        balance: the busiest rank over the lower bound of what any assignment could reach; 1 is best.
+        traffic: bytes that travel in a step, by rank.
+        stages: memory and work of every stage.
+    """
+
+    num_ranks: int
+    num_stages: int
+    rows: tuple[PlanRow, ...]
+    flops_by_rank: dict[int, float]
+    balance: float
+    traffic: Traffic
+    stages: tuple[StageReport, ...]
+
+    @property
+    def num_matrices(self) -> int:
+        """Logical matrices in the whole model."""
+        return sum(row.num_matrices for row in self.rows)
+
+    @property
+    def gather_bytes(self) -> int:
+        """Sent to who computes, in the whole job, in a step."""
+        return sum(row.gather_bytes for row in self.rows)
+
+    @property
+    def scatter_bytes(self) -> int:
+        """Sent back."""
+        return sum(row.scatter_bytes for row in self.rows)
+
+    @property
+    def max_flops(self) -> float:
+        """Work of the busiest rank."""
+        return max(self.flops_by_rank.values(), default=0.0)
+
+    @property
+    def mean_flops(self) -> float:
+        """Work of a rank, on average."""
+        return sum(self.flops_by_rank.values()) / max(1, self.num_ranks)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """At most so much is in use on a rank besides weights, gradients and state.
+
+        While a stage computes, the next is being gathered, the one before it scattered, and the one before that
+        forwarded.
+        """
+        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, 0, False),)
+        stages = (*nothing, *self.stages, *nothing)
+        return max(
+            first.forwarding + before.scattering + now.computing + after.gathering
+            for first, before, now, after in zip(stages, stages[1:], stages[2:], stages[3:], strict=False)
+        )
+
+    def __str__(self) -> str:
+        header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
+        table = [
+            (
+                "x".join(map(str, row.shape)),
+                str(row.num_parameters),
+                str(row.num_matrices),
+                row.strategy,
+                str(row.num_owners),
+                _bytes(row.gather_bytes),
+                _bytes(row.scatter_bytes),
+                f"{row.flops / 1e9:.4g}",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in (header, *table)]
+        lines.append(
+            f"{self.num_ranks} rank(s), {self.num_stages} stage(s); FLOPs of a rank: busiest {self.max_flops:.3g}, "
+            f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
+        )
+        return "\n".join(lines)
+
+
+def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
+    """The layout that `fully_shard` would give every parameter on a mesh (shards,) or (replicas, shards)."""
+    shape = tuple(mesh) if mesh is not None else (world_size or 1,)
+    if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
+        raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
+    ranks = tuple(range(math.prod(shape)))
+    placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
+    return [Layout(ranks, shape, placements)] * len(parameters)
+
+
+def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanReport:
+    """Plan the parameters that are orthogonalized, and add up."""
+    matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
+    outlines = make_outline(matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy)
+    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
+    layouts = {id(spec.layout): spec.layout for spec in matrices}
+    loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
+    costs = []
+    for outline in outlines:
+        units = defaultdict(list)
+        for unit in outline.units:
+            units[unit.position].append(unit)
+            costs.append(unit.flops)
+            for rank in outline.ranks if unit.owner is None else (unit.owner,):
+                loads[rank] += unit.flops
+        for spec in outline.specs:
+            by_shape[(spec.shape, id(spec.layout), spec.placement)].append((spec, units[spec.position]))
+    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
+    rows = tuple(_row(members, traffic) for members in by_shape.values())
+    bound = balance_bound(costs, len(loads))
+    return PlanReport(
+        num_ranks=len(loads),
+        num_stages=len(outlines),
+        rows=rows,
+        flops_by_rank=loads,
+        balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
+        traffic=traffic,
+        stages=tuple(_stage_report(outline, engine.max_stage_bytes) for outline in outlines),
+    )
+
+
+def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
+    specs = {spec.position: spec for spec in outline.specs}
+    units: dict[int | None, int] = defaultdict(int)
+    flops: dict[int | None, float] = defaultdict(float)
+    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by who computes them, and by shape
+    copies = 1
+    for unit in outline.units:
+        spec = specs[unit.position]
+        units[unit.owner] += unit.tile.numel * spec.bytes_per_element
+        flops[unit.owner] += unit.flops
+        if unit.owner is not None and not is_relayed(unit, spec):
+            copies = max(copies, spec.layout.num_replicas)
+        for count, rows, cols in unit.view.block_shapes:
+            matrices[(unit.owner, rows, cols)] += count
+    size, layout = outline.specs[0].bytes_per_element, outline.specs[0].layout
+    forwarded = _forwarded((unit, specs[unit.position]) for unit in outline.units)
+    return StageReport(
+        flops_by_rank=flops,
+        numel=sum(math.prod(spec.shape) for spec in outline.specs),
+        shards=sum(spec.layout.largest_tile(spec.shape) * spec.bytes_per_element for spec in outline.specs),
+        units=max(units.values()),
+        scratch=max(
+            min(count, matrices_at_once(rows, cols, size, max_stage_bytes)) * scratch_numel(rows, cols) * size
+            for (_, rows, cols), count in matrices.items()
+        ),
+        receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
+        copies=copies,
+        forwarded=max(forwarded.values(), default=0) * size,
+        travels=len(outline.ranks) > 1,
+    )
+
+
+def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
+    """No assignment of these costs to ranks can leave the busiest with less."""
+    ordered = sorted(costs, reverse=True)
+    bound = max(sum(ordered) / max(1, num_ranks), ordered[0] if ordered else 0.0)
+    for per_rank in (2, 3):  # some rank gets two of the first r + 1, and some three of the first 2r + 1
+        last = (per_rank - 1) * num_ranks + 1
+        if len(ordered) >= last:
+            bound = max(bound, sum(ordered[last - per_rank : last]))
+    return bound
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) -> PlanRow:
+    """Add up parameters of one shape and layout, and their bytes to `traffic`."""
+    spec = members[0][0]
+    layout = spec.layout
+    units = [unit for _, many in members for unit in many]
+    gathered, scattered = 0, 0
+    for unit in units:
+        gathers, scatter = _traffic(unit, layout, spec.shape)
+        gathered += sum(gathers)
+        scattered += scatter
+        for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
+            traffic.gathered[rank] += gather * spec.wire_bytes
+        if is_relayed(unit, spec):
+            scatter -= (layout.num_replicas - 1) * unit.tile.numel
+        if unit.owner is not None:
+            traffic.scattered[unit.owner] += scatter * spec.wire_bytes
+    for rank, forwarded in _forwarded((unit, spec) for unit in units).items():
+        traffic.scattered[rank] += forwarded * spec.wire_bytes
+    owners = {unit.owner for unit in units}
+    replicated = None in owners and len(layout.ranks) > 1
+    shards = len(members) * layout.largest_tile(spec.shape) * spec.wire_bytes
+    num_ranks, others = len(layout.ranks), len(layout.ranks) // layout.num_replicas - 1
+    if gathered and replicated:
+        traffic.shards_sent += shards * others
+    elif gathered:  # to the owners in its own replica, of which it is one itself
+        traffic.shards_sent += shards * others // num_ranks
+    if scattered:
+        traffic.shards_received += shards * (num_ranks - 1) // num_ranks
+    return PlanRow(
+        spec.shape,
+        len(members),
+        sum(unit.num_matrices for unit in units),
+        "local" if gathered + scattered == 0 and not replicated else "replicate" if replicated else "owner",
+        len(spec.layout.ranks) if replicated else len(owners),
+        gathered * spec.wire_bytes,
+        scattered * spec.wire_bytes,
+        sum(unit.flops for unit in units),
+    )
+
+
+def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
+    """Elements that ranks pass on to other replicas."""
+    # Thousands of units are the same box of a shape, computed in the same replica: they are counted first.
+    layouts: dict[int, Layout] = {}
+    counts: dict[tuple[int, tuple[int, ...], Tile, int], int] = defaultdict(int)
+    for unit, spec in units:
+        if unit.owner is not None and is_relayed(unit, spec):
+            layout = layouts.setdefault(id(spec.layout), spec.layout)
+            counts[(id(layout), spec.shape, unit.tile, layout.replica_of[layout.index_of[unit.owner]])] += 1
+    forwarded: dict[int, int] = defaultdict(int)
+    for (key, shape, tile, replica), count in counts.items():
+        layout = layouts[key]
+        for shard, numel in layout.shards_of(shape, tile):
+            forwarded[layout.ranks[layout.ranks_of_shard[shard][replica]]] += count * (layout.num_replicas - 1) * numel
+    return forwarded
+
+
+def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:
+    """Elements that travel to each rank that computes the unit, and back."""
+    size = unit.tile.numel
+    tiles = layout.tiles(shape)
+    if unit.owner is None:
+        return [size - tile.intersect(unit.tile).numel for tile in tiles], 0
+    held = tiles[layout.index_of[unit.owner]]
+    own = held.numel if unit.tile.shape == shape else held.intersect(unit.tile).numel
+    return [size - own], layout.num_replicas * size - own

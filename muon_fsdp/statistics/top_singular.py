@@ -1,0 +1,241 @@
+"""The top singular triples of weights, found on shards.
+
+W is never assembled. Every rank multiplies the vectors of all matrices with the parts of W that it holds, and the
+products are added up, for all matrices that lie on the same ranks at once. Vectors are whole on every rank and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.comm.process_groups import group_like, make_group, my_rank
+from muon_fsdp.comm.transfers import add_up, layout_of, local
+from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.state import num_vectors, working_dtype
+from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.kernels import on_device
+from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.linalg.power_iteration import COLD_STEPS
+from muon_fsdp.linalg.subspaces import Refined, best_in_krylov_space, normalized_or, num_products, refine, start_vectors
+from muon_fsdp.plan.matrix_sets import Entry, MatrixSet, make_sets
+from muon_fsdp.statistics.shard_products import ShardProducts, have_kernels
+
+if TYPE_CHECKING:
+    from muon_fsdp.kernels.triton_subspace import Space
+
+COLD_ROUNDS = 4  # in which a subspace is found around a first vector
+_PRODUCTS_BY_KERNELS = 2  # of W with a subspace, in the kernels that refine one
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """The top singular triples of the matrices of a class, and the subspaces that the next survey starts from."""
+
+    subspace: Tensor  # (count, num_vectors, cols)
+    right: Tensor  # (count, cols)
+    left: Tensor  # (count, rows)
+    norm: Tensor  # (count,)
+
+
+class Survey:
+    """Finds the top singular triples of all matrices of a set at once.
+
+    `steps` is what a survey should be worth, in steps of power iteration.
+    """
+
+    def __init__(self, matrices: MatrixSet, steps: int) -> None:
+        self.classes, self._blocks = matrices.classes, matrices.blocks
+        self._ranks, self._is_split, self._cuts_rows = matrices.ranks, matrices.is_split, matrices.cuts_rows
+        self.steps = num_products(steps)
+        self._device, self._dtype = self.classes[0].device, self.classes[0].dtype
+        self._recorder = Recorder()
+        self._known_products: ShardProducts | None = None
+
+    def run(
+        self, subspaces: Sequence[Tensor], shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool
+    ) -> list[Surveyed]:
+        """Survey all matrices, from the subspaces of the last time; `cold` if some may not have one yet."""
+        self._recorder = recorder
+        with on_device(self._device):
+            return self._run(subspaces, self._products(shards), cold)
+
+    def _run(self, subspaces: Sequence[Tensor], products: ShardProducts, cold: bool) -> list[Surveyed]:
+        if cold:
+            starts = self._starts(products)
+            subspaces = [normalized_or(known, start) for known, start in zip(subspaces, starts, strict=True)]
+        elif self._by_kernels:
+            subspaces = self._filled(subspaces)
+        else:
+            subspaces = [normalized_or(known, start_vectors(known)) for known in subspaces]
+        refined = self._refine(products, subspaces)
+        rights, lefts = [found.right for found in refined], [found.left for found in refined]
+        if self._shares_rows:
+            lefts = self._add_up(lefts)
+        rights, lefts, norms = self._unit(rights, lefts)
+        return [
+            Surveyed(found.subspace, right, left, norm)
+            for found, right, left, norm in zip(refined, rights, lefts, norms, strict=True)
+        ]
+
+    def _starts(self, products: ShardProducts) -> list[Tensor]:
+        """Subspaces to start from, for matrices that nothing is known of."""
+
+        def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
+            lefts = self._left(products, [vector[:, None] for vector in vectors])
+            return [product[:, 0] for product in self._right(products, lefts)]
+
+        starts = self._cold_starts
+        steps = min(COLD_STEPS, 1 + max(min(kind.rows, kind.cols) for kind in self.classes))
+        tops = best_in_krylov_space(gram, [start[:, 0] for start in starts], steps)
+        starts = [torch.cat([top[:, None], start[:, 1:]], dim=1) for top, start in zip(tops, starts, strict=True)]
+        for _ in range(COLD_ROUNDS):
+            starts = [found.subspace for found in self._refine(products, starts)]
+        return starts
+
+    def _refine(self, products: ShardProducts, subspaces: Sequence[Tensor]) -> list[Refined]:
+        if not self._by_kernels:
+
+            def left(vectors: Sequence[Tensor]) -> list[Tensor]:
+                return self._left(products, vectors)
+
+            def right(lefts: Sequence[Tensor]) -> list[Tensor]:
+                return self._right(products, lefts)
+
+            return refine(left, right, self._inner, subspaces, self.steps)
+        from muon_fsdp.kernels import triton_subspace
+
+        cols, rows = self._spaces
+        each = [vectors for _, vectors, _ in cols.shapes]
+
+        def flat_left(vectors: Tensor) -> Tensor:
+            return self._added(rows.split, products.multiply_flat(vectors, each, transposed=False), self._cuts_rows)
+
+        def flat_right(lefts: Tensor) -> Tensor:
+            return self._added(cols.split, products.multiply_flat(lefts, each, transposed=True), self._is_split)
+
+        def inner(sums: Tensor) -> Tensor:
+            counts = [kind.count for kind in self.classes]
+            added = self._added(lambda all_sums: list(torch.split(all_sums, counts)), sums, self._shares_rows)
+            return added.view(sums.shape)
+
+        found = triton_subspace.refine(flat_left, flat_right, inner, cols, rows, _packed(subspaces))
+        rights, lefts = cols.split(found.right, single=True), rows.split(found.left, single=True)
+        return [Refined(*parts) for parts in zip(rights, lefts, cols.split(found.subspace), strict=True)]
+
+    def _unit(
+        self, rights: Sequence[Tensor], lefts: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Vectors v (count, cols) and W v (count, rows) of norm 1, and the norms of W v for such v."""
+        if not self._by_kernels:
+            norms = [torch.linalg.vector_norm(left, dim=-1) for left in lefts]
+            return list(rights), [normalized_or(left, torch.zeros_like(left)) for left in lefts], norms
+        from muon_fsdp.kernels import triton_subspace
+
+        cols, rows = self._spaces
+        right, left = _packed(rights), _packed(lefts)
+        norms = list(torch.split(triton_subspace.make_unit(cols, rows, right, left), [k.count for k in self.classes]))
+        return cols.split(right, single=True), rows.split(left, single=True), norms
+
+    def _filled(self, subspaces: Sequence[Tensor]) -> list[Tensor]:
+        """Give subspaces of zeros something to start from."""
+        from muon_fsdp.kernels import triton_subspace
+
+        cols, _ = self._spaces
+        flat = _packed(subspaces)
+        triton_subspace.fill(cols, flat, self._flat_starts)
+        return cols.split(flat)
+
+    @property
+    def _by_kernels(self) -> bool:
+        return self.steps == _PRODUCTS_BY_KERNELS and have_kernels(self._device, self._dtype)
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether a rank has whole numbers of W x, but not all of them."""
+        return self._is_split and not self._cuts_rows
+
+    @cached_property
+    def _spaces(self) -> tuple[Space, Space]:
+        """Where the vectors along the columns and along the rows of all matrices are in flat buffers."""
+        from muon_fsdp.kernels.triton_subspace import Space
+
+        each = [(kind.count, num_vectors(kind.rows, kind.cols), kind.rows, kind.cols) for kind in self.classes]
+        return (
+            Space.of([(count, vectors, cols) for count, vectors, _, cols in each], self._device),
+            Space.of([(count, vectors, rows) for count, vectors, rows, _ in each], self._device),
+        )
+
+    @cached_property
+    def _flat_starts(self) -> Tensor:
+        return _packed([start[:1] for start in self._cold_starts])
+
+    @property
+    def _cold_starts(self) -> list[Tensor]:
+        """Vectors (count, num_vectors, cols) to start from where nothing is known."""
+        shapes = [(kind.count, num_vectors(kind.rows, kind.cols), kind.cols) for kind in self.classes]
+        return [start_vectors(torch.empty(shape, dtype=self._dtype, device=self._device)) for shape in shapes]
+
+    @cached_property
+    def _weights(self) -> list[Tensor]:
+        """Per class (count,), whether this rank's part of a matrix counts in a sum over the ranks."""
+        return [torch.tensor(kind.weights, dtype=self._dtype, device=self._device) for kind in self.classes]
+
+    def _products(self, shards: Mapping[int, Tensor]) -> ShardProducts:
+        known = self._known_products
+        if known is None or known.key != ShardProducts.key_of(self._blocks, shards):
+            shapes = [(kind.count, kind.rows, kind.cols) for kind in self.classes]
+            known = self._known_products = ShardProducts(shapes, self._blocks, shards)
+        return known
+
+    def _left(self, products: ShardProducts, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """W x (G, b, m) for vectors (G, b, n): whole, or of the rows that this rank holds."""
+        result = products.left(vectors)
+        return self._add_up(result) if self._cuts_rows else result
+
+    def _right(self, products: ShardProducts, lefts: Sequence[Tensor]) -> list[Tensor]:
+        """W^T y (G, b, n), whole."""
+        result = products.right(lefts)
+        return self._add_up(result) if self._is_split else result
+
+    def _inner(self, lefts: Sequence[Tensor]) -> list[Tensor]:
+        products = [y @ y.mT for y in lefts]
+        return self._add_up(products) if self._shares_rows else products
+
+    def _added(self, split: Callable[[Tensor], list[Tensor]], flat: Tensor, adds: bool) -> Tensor:
+        return _packed(self._add_up(split(flat))) if adds else flat
+
+    def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Add up over the ranks, of which several may hold the same part."""
+        weighted = [
+            part * weight.view(-1, *[1] * (part.ndim - 1)).to(part.dtype)
+            for weight, part in zip(self._weights, parts, strict=True)
+        ]
+        return add_up(weighted, self._ranks, self._recorder)
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
+    """Return the spectral norm of a sharded matrix, or of every matrix of a sharded stack; a collective."""
+    shape = tuple(parameter.shape)
+    view = matrix_view(shape, name="given", kind="matrix" if len(shape) == 2 else "stacked")
+    shard = local(parameter.detach())
+    dtype = working_dtype(shard.dtype)
+    entry = Entry(0, view, layout_of(parameter, None), 0, "", PlannedOptions(), shard.device, dtype, True)
+    if len(entry.layout.ranks) > 1:
+        make_group(tuple(sorted(entry.layout.ranks)), shard.device, group_like(parameter, None))
+    (matrices,) = make_sets([entry], my_rank())
+    (only,) = matrices.classes
+    subspace = torch.zeros(only.count, num_vectors(only.rows, only.cols), only.cols, dtype=dtype, device=shard.device)
+    with torch.no_grad():
+        (found,) = Survey(matrices, 1).run([subspace], {0: shard}, Recorder(), cold=True)
+    return found.norm.view(shape[:-2])

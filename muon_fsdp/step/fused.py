@@ -1,0 +1,305 @@
+"""Which parameters of a plan are updated by fused launches, and what their tables hold in a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from muon_fsdp.comm.transfers import local
+from muon_fsdp.kernels import unusable
+from muon_fsdp.kernels.tables import (
+    FUSED_DTYPES,
+    ListSpec,
+    ListValues,
+    Tables,
+    TensorList,
+    make_chunks,
+    num_chunks,
+)
+from muon_fsdp.plan.stages import Plan, Stage
+from muon_fsdp.rules import RULES
+from muon_fsdp.step.matrix_state import MatrixStates
+
+Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
+
+
+@dataclass(frozen=True)
+class FusedList:
+    """Parameters of one group that are updated by the same launches."""
+
+    group: int
+    positions: tuple[int, ...]  # in the order of the table
+    tensors: TensorList
+    # Chunks of one factor each, and whether they are aligned; None where the rule does not multiply weights.
+    factor_chunks: tuple[Tensor, bool] | None = None
+
+    def with_factor_chunks(self) -> TensorList:
+        """Return the list cut so that every chunk has one factor."""
+        assert self.factor_chunks is not None
+        chunks, aligned = self.factor_chunks
+        # What is aligned as a whole may be cut otherwise.
+        return replace(self.tensors, chunks=chunks, aligned=self.tensors.aligned and aligned)
+
+
+@dataclass(frozen=True)
+class FusedStage:
+    """The fused lists of one stage; none where nothing can be fused."""
+
+    lists: tuple[FusedList, ...] = ()
+    positions: frozenset[int] = frozenset()
+    example: Tensor | None = None  # an empty tensor of the precision and device of its parameters
+    # Where the partial norms of every matrix begin; None where the stage does not know whole matrices.
+    first_partials: Tensor | None = None
+    num_partials: int = 0
+
+    def new_partials(self) -> Tensor | None:
+        if self.first_partials is None:
+            return None
+        return torch.empty(self.num_partials, 2, dtype=torch.float32, device=self.first_partials.device)
+
+    def inverse_norms(self, partials: Tensor) -> Tensor:
+        from muon_fsdp.kernels import triton_norms
+
+        assert self.first_partials is not None
+        return triton_norms.inverse_norms_of_partials(partials, self.first_partials)
+
+
+@dataclass
+class FusedStep:
+    """Fused lists of all stages of a plan, for parameters of these precisions."""
+
+    signature: Signature
+    stages: list[FusedStage] = field(default_factory=list)
+    states: Sequence[Tensor] = ()  # of all parameters, when the lists were made
+    tables: Tables | None = None
+
+    @property
+    def device(self) -> torch.device:
+        assert self.tables is not None
+        return self.tables.device
+
+    @property
+    def lists(self) -> Iterator[FusedList]:
+        return (each for stage in self.stages for each in stage.lists)
+
+    def fits(
+        self, shards: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], gradients: Mapping[int, Tensor]
+    ) -> bool:
+        """Whether the lists are still right: a quick look at what can change from one step to the next."""
+        for shard, known in zip(shards, self.signature, strict=True):
+            if known is not None and not shard.is_contiguous():
+                return False
+        for position, grad in gradients.items():
+            known = self.signature[position]
+            if known is not None and grad.dtype is not known[1]:
+                return False
+        now = tuple(self._all_states(states))
+        return len(now) == len(self.states) and all(map(is_, now, self.states))
+
+    def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        self.states = tuple(self._all_states(states))
+
+    @staticmethod
+    def _all_states(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
+        return (value for state in states for value in state.values())
+
+    def fill_tables(
+        self,
+        shards: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        gradients: Mapping[int, Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        updated: Collection[int],
+        divisor: int,
+    ) -> None:
+        """Write where everything lies and what this step's numbers are; without a wait for the device."""
+        if self.tables is None:
+            return
+        values = []
+        for each in self.lists:
+            group = groups[each.group]
+            kernels = RULES[group["rule"]].fused
+            assert kernels is not None
+            scalars = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / divisor, **kernels.scalars(group)}
+            values.append(
+                ListValues(
+                    [gradients.get(position) for position in each.positions],
+                    [position in updated for position in each.positions],
+                    [shards[position] for position in each.positions],
+                    [[local(states[p][name]) for p in each.positions] for name in kernels.layout.states],
+                    group["lr"],
+                    scalars,
+                )
+            )
+        self.tables.fill(values)
+
+    @property
+    def variant(self) -> object:
+        """What launches depend on besides the tables."""
+        return tuple(each.tensors.aligned for each in self.lists)
+
+
+def signature_of(
+    shards: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    gradients: Mapping[int, Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    before: FusedStep | None,
+    excluded: Collection[int] = (),
+) -> Signature:
+    """The precisions of every parameter, given as its local part, and of its gradient; None where it can't be fused.
+
+    One launch works on one device: where a model lies on several, what is not on the first is updated one by one.
+    """
+    rules = [RULES[group["rule"]] for group in groups for _ in group["params"]]
+    device = next((shard.device for shard in shards if unusable(shard.device) is None), None)
+    result: list[tuple[torch.dtype, torch.dtype] | None] = []
+    for position, (shard, rule) in enumerate(zip(shards, rules, strict=True)):
+        grad = gradients.get(position)
+        if (
+            rule.fused is None
+            or position in excluded
+            or shard.device != device
+            or not_fusable(shard, [local(states[position][name]) for name in rule.fused.layout.states])
+        ):
+            result.append(None)
+        elif grad is None:  # as it was: whether there is a gradient changes no launch
+            known = before.signature[position] if before is not None else None
+            result.append(known or (shard.dtype, shard.dtype))
+        else:
+            result.append((shard.dtype, grad.dtype) if grad.dtype in FUSED_DTYPES else None)
+    return tuple(result)
+
+
+def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
+    """Why a local tensor, with these of its state, can't take part in a fused launch; None if it can."""
+    device = shard.device
+    reason = unusable(device)
+    if reason is not None:
+        return reason
+    if shard.dtype not in FUSED_DTYPES:
+        return f"there are no kernels for {shard.dtype}"
+    for tensor in (shard, *state):
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return "it or its state is no plain tensor"
+        if not tensor.is_contiguous():
+            return "it or its state is not contiguous"
+        if tensor is not shard and tensor.dtype is not torch.float32:
+            return "its state is not float32"
+        if tensor.device != device:
+            return "its state is on another device"
+    return None
+
+
+def make_fused_step(
+    plan: Plan,
+    shards: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    signature: Signature,
+    matrices: MatrixStates | None,
+) -> FusedStep:
+    """Sort the parameters that can be fused into lists, and make their tables."""
+    step = FusedStep(signature)
+    step.accept(states)
+    if not any(signature):
+        step.stages = [FusedStage() for _ in plan.stages]
+        return step
+    device = next(shards[i].device for i, known in enumerate(signature) if known is not None)
+    members: list[list[tuple[int, tuple[int, ...]]]] = []  # per stage, of every list: group and positions
+    partials: list[_Partials] = []
+    specs: list[ListSpec] = []
+    for stage in plan.stages:
+        by_kind: dict[tuple[int, Any], list[int]] = defaultdict(list)
+        for group, positions in stage.positions_by_group:
+            for position in positions:
+                if signature[position] is not None:
+                    by_kind[(group, signature[position])].append(position)
+        members.append([(group, tuple(positions)) for (group, _), positions in by_kind.items()])
+        partials.append(_Partials.of(stage, {position for _, positions in members[-1] for position in positions}))
+        specs += [
+            _list_spec(stage, positions, kind, shards, partials[-1], device) for (_, kind), positions in by_kind.items()
+        ]
+    step.tables = Tables(specs, device)
+    tensors = iter(step.tables.lists)
+    for of_stage, norms in zip(members, partials, strict=True):
+        lists = []
+        for group, positions in of_stage:
+            multiplies = matrices is not None and matrices.factors.multiply(positions[0])
+            chunks = matrices.factors.chunks(positions, device) if matrices is not None and multiplies else None
+            lists.append(FusedList(group, positions, next(tensors), chunks))
+        step.stages.append(_fused_stage(lists, shards, norms, device))
+    return step
+
+
+def _list_spec(
+    stage: Stage,
+    positions: Sequence[int],
+    precisions: tuple[torch.dtype, torch.dtype],
+    shards: Sequence[Tensor],
+    partials: _Partials,
+    device: torch.device,
+) -> ListSpec:
+    kernels = RULES[stage.rule].fused
+    assert kernels is not None
+    numels = [shards[position].numel() for position in positions]
+    chunks, aligned = make_chunks(
+        numels,
+        [partials.matrix_numel.get(i, numel) for i, numel in zip(positions, numels, strict=True)],
+        [partials.first.get(position, 0) for position in positions],
+        device,
+    )
+    slots = [stage.shard_slots[position].offset for position in positions]
+    slots_on_device = torch.tensor(slots, dtype=torch.int64, device=device)
+    return ListSpec(kernels.layout, len(positions), *precisions, chunks, aligned, slots_on_device)
+
+
+def _fused_stage(
+    lists: Sequence[FusedList], shards: Sequence[Tensor], partials: _Partials, device: torch.device
+) -> FusedStage:
+    positions = [position for each in lists for position in each.positions]
+    first_partials = None
+    if partials.first_of_matrix:
+        first_partials = torch.tensor(partials.first_of_matrix, dtype=torch.int32, device=device)
+    example = shards[positions[0]].new_empty(0) if positions else None
+    return FusedStage(tuple(lists), frozenset(positions), example, first_partials, partials.count)
+
+
+@dataclass(frozen=True)
+class _Partials:
+    """Partial norms of a stage whose matrices are whole on this rank and whose parameters are all fused."""
+
+    first: Mapping[int, int] = field(default_factory=dict)  # by position
+    matrix_numel: Mapping[int, int] = field(default_factory=dict)
+    first_of_matrix: tuple[int, ...] = ()  # in the order of the batches, and the end
+    count: int = 0
+
+    @classmethod
+    def of(cls, stage: Stage, fused: set[int]) -> _Partials:
+        positions = [position for _, members in stage.positions_by_group for position in members]
+        views = {unit.position: unit.view for unit in stage.units}
+        if (
+            stage.exchange is not None
+            or not stage.batches
+            or fused != set(positions)
+            or not all(view.in_memory_order for view in views.values())
+        ):
+            return cls()
+        first: dict[int, int] = {}
+        matrix_numel: dict[int, int] = {}
+        starts: list[int] = []
+        count = 0
+        in_batches = dict.fromkeys(m.unit for batch in stage.batches for m in batch.members)
+        for position in (stage.units[unit].position for unit in in_batches):
+            ((matrices, rows, cols),) = views[position].block_shapes
+            numel = rows * cols
+            first[position], matrix_numel[position] = count, numel
+            each = num_chunks(numel, numel)
+            starts += [count + each * index for index in range(matrices)]
+            count += each * matrices
+        return cls(first, matrix_numel, (*starts, count), count)

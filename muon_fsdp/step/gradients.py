@@ -1,0 +1,130 @@
+"""Gradients as a step finds them: how each lies, and this rank's part of it in the layout of its parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from muon_fsdp.comm.process_groups import my_rank
+from muon_fsdp.comm.transfers import layout_of, local
+from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.plan.layout import Layout
+from muon_fsdp.rules import Rule
+
+LIKE_PARAMETER = 1  # code of a gradient that lies as its parameter; larger ones hold its placements
+_FIRST_CODE = 2
+_BASE = 16  # digits of a code, one per axis of the mesh: Replicate, kinds of Partial, then Shard by dimension
+_REDUCTIONS = ("sum", "avg", "max", "min", "product")
+_FIRST_SHARD = 1 + len(_REDUCTIONS)
+
+
+class Gradients:
+    """The gradients that this rank has, by the position of their parameter.
+
+    Args:
+        parameters: all of them.
+        names: theirs.
+        rules: theirs.
+        other_rule: the name of an element-wise rule, for a message.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], names: Sequence[str], rules: Sequence[Rule], other_rule: str
+    ) -> None:
+        self._parameters, self._names = parameters, names
+        self._found: dict[int, Tensor] = {}
+        self.codes: dict[int, int] = {}
+        for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                if rule.needs_matrices:
+                    raise RuntimeError(
+                        f"Sparse gradients are not supported by Muon optimizer: parameter {names[position]!r} has one. "
+                        "Give it an element-wise rule: create_hybrid_optimizer(model) does so for embeddings; or give "
+                        f"it a group with rule={other_rule!r}."
+                    )
+                grad = grad.to_dense()
+            self._found[position] = grad
+            self.codes[position] = _code(names[position], parameter, grad)
+
+    def here(self) -> dict[int, Tensor]:
+        """Return what lies on this rank, partial sums included."""
+        return {position: local(grad) for position, grad in self._found.items()}
+
+    def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return the local parts in the layouts of parameters; a collective for gradients that lie otherwise.
+
+        Args:
+            codes: of the gradients of shared parameters, on whatever rank they are.
+        """
+        for position, code in codes.items():
+            if code > LIKE_PARAMETER and position not in self._found:
+                self._found[position] = _zeros(self._parameters[position], code)
+        return {i: local_gradient(self._parameters[i], self._found[i]) for i in sorted(self._found)}
+
+
+def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Return this rank's part of a gradient in the layout of its parameter; a collective if it lies otherwise."""
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        # Partial sums under tensor parallelism, say: in half precision their sum may overflow where none of them does.
+        precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
+        grad = precise.redistribute(placements=parameter.placements)
+    part = local(grad)
+    # A collective that is still under way is a tensor subclass without a data pointer; cloning it waits for it.
+    return part if type(part) in (Tensor, nn.Parameter) else part.clone()
+
+
+def _code(name: str, parameter: Tensor, grad: Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return LIKE_PARAMETER
+    if not isinstance(grad, DTensor):
+        if grad.shape != local(parameter).shape:
+            raise RuntimeError(
+                f"The gradient of parameter {name!r} is a plain tensor of shape {tuple(grad.shape)}, but the parameter "
+                "is a DTensor: use distribute_tensor(grad, parameter.device_mesh, parameter.placements)"
+            )
+        return LIKE_PARAMETER
+    if grad.placements == parameter.placements:
+        return LIKE_PARAMETER
+    digits = [_digit(name, placement) for placement in grad.placements]
+    return _FIRST_CODE + sum(digit * int(_BASE**axis) for axis, digit in enumerate(digits))
+
+
+def _digit(name: str, placement: Placement) -> int:
+    if isinstance(placement, Replicate):
+        return 0
+    if isinstance(placement, Partial) and placement.reduce_op in _REDUCTIONS:
+        return 1 + _REDUCTIONS.index(placement.reduce_op)
+    if type(placement) is Shard and _FIRST_SHARD + placement.dim < _BASE:  # not a strided one, which has a factor
+        return _FIRST_SHARD + int(placement.dim)
+    raise RuntimeError(f"The gradient of parameter {name!r} has placement {placement}, which can't be redistributed")
+
+
+def _placements(code: int, num_axes: int) -> tuple[Placement, ...]:
+    """Return the placements that a code stands for."""
+    digits = [(code - _FIRST_CODE) // _BASE**axis % _BASE for axis in range(num_axes)]
+    return tuple(map(_placement, digits))
+
+
+def _placement(digit: int) -> Placement:
+    if digit == 0:
+        return Replicate()
+    return Partial(_REDUCTIONS[digit - 1]) if digit < _FIRST_SHARD else Shard(digit - _FIRST_SHARD)
+
+
+def _zeros(parameter: Tensor, code: int) -> DTensor:
+    """Return a gradient of zeros that lies as those of the other ranks do."""
+    assert isinstance(parameter, DTensor)
+    placements = _placements(code, parameter.device_mesh.ndim)
+    layout = layout_of(parameter, None)
+    whole = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    tile = Layout(layout.ranks, layout.mesh_shape, whole).tiles(tuple(parameter.shape))[layout.index_of[my_rank()]]
+    part = torch.zeros(tile.shape, dtype=parameter.dtype, device=parameter.device)
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)

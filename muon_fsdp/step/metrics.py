@@ -1,0 +1,122 @@
+"""Numbers for a logger: how large updates are, and how orthogonal, by a sample of one matrix of every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.comm.transfers import local
+from muon_fsdp.declarations.state import State
+from muon_fsdp.plan.stages import Batch, Stage
+from muon_fsdp.rules import RULES, MatrixBatch, Rule
+
+STEPS_BETWEEN = 50
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One matrix: the root mean square of its update, and how far from orthogonal it is where the rule can tell."""
+
+    size: Tensor
+    residual: Tensor | None
+    lr: float | Tensor  # of its group, when it was taken
+
+
+class Samples:
+    """Samples of matrices that are whole on this rank only while a step runs.
+
+    They are taken in the first step, and in the first step after each time that somebody has asked. A captured step
+    does not take them, so where steps are captured there are `STEPS_BETWEEN` between two samples.
+    """
+
+    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], is_captured: bool) -> None:
+        self._sampled = {
+            (number, index)
+            for number, stage in enumerate(stages)
+            for index, batch in enumerate(stage.batches)
+            if not _is_whole(stage, batch, parameters)
+        }
+        self._found: dict[tuple[int, int], Sample] = {}
+        self._between = STEPS_BETWEEN if is_captured else 1
+        self._steps, self._asked = self._between, True
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next step takes samples."""
+        return bool(self._sampled) and self._asked and self._steps >= self._between
+
+    def ask(self) -> list[Sample]:
+        """Return what was found last, and ask for more."""
+        self._asked = True
+        return list(self._found.values())
+
+    def end_step(self) -> None:
+        """Count a step, which has taken samples if they were wanted."""
+        if self.wanted:
+            self._steps, self._asked = 0, False
+        self._steps += 1
+
+    def take(
+        self, number: int, stage: Stage, index: int, batch: MatrixBatch, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Sample the first matrix of a batch of which `direction` has just written the updates."""
+        if (number, index) in self._sampled:
+            position = stage.units[stage.batches[index].members[0].unit].position
+            lr = next(groups[group]["lr"] for group, positions in stage.positions_by_group if position in positions)
+            first = MatrixBatch(batch.matrices[:1], batch.update[:1], batch.options)
+            self._found[(number, index)] = measure(RULES[stage.rule], first, lr)
+
+
+def measure(rule: Rule, batch: MatrixBatch, lr: float | Tensor) -> Sample:
+    """Return the sample of a batch of one."""
+    size = batch.update.double().square().mean().sqrt()
+    return Sample(size, rule.residual(batch), lr.clone() if isinstance(lr, Tensor) else lr)
+
+
+def whole_samples(
+    stages: Sequence[Stage],
+    parameters: Sequence[Tensor],
+    states: Mapping[Tensor, State],
+    groups: Sequence[Mapping[str, Any]],
+) -> Iterator[Sample]:
+    """Yield samples of matrices that are whole on this rank, of updates by momentum as it is now.
+
+    Rules that need statistics of W are left out: these are found by all ranks together.
+    """
+    lrs = [group["lr"] for group in groups for _ in group["params"]]
+    for stage in stages:
+        rule = RULES[stage.rule]
+        for batch in stage.batches if not rule.statistics else ():
+            unit = stage.units[batch.members[0].unit]
+            state = states.get(parameters[unit.position])
+            if not state or "momentum_buffer" not in state or not _is_whole(stage, batch, parameters):
+                continue
+            member = batch.members[0]
+            momentum = unit.view.split(local(state["momentum_buffer"]))[member.block][member.start].unsqueeze(0)
+            numbers = {
+                spec.name: torch.zeros(
+                    1, *spec.shape_of_matrix(batch.rows, batch.cols), dtype=momentum.dtype, device=momentum.device
+                )
+                for spec in rule.matrix_state
+            }
+            of_one = MatrixBatch(momentum, torch.empty_like(momentum), batch.options, numbers)
+            rule.direction(of_one)
+            yield measure(rule, of_one, lrs[unit.position])
+
+
+def numbers_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics of samples by name; none where there are no samples."""
+    sizes = [float(sample.lr) * float(sample.size) for sample in samples]
+    residuals = [float(sample.residual.max()) for sample in samples if sample.residual is not None]
+    numbers = {"orthogonality_residual": max(residuals)} if residuals else {}
+    return numbers | ({"update_rms": sum(sizes) / len(sizes)} if sizes else {})
+
+
+def _is_whole(stage: Stage, batch: Batch, parameters: Sequence[Tensor]) -> bool:
+    """Return whether the parameter of a batch's first matrix is whole on this rank."""
+    unit = stage.units[batch.members[0].unit]
+    return local(parameters[unit.position]).shape == unit.tile.shape

@@ -1,0 +1,213 @@
+"""Factors that rules multiply weights and updates by: of matrices, rows or columns, as kernels and lists read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.state import PerMatrix
+from muon_fsdp.kernels.tables import cut_into_chunks
+from muon_fsdp.plan.layout import Tile
+from muon_fsdp.plan.matrix_sets import Entry, MatrixClass
+from muon_fsdp.plan.parts import local_parts, segments_of
+from muon_fsdp.rules import RULES, MatrixNumbers, Rule
+from muon_fsdp.statistics.observer import STATISTICS
+
+FactorKind: TypeAlias = Literal["matrix", "rows", "columns", "elements"]
+Factors: TypeAlias = tuple[Tensor, Tensor]  # of the weights and of the updates of a class
+
+
+class WeightFactors:
+    """Where the factors of every class belong in the parameters that have them, and the factors of this step."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        tiles: Mapping[int, Tile],  # by position
+        classes: Sequence[MatrixClass],
+        class_of: Mapping[tuple[int, int], tuple[int, int]],  # (position, block): class, first matrix there
+    ) -> None:
+        self._entries = {entry.position: entry for entry in entries if RULES[entry.rule].multiplies_weights}
+        self._tiles, self._classes, self._class_of = tiles, classes, class_of
+        self._first = _running_sums([kind.count for kind in classes])  # numbers among all matrices
+        self._kinds = [_factor_kinds(RULES[kind.rule], kind) for kind in classes]
+        self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
+        self._now: Sequence[Factors | None] = ()
+        self._flat: Tensor | None = None
+
+    def set(self, factors: Sequence[Factors | None]) -> None:
+        """Take the factors of this step, one pair per class."""
+        for of_class, kind, kinds in zip(factors, self._classes, self._kinds, strict=True):
+            for factor, of_what in zip(of_class or (), kinds, strict=False):
+                if factor.shape != _shapes(kind.count, kind.rows, kind.cols)[of_what]:
+                    raise _wrong_shape(kind, kind.count, factor)
+        self._now, self._flat = factors, None
+
+    def multiply(self, position: int) -> bool:
+        """Return whether the weights of a parameter are multiplied by factors."""
+        return position in self._entries
+
+    @property
+    def unfusable(self) -> dict[int, str]:
+        """Positions whose weights kernels can't multiply by factors, and why."""
+        reasons = {}
+        for position, entry in self._entries.items():
+            if any(self._kinds[index] != ("matrix", "matrix") for index, _ in self._blocks(position)):
+                reasons[position] = f"rule {entry.rule!r} multiplies its rows or columns by factors"
+            elif segments_of(entry.view, self._tiles[position]) is None:
+                reasons[position] = "its matrices are not runs of memory"
+        return reasons
+
+    def chunks(self, positions: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
+        """Cut parameters into chunks of which each has one factor: the number of its matrix among all."""
+        segments = []
+        for tensor, position in enumerate(positions):
+            view = self._entries[position].view
+            numbers = [
+                self._first[index] + first + i
+                for (index, first), (count, _, _) in zip(self._blocks(position), view.block_shapes, strict=True)
+                for i in range(count)
+            ]
+            for start, length, matrix in segments_of(view, self._tiles[position]) or ():
+                segments.append((tensor, start, length, numbers[matrix]))
+        return cut_into_chunks(segments, device)
+
+    def flat(self) -> Tensor:
+        """Return the factors (2, matrices) of weights and updates of all matrices, as kernels read them."""
+        if self._flat is None:
+            columns: list[list[Tensor]] = [[], []]
+            for kind, factors in zip(self._classes, self._now, strict=True):
+                given = factors if factors is not None and factors[0].ndim == factors[1].ndim == 1 else None
+                ones = torch.ones(kind.count, dtype=torch.float32, device=kind.device)
+                for column, values in zip(columns, given or (ones, ones), strict=True):
+                    column.append(values.float())
+            self._flat = torch.stack([torch.cat(column) for column in columns])
+        return self._flat
+
+    def of(self, position: int, shard: Tensor) -> Factors:
+        """Return the factors of a shard and of its update, broadcastable to it."""
+        blocks, shapes = self._blocks(position), self._entries[position].view.block_shapes
+        result = []
+        for which in range(2):
+            kind = _common({self._kinds[index][which] for index, _ in blocks})
+            parts = []
+            for (index, first), (count, rows, cols) in zip(blocks, shapes, strict=True):
+                factors = self._now[index]
+                assert factors is not None
+                parts.append(_expanded(factors[which][first : first + count], kind, rows, cols))
+            values = torch.cat(parts) if len(parts) > 1 else parts[0]
+            numbers = self._map(position, shard, kind)
+            result.append(values[0] if numbers is None else values[numbers])
+        return result[0], result[1]
+
+    def _blocks(self, position: int) -> list[tuple[int, int]]:
+        """Return, per block of a parameter's view, its class and the number of its first matrix there."""
+        return [self._class_of[(position, b)] for b in range(len(self._entries[position].view.block_shapes))]
+
+    def _map(self, position: int, shard: Tensor, kind: FactorKind) -> Tensor | None:
+        """Return the number of the factor of every element of a shard, broadcastable to it; None if there is one."""
+        if (position, kind) not in self._maps:
+            self._maps[(position, kind)] = self._make_map(position, shard, kind)
+        return self._maps[(position, kind)]
+
+    def _make_map(self, position: int, shard: Tensor, kind: FactorKind) -> Tensor | None:
+        view = self._entries[position].view
+        matrix_of, row_of = view.row_numbers()
+        shapes = [(rows, cols) for count, rows, cols in view.block_shapes for _ in range(count)]
+        if kind == "matrix" and len(shapes) == 1:
+            return None
+        first_row = torch.tensor(_running_sums([rows for rows, _ in shapes]))
+        first_col = torch.tensor(_running_sums([cols for _, cols in shapes]))
+        first_element = torch.tensor(_running_sums([rows * cols for rows, cols in shapes]))
+        index = torch.empty(tuple(shard.shape), dtype=torch.int64)
+        for part in local_parts(view, self._tiles[position]):
+            matrices = matrix_of[part.rows]
+            numbers = matrices[:, None].expand(-1, part.width)
+            if kind == "rows":
+                numbers = (first_row[matrices] + row_of[part.rows])[:, None].expand(-1, part.width)
+            elif kind in ("columns", "elements"):
+                columns = torch.arange(part.first_col, part.first_col + part.width)
+                numbers = first_col[matrices][:, None] + columns
+                if kind == "elements":
+                    num_cols = torch.tensor([cols for _, cols in shapes])[matrices]
+                    numbers = (first_element[matrices] + row_of[part.rows] * num_cols)[:, None] + columns
+            part.of(index).copy_(numbers)
+        for axis in range(index.ndim):  # a number that is the same along an axis is kept once
+            if index.shape[axis] > 1 and bool((index == index.narrow(axis, 0, 1)).all()):
+                index = index.narrow(axis, 0, 1)
+        return index.contiguous().to(shard.device)
+
+
+class FactorOptions(dict[str, Any]):
+    """The options that `factors` may read: planned ones, and numbers that may change at every step."""
+
+    def __init__(self, planned: PlannedOptions, per_step: Mapping[str, Tensor]) -> None:
+        super().__init__({**planned, **per_step})
+        self._rule = planned.rule
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"factors of rule {self._rule!r} can't read {name!r}: it is no option, or a per_step option that is not a "
+            "number; declare it without per_step=True"
+        )
+
+
+def as_factor(value: Tensor | float, kind: MatrixClass) -> Tensor:
+    """Return a factor in working precision; one number serves all matrices of the class."""
+    if not isinstance(value, Tensor):  # filled on the device: a copy from the host could not be captured
+        return torch.full((kind.count,), float(value), dtype=kind.dtype, device=kind.device)
+    return (value.to(kind.device).expand(kind.count) if value.ndim == 0 else value).to(kind.dtype)
+
+
+def _common(kinds: set[FactorKind]) -> FactorKind:
+    """Return the kind that can express the factors of all blocks of a parameter."""
+    kinds = kinds - {"matrix"} or kinds
+    return kinds.pop() if len(kinds) == 1 else "elements"
+
+
+def _expanded(factor: Tensor, kind: FactorKind, rows: int, cols: int) -> Tensor:
+    """Return the factors of some matrices as numbers of another kind, flat."""
+    whole = factor.view(-1, 1, 1) if factor.ndim == 1 else factor
+    shapes = {"matrix": (1, 1), "rows": (rows, 1), "columns": (1, cols), "elements": (rows, cols)}
+    return whole.expand(-1, *shapes[kind]).reshape(-1)
+
+
+def _running_sums(numbers: Sequence[int]) -> list[int]:
+    sums, total = [], 0
+    for each in numbers:
+        sums.append(total)
+        total += each
+    return sums
+
+
+def _factor_kinds(rule: Rule, kind: MatrixClass) -> tuple[FactorKind, FactorKind]:
+    """Find out, with one zero matrix, whether a rule's factors belong to matrices, rows or columns."""
+    if not rule.multiplies_weights:
+        return "matrix", "matrix"
+    specs = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
+    state = {spec.name: torch.zeros(1, *spec.shape_of_matrix(kind.rows, kind.cols)) for spec in specs}
+    statistics = {name: STATISTICS[name].example(kind.rows, kind.cols) for name in rule.statistics}
+    options = FactorOptions(kind.options, {name: torch.zeros(1, dtype=torch.float64) for name in rule.per_step_numbers})
+    kinds = {shape: of_what for of_what, shape in _shapes(1, kind.rows, kind.cols).items()}
+    found = []
+    for factor in rule.factors(MatrixNumbers(kind.rows, kind.cols, state, statistics, options)):
+        shape = factor.shape if isinstance(factor, Tensor) and factor.ndim else (1,)  # one number serves all matrices
+        if shape not in kinds:
+            raise _wrong_shape(kind, 1, factor)
+        found.append(kinds[shape])
+    return found[0], found[1]
+
+
+def _shapes(count: int, rows: int, cols: int) -> dict[FactorKind, tuple[int, ...]]:
+    return {"columns": (count, 1, cols), "rows": (count, rows, 1), "matrix": (count,)}
+
+
+def _wrong_shape(kind: MatrixClass, count: int, factor: Tensor | float) -> ValueError:
+    return ValueError(
+        f"rule {kind.rule!r}: factors must return tensors (B,), (B, d_out, 1) or (B, 1, d_in), the same kind at every "
+        f"step; for {count} matrices of {kind.rows} x {kind.cols} it returned {tuple(getattr(factor, 'shape', ()))}"
+    )
