@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.optimizers.elementwise import TritonMuon, benchmark_muon_optimizers
+from muon_fsdp.elementwise import TritonMuon, benchmark_muon_optimizers
 from muon_fsdp.plan.options import FOREIGN_KEYS
 from muon_fsdp.plan.report import PlanReport
 from muon_fsdp.rules import RULES, AdamW, Muon, NorMuon, Rule, SpectralSphere
