@@ -32,6 +32,7 @@ import muon_optimizer
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
 from muon_fsdp.declarations.state import NUM_VECTORS
 from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
+from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.groups import prefixed
 from muon_fsdp.plan.options import ENGINE_OPTIONS, FOREIGN_KEYS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
@@ -342,8 +343,10 @@ def _method(owner: type, name: str) -> str:
 
 
 def own_methods(owner: type) -> list[str]:
-    """Public methods that the class itself, or a private base of it, defines."""
-    bases = [base for base in owner.__mro__ if base is owner or base.__name__.startswith("_Elementwise")]
+    """Public methods that the class itself, or a base of it that has no section of its own, defines."""
+    unlisted = [base for base in owner.__mro__ if base.__name__.startswith("_Elementwise")]
+    unlisted += [GroupedOptimizer] if owner is MuonOptimizer else []
+    bases = [base for base in owner.__mro__ if base is owner or base in unlisted]
     # By where a function was written: torch puts a wrapped `step` into every class of which there is an instance.
     return [
         name

@@ -13,6 +13,7 @@ CUDA tensors of a group are updated by one Triton launch (two with `layerwise_no
 
 from __future__ import annotations
 
-from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW, benchmark_muon_optimizers
+from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
+from muon_fsdp.optimizers.elementwise_timing import benchmark_muon_optimizers
 
 __all__ = ["TritonMuon", "TritonMuonW", "benchmark_muon_optimizers"]

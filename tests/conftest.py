@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before Transformers is imported, here and on ranks: nothing is downloaded
 
@@ -19,6 +20,10 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, w
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.pool import RankPool
+
+# The same examples in every run; `--hypothesis-profile default` looks for others.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

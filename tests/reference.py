@@ -35,12 +35,14 @@ class ReferenceMuon:
         self.lr, self.momentum, self.weight_decay, self.nesterov = lr, momentum, weight_decay, nesterov
         self.scale, self.ns_stepsize = scale, ns_stepsize
         self.blocks = blocks or [self.w.shape[0]]  # heights of the logical matrices
+        self.condition = 1.0  # the worst so far: what rounding of an input is multiplied by in its polar factor
 
     def step(self, grad) -> np.ndarray:
         grad = np.asarray(grad, dtype=np.float64)
         self.buf = self.momentum * self.buf + grad
         u = grad + self.momentum * self.buf if self.nesterov else self.buf
         parts = np.split(u, np.cumsum(self.blocks)[:-1], axis=0)
+        self.condition = max(self.condition, *(np.linalg.cond(part) for part in parts))
         update = np.concatenate([scale_of(self.scale, *part.shape) * polar(part) for part in parts])
         self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * update
         return self.w

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.optimizers.elementwise import TritonMuon, benchmark_muon_optimizers
+from muon_fsdp.elementwise import TritonMuon, benchmark_muon_optimizers
+from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.plan.options import FOREIGN_KEYS
 from muon_fsdp.plan.report import PlanReport
 from muon_fsdp.rules import RULES, AdamW, Muon, NorMuon, Rule, SpectralSphere
@@ -63,7 +64,8 @@ def test_every_public_name_is_there(generator: ModuleType):
 
 def test_every_public_method_is_there():
     text = PAGE.read_text()
-    for owner in (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer, TritonMuon, Rule, PlanReport):
+    optimizers = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer, GroupedOptimizer, TritonMuon)
+    for owner in (*optimizers, Rule, PlanReport):
         for name, value in vars(owner).items():
             if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                 assert f"`{name}" in text, f"{owner.__name__}.{name}"

@@ -92,3 +92,8 @@ def test_every_folder_is_a_layer():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {layer for layer in LAYERS if layer}
     assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_is_too_long_to_read(path):
+    assert len(path.read_text().splitlines()) <= 450

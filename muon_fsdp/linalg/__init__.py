@@ -1,0 +1,1 @@
+"""Mathematics on whole tensors."""

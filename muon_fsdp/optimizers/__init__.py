@@ -1,0 +1,1 @@
+"""Subclasses of torch.optim.Optimizer."""

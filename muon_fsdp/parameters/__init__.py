@@ -1,0 +1,1 @@
+"""Parameters as users give them: rules, groups, wrappers and saved state."""

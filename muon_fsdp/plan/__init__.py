@@ -1,0 +1,1 @@
+"""Planning from metadata alone: no tensors, no process groups."""

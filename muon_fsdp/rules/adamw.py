@@ -81,7 +81,8 @@ class AdamW(Rule):
 
     def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
         """Return the moments of `torch.optim.AdamW` and Adam, and the count of steps."""
-        if not {"exp_avg", "exp_avg_sq", "step"} <= saved.keys() or "amsgrad" not in group:  # RAdam and NAdam have none
+        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= saved.keys()
+        if not has_moments or not group.keys() & {"amsgrad", "use_muon"}:  # RAdam and NAdam have neither
             return {}
         for option in ("amsgrad", "maximize"):
             if group.get(option):

@@ -1,0 +1,1 @@
+"""Statistics of weights, found on shards by all ranks together."""

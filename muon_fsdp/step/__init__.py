@@ -1,0 +1,1 @@
+"""One step: a plan with its live parameters, run stage by stage."""
