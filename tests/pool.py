@@ -9,6 +9,8 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -98,5 +100,19 @@ def _serve(connection: Connection, backend: str) -> None:
             reply = (True, traceback.format_exc())
         finally:
             if dist.is_initialized():
+                _leave_together()
                 dist.destroy_process_group()
         connection.send(reply)
+
+
+def _leave_together() -> None:
+    """Wait until all ranks are done: one that closes its connections early fails those that still make theirs."""
+    import torch.distributed as dist
+
+    if dist.get_backend() == "fake":
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("left", 1) == dist.get_world_size():
+        store.set("all left", "")
+    with suppress(RuntimeError):  # a rank that hangs has been noticed by the test itself
+        store.wait(["all left"], timedelta(seconds=20))

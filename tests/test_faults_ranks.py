@@ -721,11 +721,11 @@ def metrics_of_shards(rule: str) -> dict[str, Any]:
     found: dict[str, Any] = {"before": optimizer.metrics()}
     sizes: list[float] = []
     for step in range(2):
-        before = [p.full_tensor().clone() for p in model.parameters()]
+        before = [p.full_tensor().detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         model(torch.randn(64, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         optimizer.step()
-        after = [p.full_tensor() for p in model.parameters()]
+        after = [p.full_tensor().detach() for p in model.parameters()]
         sizes = [float((a - b).square().mean().sqrt()) for a, b in zip(before, after, strict=True)]
         found[f"step {step}"] = optimizer.metrics()
     for group in optimizer.param_groups:
