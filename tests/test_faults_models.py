@@ -15,15 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
 from muon_fsdp.linalg.power_iteration import power_iteration
 from muon_fsdp.spectral import compute_spectral_norm
+from tests.fault_cases import error_of, net
 from tests.pool import RankPool
 from tests.promises import promise
 
 OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
 
 
 def backward(model: nn.Module) -> None:
@@ -43,11 +39,7 @@ def built_too_early() -> list[str]:
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
         backward(model)
-        try:
-            early.step()
-            texts.append("")
-        except RuntimeError as error:
-            texts.append(str(error))
+        texts.append(error_of(early.step))
         late = make(model)
         backward(model)
         late.step()
@@ -89,11 +81,7 @@ def replaced(kind: str) -> str:
         optimizer.metrics()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     backward(model)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(optimizer.step)
 
 
 @promise(
@@ -128,11 +116,7 @@ def test_a_model_can_be_scripted_beside_its_optimizer():
 
 def with_fsdp1() -> str:
     model = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
-    try:
-        MuonOptimizer(model.parameters())
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: MuonOptimizer(model.parameters()))
 
 
 @promise(

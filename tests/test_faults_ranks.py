@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm.transfers import local
 from tests.distributed_cases import lay_out, make_model, train
+from tests.fault_cases import error_of, net
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -29,21 +30,8 @@ ROWS = (Shard(0),)
 LIMIT = 60.0  # seconds for a case that must not hang
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
-
-
 def backward(model: nn.Module, seed: int = 0) -> None:
     model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def warnings_of(act: Callable[[], object]) -> list[str]:
@@ -424,6 +412,20 @@ def test_numbers_that_differ_between_ranks_are_told(ranks: RankPool, name, value
             assert text.count("=") == 2  # what is equal is not printed
 
 
+def betas_as_a_list() -> bool:
+    """A list where a tuple was, between two steps."""
+    module, data_rank, data_size = lay_out(make_model(), "fsdp")
+    optimizer = FSDPMuonOptimizer(module)
+    train(module, optimizer, range(1), data_rank, data_size)
+    optimizer.param_groups[1]["betas"] = [0.9, 0.95]
+    train(module, optimizer, range(1, 2), data_rank, data_size)
+    return True
+
+
+def test_an_option_that_is_written_as_a_list(ranks: RankPool):
+    assert all(ranks.run(2, betas_as_a_list, timeout=LIMIT))
+
+
 def bad_option_on_one_rank() -> list[str]:
     """Set what no check admits on rank 1; every rank's error, and whether training goes on when it is put right."""
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
@@ -469,7 +471,10 @@ def parameters_of_one_rank() -> list[str]:
     return texts
 
 
-@promise("Parameters are added on some ranks only", "All ranks raise; when the others have added them too, it goes on")
+@promise(
+    "Parameters are added on some ranks only",
+    "All ranks raise. Once the others have added them too, training continues",
+)
 def test_parameters_added_on_one_rank(ranks: RankPool):
     for first, second in ranks.run(2, parameters_of_one_rank, timeout=LIMIT):
         assert "rank 0 has nothing where rank 1 has parameter 'second' of shape (6, 4)" in first
@@ -536,7 +541,10 @@ def added_by_those_who_hold_it() -> bool:
     return True
 
 
-@promise("Ranks that alone hold a parameter add it in mid-training", "All ranks meet anew, and training goes on")
+@promise(
+    "Ranks that alone hold a parameter add it in mid-training",
+    "All ranks agree again about who holds what, and training continues",
+)
 def test_parameters_added_where_they_are_held(ranks: RankPool):
     assert all(ranks.run(4, added_by_those_who_hold_it, timeout=LIMIT))
 

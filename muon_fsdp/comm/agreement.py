@@ -1,4 +1,4 @@
-"""What ranks tell each other before they act.
+"""Agree with the other ranks before a step changes anything.
 
 Whoever returned or raised alone would leave the others waiting, so everything that decides about a step is agreed on
 first, in one small reduction over all ranks that the step ties together: those that share a parameter, those that share
@@ -54,7 +54,7 @@ class _Head(IntEnum):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know before a step."""
+    """Hold what all ranks know before a step."""
 
     inert: bool  # it only asks for state
     not_finite_on: int | None = None  # a rank with a gradient that is not finite

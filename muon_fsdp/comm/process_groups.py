@@ -27,7 +27,7 @@ Ranks: TypeAlias = tuple[int, ...]  # in ascending order
 
 @dataclass
 class _World:
-    """What belongs to one initialization of torch.distributed."""
+    """Hold the groups and counters of one `init_process_group`."""
 
     groups: dict[tuple[Ranks, str], dist.ProcessGroup] = field(default_factory=dict)  # by ranks and type of device
     meetings: Counter[str] = field(default_factory=Counter)  # how often ranks have met, by the name of their set

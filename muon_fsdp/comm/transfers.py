@@ -69,7 +69,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def can_take_part(value: Tensor, parameter: Tensor) -> bool:
-    """Whether `local_part` can be had without communication."""
+    """Return whether `local_part` needs no communication."""
     if not isinstance(value, DTensor):
         return True
     if isinstance(parameter, DTensor):

@@ -63,7 +63,7 @@ class SharedSets:
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
         flat = [route for names in routes for route in names]
         self._lines = {
-            ranks: [whole, *(_line(flat[i], parameters[i], layouts[i], groups[self._group_of[i]]) for i in positions)]
+            ranks: [whole, *(_line(flat[i], parameters[i], layouts[i]) for i in positions)]
             for ranks, positions in self.positions.items()
         }
         self._prints = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
@@ -95,8 +95,8 @@ class SharedSets:
 
     def _print(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
         """Return the hash of a set: of its parameters, of the options they have, and of which has which."""
-        numbers: dict[tuple[object, ...], int] = {}  # groups with equal options are as one
-        of_group = {group: numbers.setdefault(options[group], len(numbers)) for group in self._groups_of[ranks]}
+        numbers: dict[str, int] = {}  # groups with equal options are as one; by text, since a user may write a list
+        of_group = {group: numbers.setdefault(repr(options[group]), len(numbers)) for group in self._groups_of[ranks]}
         members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
         return fingerprint(self._prints[ranks], list(numbers), members)
 
@@ -124,8 +124,8 @@ def _value(option: object) -> object:
     return option
 
 
-def _line(route: Route, parameter: Tensor, layout: Layout, group: Group) -> Line:
+def _line(route: Route, parameter: Tensor, layout: Layout) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
     which = "an unnamed parameter" if route.place is not None else f"parameter {route.name!r}"
     title = f"{which} of shape {tuple(parameter.shape)}"
-    return title, {"dtype": str(parameter.dtype), "placements": str(layout.placements), "rule": repr(group["rule"])}
+    return title, {"dtype": str(parameter.dtype), "placements": str(layout.placements)}

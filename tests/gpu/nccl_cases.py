@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.rules import RULES, MatrixBatch
+from tests.fault_cases import error_of
 
 _alive: list[object] = []
 
@@ -118,14 +118,6 @@ def overlap() -> tuple[bool, bool]:
         StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
     torch.cuda.synchronize()
     return observed[0]
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def changed_on_one_rank(name: str, value: object, cuda_graph: bool) -> list[str]:
