@@ -40,6 +40,12 @@ def unmeasured(*cases: Sequence[object]) -> list[ParameterSet]:
     return [pytest.param(*case, marks=pytest.mark.no_cover) for case in cases]
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Seed every test alike: with pytest-xdist each worker runs other tests, so the generator would be anywhere."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Real gloo ranks: `ranks.run(world_size, function, *args)`."""
