@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
-from muon_fsdp.plan.layout import Layout, LayoutError, Tile, local_layout, tile_of
-from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of, local_layout
+from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
 from muon_fsdp.plan.stages import Plan, make_plan
@@ -29,12 +29,17 @@ from muon_fsdp.step import pipeline
 from tests.model_shapes import MODELS
 from tests.pool import RankPool
 
+CPU = torch.device("cpu"), torch.float32
+GPU = torch.device("cuda"), torch.float32
 
-def spec(position, group, rule, shape, placement="cpu", key="k"):
+
+def spec(position, group, rule, shape, device="cpu", key="k"):
     view = matrix_view(shape, name="w", kind="stacked") if rule == "muon" else None
     flops = (1.0,) if view else ()
     options = PlannedOptions(rule, {"key": key})
-    return ParameterSpec(position, group, rule, shape, local_layout(0), 4, placement, view, options, flops)
+    return ParameterSpec(
+        position, group, rule, shape, local_layout(0), 4, torch.device(device), torch.float32, view, options, flops
+    )
 
 
 def plan_of(specs, max_stage_bytes) -> Plan:
@@ -49,7 +54,7 @@ def parameter_specs(draw):
             draw(st.integers(0, 2)),
             draw(st.sampled_from(["muon", "adamw"])),
             draw(st.sampled_from([(1, 4, 4), (1, 4, 8), (5, 4, 8), (1, 0, 4), (3, 2, 2)])),
-            draw(st.sampled_from(["cpu", "gpu"])),
+            draw(st.sampled_from(["cpu", "cuda"])),
             draw(st.sampled_from(["a", "b"])),
         )
         for position in range(draw(st.integers(0, 20)))
@@ -67,7 +72,7 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
     for stage in plan.stages:
         assert stage.exchange is None
         members = [by_position[i] for _, positions in stage.positions_by_group for i in positions]
-        assert len({(spec.rule, spec.placement) for spec in members}) == 1
+        assert len({(spec.rule, spec.device, spec.dtype) for spec in members}) == 1
         assert all(by_position[i].group == group for group, positions in stage.positions_by_group for i in positions)
         assert stage.num_bytes == sum(4 * math.prod(spec.shape) for spec in members)
         largest = max(4 * math.prod(spec.shape) for spec in specs)
@@ -98,7 +103,7 @@ def test_a_large_stack_is_cut_into_batches():
     assert [batch.count for batch in stage.batches] == [3, 3, 3, 1]
 
 
-# ------------------------------------------------------------------------------------------------------------ tiles
+# ------------------------------------------------------------------------------------------------------------ boxes
 
 
 @st.composite
@@ -116,30 +121,30 @@ def layouts(draw, num_dims=None, boxes_only=False):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 13), min_size=3, max_size=3), layouts(num_dims=3), st.data())
-def test_tiles_are_those_of_pytorch(shape, layout, data):
+def test_boxes_are_those_of_pytorch(shape, layout, data):
     at = [data.draw(st.integers(0, size - 1)) for size in layout.mesh_shape]
     expected_shape, expected_offset = _compute_local_shape_and_global_offset(
         shape, layout.mesh_shape, at, layout.placements
     )
     try:
-        tile = tile_of(tuple(shape), layout.mesh_shape, layout.placements, at)
+        box = box_of(tuple(shape), layout.mesh_shape, layout.placements, at)
     except LayoutError:
         assert any(isinstance(placement, _StridedShard) for placement in layout.placements)
         return
-    assert tile.shape == tuple(expected_shape)
-    if tile.numel:
-        assert tile.offset == tuple(expected_offset)
+    assert box.shape == tuple(expected_shape)
+    if box.numel:
+        assert box.offset == tuple(expected_offset)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=2), layouts(num_dims=2, boxes_only=True))
-def test_tiles_of_a_replica_partition_the_tensor(shape, layout):
-    tiles = layout.tiles(tuple(shape))
+def test_boxes_of_a_replica_partition_the_tensor(shape, layout):
+    boxes = layout.boxes(tuple(shape))
     for replica in range(layout.num_replicas):
         held = Counter()
-        for tile, number in zip(tiles, layout.replica_of, strict=True):
+        for box, number in zip(boxes, layout.replica_of, strict=True):
             if number == replica:
-                held.update(product(*(range(o, o + n) for o, n in zip(tile.offset, tile.shape, strict=True))))
+                held.update(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
         assert held == Counter(product(*map(range, shape)))
 
 
@@ -164,7 +169,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
         layout = Layout(mesh.ranks, mesh.mesh_shape, placements)
         view = matrix_view(shape, name="w", kind="auto")
         specs.append(
-            ParameterSpec(position, 0, "muon", shape, layout, 4, "cpu", view, NO_OPTIONS, (float(math.prod(shape)),))
+            ParameterSpec(position, 0, "muon", shape, layout, 4, *CPU, view, NO_OPTIONS, (float(math.prod(shape)),))
         )
         wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * position)
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
@@ -174,17 +179,17 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
         stages = {rank: plan.stages[number] for rank, plan in plans.items()}
         order = sorted(mesh.ranks)
         if len(order) == 1:
-            computed.update((u.position, u.tile) for u in stages[0].units)
+            computed.update((u.position, u.box) for u in stages[0].units)
             continue
 
         def shard(rank, position):
             spec = specs[position]
-            tile = spec.layout.tiles(spec.shape)[spec.layout.index_of[rank]]
-            return wholes[position][tile.within(Tile((0,) * len(spec.shape), spec.shape))]
+            box = spec.layout.boxes(spec.shape)[spec.layout.index_of[rank]]
+            return wholes[position][box.within(Box((0,) * len(spec.shape), spec.shape))]
 
         for rank, stage in stages.items():
             exchange = stage.exchange
-            assembled = {i: torch.full(stage.units[i].tile.shape, torch.nan) for i in stage.mine}
+            assembled = {i: torch.full(stage.units[i].box.shape, torch.nan) for i in stage.mine}
             for source, pieces in zip(order, exchange.gather_receive, strict=True):
                 sent = stages[source].exchange.gather_send[exchange.me]
                 assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
@@ -195,10 +200,10 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
             for i in stage.mine:
                 unit = stage.units[i]
                 spec = specs[unit.position]
-                expected = wholes[unit.position][unit.tile.within(Tile((0,) * len(spec.shape), spec.shape))]
+                expected = wholes[unit.position][unit.box.within(Box((0,) * len(spec.shape), spec.shape))]
                 assert torch.equal(assembled[i], expected)
                 if unit.owner is not None or rank == order[0]:
-                    computed[(unit.position, unit.tile)] += 1
+                    computed[(unit.position, unit.box)] += 1
             positions = [position for _, members in stage.positions_by_group for position in members]
             returned = {position: torch.full(shard(rank, position).shape, torch.nan) for position in positions}
             for source, pieces in zip(order, exchange.scatter_receive, strict=True):
@@ -209,7 +214,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
                 for out, into in zip(sent, pieces, strict=True):
                     unit = stage.units[out.unit]
                     spec = specs[unit.position]
-                    result = wholes[unit.position][unit.tile.within(Tile((0,) * len(spec.shape), spec.shape))]
+                    result = wholes[unit.position][unit.box.within(Box((0,) * len(spec.shape), spec.shape))]
                     returned[unit.position][into.in_shard] = result[out.in_unit]
             for source, pieces in zip(order, exchange.forward_receive, strict=True):
                 sent = stages[source].exchange.forward_send[exchange.me]
@@ -225,7 +230,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
             for position, value in returned.items():
                 assert torch.equal(value, shard(rank, position))
     assert set(computed.values()) == {1}
-    assert sum(math.prod(tile.shape) for _, tile in computed) == sum(whole.numel() for whole in wholes)
+    assert sum(math.prod(box.shape) for _, box in computed) == sum(whole.numel() for whole in wholes)
 
 
 @settings(max_examples=60, deadline=None)
@@ -240,8 +245,8 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
     specs = []
     for position, shape in enumerate(shapes):
         view = matrix_view(shape, name="w", kind="auto")
-        specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, "cpu", view, NO_OPTIONS, (cost * shape[-1],)))
-    report = make_report(specs, EngineOptions("propagate", max_stage_bytes, False, strategy, None))
+        specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, *CPU, view, NO_OPTIONS, (cost * shape[-1],)))
+    report = make_report(specs, Settings("propagate", max_stage_bytes, False, strategy, None))
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
     sent = dict.fromkeys(layout.ranks, 0)
     forwarded = [0] * len(outlines)
@@ -393,7 +398,7 @@ def test_the_cost_model_chooses():
         for i, p in enumerate(parameters):
             view = matrix_view(tuple(p.shape), name="w", kind="auto")
             flops = (15.0 * 2 * p.shape[-1] ** 3,)
-            specs.append(ParameterSpec(i, 0, "muon", tuple(p.shape), layout, 4, "gpu", view, NO_OPTIONS, flops))
+            specs.append(ParameterSpec(i, 0, "muon", tuple(p.shape), layout, 4, *GPU, view, NO_OPTIONS, flops))
         return {unit.owner is None for outline in make_outline(specs, max_stage_bytes=2**28) for unit in outline.units}
 
     ddp = Layout(tuple(range(8)), (8,), (Replicate(),))
@@ -416,7 +421,7 @@ def test_ranks_that_share_only_some_parameters_plan_those_alike():
             view = matrix_view(shape, name="w", kind="auto")
             cost = float(i * i + 1 + (rank % 2 if not i % 2 else 0))
             wire = 2 if i % 2 else 2 + rank % 2 * 1000
-            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, "cpu", view, NO_OPTIONS, (cost,), wire))
+            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, *CPU, view, NO_OPTIONS, (cost,), wire))
         return [o for o in make_outline(specs, max_stage_bytes=400) if o.ranks == whole.ranks]
 
     assert [o.units for o in outline(0)] == [o.units for o in outline(1)]

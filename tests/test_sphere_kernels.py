@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.linalg import tangent
-from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.parts import blocks_of
 from muon_fsdp.statistics import shard_products, top_singular
 from muon_fsdp.step import fused
@@ -51,14 +51,14 @@ def test_products_with_parts_of_weights(monkeypatch, shape, options, how, dtype)
     view = matrix_view(shape, name="it", **options)
     placement = Shard(len(shape) - 1) if how == "inner" else Shard(0)
     layout = Layout((0, 1), (2,), (placement,)) if how in ("rows", "inner") else Layout((0,), (1,), (Shard(0),))
-    tile = layout.tiles(shape)[0]
+    box = layout.boxes(shape)[0]
     whole = torch.randn(shape, device=DEVICE).to(dtype)
-    shard = whole[tile.within(Tile((0,) * len(shape), shape))].clone()
+    shard = whole[box.within(Box((0,) * len(shape), shape))].clone()
     if how == "strided":  # as a slice of a larger tensor, with a step
         shard = torch.randn(*shape[:-1], 2 * shape[-1] + 1, device=DEVICE).to(dtype)[..., 1::2].copy_(shard)
     part = torch.zeros_like(whole, dtype=torch.float64)
-    part[tile.within(Tile((0,) * len(shape), shape))] = shard.double()
-    blocks = blocks_of(0, view, tile, [(index, 0) for index in range(len(view.block_shapes))])
+    part[box.within(Box((0,) * len(shape), shape))] = shard.double()
+    blocks = blocks_of(0, view, box, [(index, 0) for index in range(len(view.block_shapes))])
     multiply = shard_products.ShardProducts(view.block_shapes, blocks, {0: shard})
     for most in (1, 16):
         vectors = [random(count, min(most, rows, cols), cols) for count, rows, cols in view.block_shapes]
@@ -85,7 +85,7 @@ def test_weights_are_rounded_where_norms_are_taken():
     """To the nearest number: tensor cores cut off, which makes every product smaller."""
     torch.manual_seed(0)
     weights, ones = 1 + torch.rand(16, 512, device=DEVICE), torch.ones(1, 1, 512, device=DEVICE)
-    blocks = blocks_of(0, matrix_view((16, 512), name="it", kind="matrix"), Tile((0, 0), (16, 512)), [(0, 0)])
+    blocks = blocks_of(0, matrix_view((16, 512), name="it", kind="matrix"), Box((0, 0), (16, 512)), [(0, 0)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_products, "unusable", lambda device: None)
         (found,) = shard_products.ShardProducts([(1, 16, 512)], blocks, {0: weights}).left([ones])

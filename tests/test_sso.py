@@ -22,7 +22,7 @@ from muon_fsdp.linalg.power_iteration import COLD_STEPS, power_iteration
 from muon_fsdp.linalg.sphere import retract, target_radius
 from muon_fsdp.linalg.subspaces import num_products
 from muon_fsdp.linalg.tangent import MAX_CALLS, solve_lambda
-from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.parts import blocks_of, segments_of
 from muon_fsdp.spectral import compute_spectral_norm
 from tests import distributed_cases as cases
@@ -542,22 +542,22 @@ def test_a_shard_is_the_parts_of_matrices_that_it_says(shape_and_view, mesh_shap
     expected = view.split(whole)
     base = [(index, 0) for index in range(len(expected))]
     found = [torch.full_like(block, torch.nan) for block in expected]
-    for tile in layout.tiles(shape):
-        shard = whole[tile.within(Tile((0,) * len(shape), shape))]
-        for block in blocks_of(0, view, tile, base):
+    for box in layout.boxes(shape):
+        shard = whole[box.within(Box((0,) * len(shape), shape))]
+        for block in blocks_of(0, view, box, base):
             target = found[block.kind][block.matrices, block.rows, block.cols]
             assert torch.isnan(target).all()  # every element is in one part
             target.copy_(block.of(shard))
-        segments = segments_of(view, tile)
+        segments = segments_of(view, box)
         if segments is not None:
-            assert sum(length for _, length, _ in segments) == tile.numel
+            assert sum(length for _, length, _ in segments) == box.numel
             marked = [torch.arange(block.shape[0])[:, None, None].expand(block.shape).float() for block in expected]
             first = 0
             owner = torch.empty(shape)
             for target, mark in zip(view.split(owner), marked, strict=True):
                 target.copy_(mark + first)
                 first += len(mark)
-            flat = owner[tile.within(Tile((0,) * len(shape), shape))].reshape(-1)
+            flat = owner[box.within(Box((0,) * len(shape), shape))].reshape(-1)
             for start, length, matrix in segments:
                 assert (flat[start : start + length] == matrix).all()
     for block, target in zip(expected, found, strict=True):

@@ -65,7 +65,7 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
 
 def _held(parameter: Tensor, layout: Layout) -> int:
     """Elements of the largest shard."""
-    return layout.largest_tile(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
+    return layout.largest_box(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
 
 
 def _state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.process_groups import group_like, group_of, make_group, my_rank
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.layout import Layout, Tile, local_layout
+from muon_fsdp.plan.layout import Box, Layout, local_layout
 from muon_fsdp.plan.stages import Exchange, Piece, Stage, make_gather_stage
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
@@ -86,8 +86,8 @@ def local_part(value: Tensor, parameter: Tensor) -> Tensor:
 
 def _own_box(parameter: DTensor) -> tuple[slice, ...]:
     layout = layout_of(parameter, None)
-    tile = layout.tiles(tuple(parameter.shape))[layout.ranks.index(my_rank())]
-    return tile.within(Tile((0,) * parameter.ndim, tuple(parameter.shape)))
+    box = layout.boxes(tuple(parameter.shape))[layout.ranks.index(my_rank())]
+    return box.within(Box((0,) * parameter.ndim, tuple(parameter.shape)))
 
 
 # ------------------------------------------------------------------------------------------------------- transfers

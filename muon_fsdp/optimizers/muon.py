@@ -32,7 +32,7 @@ from muon_fsdp.parameters.state_dict import (
     what_was_not_loaded,
 )
 from muon_fsdp.parameters.wrappers import drifting_twin, replicate_group_of
-from muon_fsdp.plan.options import MICRO_STEP, STARTED, EngineOptions, NonFinite
+from muon_fsdp.plan.options import MICRO_STEP, STARTED, NonFinite, Settings
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
@@ -70,7 +70,7 @@ class MuonOptimizer(GroupedOptimizer):
         {options}
         rule: the rule of matrices, by its name: a built-in one, or one that you registered.
         other_rule: the element-wise rule of all other parameters.
-        {engine}
+        {settings}
         overrides: {pattern of names: rule, or dict of group options}; the first that matches wins. Needs names.
         replicate_group: process group over which plain parameters are replicas: the work is split over it. That of
             DDP is found in a model that DDP has wrapped.
@@ -97,7 +97,7 @@ class MuonOptimizer(GroupedOptimizer):
         agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._engine = EngineOptions(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
+        self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
         if replicate_group is None:
             replicate_group = replicate_group_of(params)
         for name, group in (("replicate_group", replicate_group), ("agreement_group", agreement_group)):
@@ -237,7 +237,7 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
         """Find out with the other ranks what some of them have seen, and which parameters have a gradient somewhere."""
-        not_finite = self._engine.nonfinite != "propagate" and not _are_finite(found.here().values())
+        not_finite = self._settings.nonfinite != "propagate" and not _are_finite(found.here().values())
         shared, groups = planned.shared, self.param_groups
         if self._agreement is not None and not self._agreement.is_alive:
             self._agreement = None
@@ -288,7 +288,7 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _admits(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite: whether to go on with this step."""
-        if self._engine.nonfinite == "raise":
+        if self._settings.nonfinite == "raise":
             raise RuntimeError(self._not_finite_message(found, rank))
         self._skipped_steps += 1
         return False
@@ -316,7 +316,7 @@ class MuonOptimizer(GroupedOptimizer):
                 self.param_groups,
                 self._routes,
                 self._all_views(),
-                self._engine,
+                self._settings,
                 self._accumulation_steps,
                 self._replicate_group,
                 self._agreement_group,
@@ -342,8 +342,8 @@ class MuonOptimizer(GroupedOptimizer):
         layouts = fsdp_layouts(self._parameters(), world_size, mesh) if world_size or mesh else None
         if layouts is None:
             layouts = layouts_of(self._parameters(), self._replicate_group)
-        specs = parameter_specs(self.param_groups, self._routes, self._all_views(), layouts, self._engine)
-        return make_report(specs, self._engine)
+        specs = parameter_specs(self.param_groups, self._routes, self._all_views(), layouts, self._settings)
+        return make_report(specs, self._settings)
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may ask alone. Rules add their own.
@@ -412,7 +412,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_is_built",
             "_is_strict",
             "_checks_for_twins",
-            "_engine",
+            "_settings",
             "_router",
             "_routes",
             "_frozen_rows",

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from muon_fsdp.declarations.option import Option
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.plan.options import ENGINE_OPTIONS
+from muon_fsdp.plan.options import SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 
-# Lines of a docstring that the options of the rules, and of the engine, take the place of.
-RULES_LINE, ENGINE_LINE = "{options}", "{engine}"
+# Lines of a docstring that the options of the rules, and the settings, replace.
+RULES_LINE, SETTINGS_LINE = "{options}", "{settings}"
 Class = TypeVar("Class", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -72,8 +72,8 @@ def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: A
         ]
         init.__signature__ = inspect.Signature([*before, *keywords, *after])
         if owner.__doc__:
-            engine = {option.name: option for option in ENGINE_OPTIONS}
-            owner.__doc__ = _documented(owner.__doc__, {RULES_LINE: options, ENGINE_LINE: engine})
+            settings = {option.name: option for option in SETTINGS}
+            owner.__doc__ = _documented(owner.__doc__, {RULES_LINE: options, SETTINGS_LINE: settings})
         return owner
 
     return decorate

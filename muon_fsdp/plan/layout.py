@@ -1,4 +1,4 @@
-"""Tiles: which box of a tensor every rank of a device mesh holds, as a pure function of the layout."""
+"""Layout: which box of a tensor every rank of a device mesh holds, as a pure function of shapes and placements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Segments: TypeAlias = list[tuple[int, int]]  # half-open ranges of indices alon
 
 
 class LayoutError(ValueError):
-    """A layout whose tiles are not boxes."""
+    """Raised for a layout whose shards are not boxes."""
 
 
 @dataclass(frozen=True)
-class Tile:
+class Box:
     """The box of a tensor that starts at `offset` and has `shape`."""
 
     offset: Shape
@@ -32,18 +32,18 @@ class Tile:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def intersect(self, other: Tile) -> Tile:
+    def intersect(self, other: Box) -> Box:
         """The common box; one without elements if there is none."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         stops = [
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         ]
-        return Tile(tuple(starts), tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True)))
+        return Box(tuple(starts), tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True)))
 
-    def contains(self, other: Tile) -> bool:
+    def contains(self, other: Box) -> bool:
         return self.intersect(other).shape == other.shape
 
-    def within(self, outer: Tile) -> tuple[slice, ...]:
+    def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices that cut this box out of a tensor that holds `outer`."""
         return tuple(
             slice(start - base, start - base + size)
@@ -59,44 +59,44 @@ class Layout:
     mesh_shape: Shape
     placements: tuple[Placement, ...]
 
-    def tiles(self, shape: Shape) -> tuple[Tile, ...]:
-        """The tile of every rank, in the order of `ranks`."""
-        return _tiles(shape, self.mesh_shape, self.placements)
+    def boxes(self, shape: Shape) -> tuple[Box, ...]:
+        """The box of every rank, in the order of `ranks`."""
+        return _boxes(shape, self.mesh_shape, self.placements)
 
-    def holders(self, shape: Shape, box: Tile) -> tuple[int, ...]:
-        """The ranks whose tile contains the box."""
-        if self.largest_tile(shape) < box.numel:
+    def holders(self, shape: Shape, box: Box) -> tuple[int, ...]:
+        """Return the ranks whose shard contains the box."""
+        if self.largest_box(shape) < box.numel:
             return ()
         key = (shape, box)
         if key not in self._holders:
-            distinct = self._distinct_tiles(shape)
-            self._holders[key] = tuple(rank for tile, ranks in distinct if tile.contains(box) for rank in ranks)
+            distinct = self._distinct_boxes(shape)
+            self._holders[key] = tuple(rank for held, ranks in distinct if held.contains(box) for rank in ranks)
         return self._holders[key]
 
-    def shards_of(self, shape: Shape, box: Tile) -> tuple[tuple[int, int], ...]:
+    def shards_of(self, shape: Shape, box: Box) -> tuple[tuple[int, int], ...]:
         """The numbers of the shards that hold a part of the box, each with how many of its elements."""
         key = (shape, box)
         if key not in self._shards:
-            tiles = self.tiles(shape)
-            parts = ((shard, tiles[places[0]].intersect(box).numel) for shard, places in enumerate(self.ranks_of_shard))
+            boxes = self.boxes(shape)
+            parts = ((shard, boxes[places[0]].intersect(box).numel) for shard, places in enumerate(self.ranks_of_shard))
             self._shards[key] = tuple((shard, numel) for shard, numel in parts if numel > 0)
         return self._shards[key]
 
-    def largest_tile(self, shape: Shape) -> int:
-        """Elements of the largest tile."""
+    def largest_box(self, shape: Shape) -> int:
+        """Elements of the largest box."""
         largest = self._largest.get(shape)
         if largest is None:
-            largest = self._largest[shape] = self._distinct_tiles(shape)[0][0].numel
+            largest = self._largest[shape] = self._distinct_boxes(shape)[0][0].numel
         return largest
 
-    def _distinct_tiles(self, shape: Shape) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-        """Every tile with the ranks that hold it, the largest first."""
+    def _distinct_boxes(self, shape: Shape) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+        """Every box with the ranks that hold it, the largest first."""
         if shape not in self._distinct:
-            ranks_of: dict[Tile, list[int]] = defaultdict(list)
-            for rank, tile in zip(self.ranks, self.tiles(shape), strict=True):
-                ranks_of[tile].append(rank)
+            ranks_of: dict[Box, list[int]] = defaultdict(list)
+            for rank, box in zip(self.ranks, self.boxes(shape), strict=True):
+                ranks_of[box].append(rank)
             ordered = sorted(ranks_of.items(), key=lambda item: -item[0].numel)
-            self._distinct[shape] = tuple((tile, tuple(ranks)) for tile, ranks in ordered)
+            self._distinct[shape] = tuple((box, tuple(ranks)) for box, ranks in ordered)
         return self._distinct[shape]
 
     @cached_property
@@ -104,15 +104,15 @@ class Layout:
         return {}
 
     @cached_property
-    def _holders(self) -> dict[tuple[Shape, Tile], tuple[int, ...]]:
+    def _holders(self) -> dict[tuple[Shape, Box], tuple[int, ...]]:
         return {}
 
     @cached_property
-    def _shards(self) -> dict[tuple[Shape, Tile], tuple[tuple[int, int], ...]]:
+    def _shards(self) -> dict[tuple[Shape, Box], tuple[tuple[int, int], ...]]:
         return {}
 
     @cached_property
-    def _distinct(self) -> dict[Shape, tuple[tuple[Tile, tuple[int, ...]], ...]]:
+    def _distinct(self) -> dict[Shape, tuple[tuple[Box, tuple[int, ...]], ...]]:
         return {}
 
     @cached_property
@@ -158,7 +158,7 @@ def local_layout(rank: int) -> Layout:
     return Layout((rank,), (1,), (Replicate(),))
 
 
-def tile_of(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Tile:
+def box_of(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
     """The box of a tensor of `shape` that the rank at `coordinate` of the mesh holds, with PyTorch's uneven chunks.
 
     Placements are applied from left to right. A strided shard takes its chunk of each of `split_factor` pieces, so in
@@ -180,12 +180,12 @@ def tile_of(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement], co
         if len(dimension) > 1:
             raise LayoutError(f"placements {tuple(placements)} give a rank several separate ranges {dimension}")
         ranges.append(dimension[0])
-    return Tile(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
+    return Box(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
 
 
 @lru_cache(maxsize=4096)
-def _tiles(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> tuple[Tile, ...]:
-    return tuple(tile_of(shape, mesh_shape, placements, at) for at in product(*map(range, mesh_shape)))
+def _boxes(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> tuple[Box, ...]:
+    return tuple(box_of(shape, mesh_shape, placements, at) for at in product(*map(range, mesh_shape)))
 
 
 def _chunk(segments: _Segments, num_chunks: int, index: int) -> _Segments:

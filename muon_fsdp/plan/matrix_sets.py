@@ -15,7 +15,7 @@ import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.parts import Block, blocks_of, has_whole_rows
 
 
@@ -97,10 +97,10 @@ def _make_set(entries: list[Entry], rank: int) -> MatrixSet:
     blocks: list[Block] = []
     is_split = cuts_rows = False
     for entry in entries:
-        tiles = entry.layout.tiles(entry.view.shape)
+        boxes = entry.layout.boxes(entry.view.shape)
         me = entry.layout.index_of[rank]
         # Exactly one rank counts a part: dividing by the number of its holders is not exact for three of them.
-        weight = float(tiles.index(tiles[me]) == me)
+        weight = float(boxes.index(boxes[me]) == me)
         base: list[tuple[int, int]] = []  # per block: its class, and the first of its matrices there
         for block, (count, rows, cols) in enumerate(entry.view.block_shapes):
             key = (entry.rule, entry.options, rows, cols)
@@ -109,10 +109,10 @@ def _make_set(entries: list[Entry], rank: int) -> MatrixSet:
             base.append((number, first))
             places[key].append(Place(entry.position, block, first, count, entry.group))
             weights[key] += [weight] * count
-        is_split |= any(tile.shape != entry.view.shape for tile in tiles)
+        is_split |= any(box.shape != entry.view.shape for box in boxes)
         if entry.is_observed:
-            cuts_rows |= any(not has_whole_rows(entry.view, tile) for tile in tiles if tile.numel > 0)
-            blocks += blocks_of(entry.position, entry.view, tiles[me], base)
+            cuts_rows |= any(not has_whole_rows(entry.view, box) for box in boxes if box.numel > 0)
+            blocks += blocks_of(entry.position, entry.view, boxes[me], base)
     device, dtype = entries[0].device, entries[0].dtype
     classes = tuple(
         MatrixClass(rule, options, rows, cols, tuple(places[key]), tuple(weights[key]), device, dtype)
@@ -122,6 +122,6 @@ def _make_set(entries: list[Entry], rank: int) -> MatrixSet:
     return MatrixSet(entries[0].layout.ranks, classes, tuple(blocks), is_split, cuts_rows)
 
 
-def own_tile(entry: Entry, rank: int) -> Tile:
+def own_box(entry: Entry, rank: int) -> Box:
     """Return the box of the parameter that a rank holds."""
-    return entry.layout.tiles(entry.view.shape)[entry.layout.index_of[rank]]
+    return entry.layout.boxes(entry.view.shape)[entry.layout.index_of[rank]]

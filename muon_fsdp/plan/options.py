@@ -26,7 +26,7 @@ def _floating_point(value: object) -> None:
         raise TypeError("must be None or a floating-point torch.dtype")
 
 
-ENGINE_OPTIONS = (
+SETTINGS = (
     Option(
         "nonfinite",
         "propagate",
@@ -76,12 +76,12 @@ ARGUMENTS = (
     "overrides",
     "replicate_group",
     "agreement_group",
-    *(option.name for option in ENGINE_OPTIONS),
+    *(option.name for option in SETTINGS),
 )
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class Settings:
     """What concerns the whole optimizer and the machines it runs on; not part of a checkpoint."""
 
     nonfinite: NonFinite
@@ -92,7 +92,7 @@ class EngineOptions:
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
-        for option in ENGINE_OPTIONS:
+        for option in SETTINGS:
             option.validate(getattr(self, option.name))
 
     def staging_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.layout import Box, Layout
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -38,7 +40,8 @@ class ParameterSpec:
     shape: tuple[int, ...]
     layout: Layout
     bytes_per_element: int  # of what a stage holds of it
-    placement: Any  # (device, working dtype): parameters that differ in it are never in one stage
+    device: torch.device  # parameters on different devices are never in one stage
+    dtype: torch.dtype  # working precision; likewise
     view: MatrixView | None = None  # None for an element-wise rule
     options: PlannedOptions = NO_OPTIONS  # what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
@@ -50,7 +53,7 @@ class Unit:
     """A box of a parameter that is orthogonalized in one place: all of it, or some matrices of a stack."""
 
     position: int
-    tile: Tile
+    box: Box
     view: MatrixView
     options: PlannedOptions
     flops: float
@@ -63,7 +66,7 @@ class Unit:
     def first_matrix(self, whole: MatrixView, block: int) -> int:
         """The number of its first matrix in a block of the parameter, whose view is `whole`."""
         is_part = self.view.shape != whole.shape  # some matrices of a stack
-        return self.tile.offset[0] * self.view.block_shapes[block][0] if is_part else 0
+        return self.box.offset[0] * self.view.block_shapes[block][0] if is_part else 0
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,16 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
     # Those that are the same ranks in another order share a process group, so nothing comes between them.
     rank_sets = sorted({layout.ranks for layout in layouts.values()}, key=lambda ranks: (sorted(ranks), ranks))
     set_of = {key: rank_sets.index(layout.ranks) for key, layout in layouts.items()}
-    by_kind: dict[tuple[int, str, Hashable], list[ParameterSpec]] = defaultdict(list)
+    by_kind: dict[tuple[int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
     for spec in sorted(specs, key=lambda spec: set_of[id(spec.layout)]):
-        by_kind[(set_of[id(spec.layout)], spec.rule, spec.placement)].append(spec)
+        by_kind[(set_of[id(spec.layout)], spec.rule, spec.device, spec.dtype)].append(spec)
     by_set: dict[int, list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
         if spec.view is not None:
             by_set[set_of[id(spec.layout)]].append(spec)
     owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()})
     outlines = []
-    for (number, rule, _), members in by_kind.items():
+    for (number, rule, *_), members in by_kind.items():
         ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
         units = [unit for many in work.values() for unit in many]
@@ -121,14 +124,14 @@ def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
     view, shape = spec.view, spec.shape
     assert view is not None
     if not (view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1):
-        return (_unit(spec, Tile((0,) * len(shape), shape), view),)
+        return (_unit(spec, Box((0,) * len(shape), shape), view),)
     one = replace(view, shape=(1, *shape[1:]))
-    return tuple(_unit(spec, Tile((number, 0, 0), one.shape), one) for number in range(shape[0]))
+    return tuple(_unit(spec, Box((number, 0, 0), one.shape), one) for number in range(shape[0]))
 
 
-def _unit(spec: ParameterSpec, tile: Tile, view: MatrixView) -> Unit:
+def _unit(spec: ParameterSpec, box: Box, view: MatrixView) -> Unit:
     flops = sum(count * cost for (count, _, _), cost in zip(view.block_shapes, spec.block_flops, strict=True))
-    return Unit(spec.position, tile, view, spec.options, flops)
+    return Unit(spec.position, box, view, spec.options, flops)
 
 
 def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -> dict[int, tuple[Unit, ...]]:
@@ -143,14 +146,14 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
         wider = [other for other in loads if set(ranks) <= set(other)]
         before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
         units = [(unit, spec) for spec in specs_by_ranks[ranks] for unit in _units_of(spec)]
-        holders = [spec.layout.holders(spec.shape, unit.tile) for unit, spec in units]
+        holders = [spec.layout.holders(spec.shape, unit.box) for unit, spec in units]
         # Only what all ranks of the set know may decide: its own parameters, not the others that a rank sees.
         first = specs_by_ranks[ranks][0]
         in_turn = _replicas_in_turn(first.layout)
         owners, after = _assign([unit for unit, _ in units], holders, {r: before[r] for r in in_turn}, first.wire_bytes)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
-            owned = Unit(unit.position, unit.tile, unit.view, unit.options, unit.flops, owner)
+            owned = Unit(unit.position, unit.box, unit.view, unit.options, unit.flops, owner)
             placed[spec.position].append(owned)
     return {position: tuple(many) for position, many in placed.items()}
 
@@ -172,7 +175,7 @@ def _assign(
     if any(0 < len(who) < len(loads) for who in holders):
         free_owners, free_after = _balance(units, [()] * len(units), loads)
         moved = sum(
-            2 * unit.tile.numel * wire_bytes
+            2 * unit.box.numel * wire_bytes
             for unit, who, owner in zip(units, holders, free_owners, strict=True)
             if who and owner not in who
         )
@@ -222,7 +225,7 @@ def _replicates(units: Sequence[Unit], spec: ParameterSpec, strategy: str) -> bo
     for unit in units:
         if unit.owner is not None:
             loads[unit.owner] += unit.flops
-    num_bytes = spec.wire_bytes * sum(unit.tile.numel for unit in units)
+    num_bytes = spec.wire_bytes * sum(unit.box.numel for unit in units)
     gathered = num_bytes * (shards - 1) / shards
     scattered = num_bytes * num_replicas - num_bytes / shards
     owner = (
@@ -245,8 +248,8 @@ def _cut(
     for spec in specs:
         computed: dict[int | None, int] = defaultdict(int)
         for unit in work[spec.position]:
-            computed[unit.owner] += unit.tile.numel * spec.bytes_per_element
-        needs.append((spec.layout.largest_tile(spec.shape) * spec.bytes_per_element, computed))
+            computed[unit.owner] += unit.box.numel * spec.bytes_per_element
+        needs.append((spec.layout.largest_box(spec.shape) * spec.bytes_per_element, computed))
     limit = max([max_stage_bytes, *(max((shard, *computed.values())) for shard, computed in needs)])
     stages: list[list[ParameterSpec]] = []
     held, by_rank = 0, dict[int | None, int]()
@@ -266,4 +269,4 @@ def is_relayed(unit: Unit, spec: ParameterSpec) -> bool:
     replica, so where its own is several ranks it sends to these alone, and each of them passes its part on."""
     if unit.owner is None or spec.layout.num_replicas == 1:
         return False
-    return not spec.layout.tiles(spec.shape)[spec.layout.index_of[unit.owner]].contains(unit.tile)
+    return not spec.layout.boxes(spec.shape)[spec.layout.index_of[unit.owner]].contains(unit.box)

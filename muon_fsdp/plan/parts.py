@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.views import ATTN_MATRICES, MatrixView
-from muon_fsdp.plan.layout import Tile
+from muon_fsdp.plan.layout import Box
 
 
 @dataclass(frozen=True)
@@ -24,39 +24,39 @@ class LocalPart:
     of: Callable[[Tensor], Tensor]  # of a shard, (R, width)
 
 
-def local_parts(view: MatrixView, tile: Tile) -> list[LocalPart]:
-    """A tile of a parameter as rows of its stack of matrices."""
-    if tile.numel == 0:
+def local_parts(view: MatrixView, box: Box) -> list[LocalPart]:
+    """A box of a parameter as rows of its stack of matrices."""
+    if box.numel == 0:
         return []
-    ranges = [torch.arange(start, start + size) for start, size in zip(tile.offset, tile.shape, strict=True)]
+    ranges = [torch.arange(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)]
     if view.kind == "attn":
         width = view.shape[1] // ATTN_MATRICES
         parts = []
         for number in range(ATTN_MATRICES):  # a row of the parameter is four rows of the stack
-            start, stop = max(tile.offset[1], number * width), min(ranges[1][-1].item() + 1, (number + 1) * width)
+            start, stop = max(box.offset[1], number * width), min(ranges[1][-1].item() + 1, (number + 1) * width)
             if start < stop:
-                columns = slice(int(start - tile.offset[1]), int(stop - tile.offset[1]))
+                columns = slice(int(start - box.offset[1]), int(stop - box.offset[1]))
                 rows = ATTN_MATRICES * ranges[0] + number
                 parts.append(_part(rows, int(start - number * width), columns))
         return parts
     if view.kind == "flatten":
         inner = view.shape[1:]
-        if tile.shape[2:] == inner[1:]:
+        if box.shape[2:] == inner[1:]:
             each = prod(inner[1:])
-            first, width = tile.offset[1] * each, tile.shape[1] * each
+            first, width = box.offset[1] * each, box.shape[1] * each
             return [LocalPart(ranges[0], first, width, lambda shard: shard.reshape(len(shard), -1))]
         parts = []
-        for index in product(*map(range, tile.shape[1:-1])):
-            at = [offset + i for offset, i in zip(tile.offset[1:], (*index, 0), strict=True)]
+        for index in product(*map(range, box.shape[1:-1])):
+            at = [offset + i for offset, i in zip(box.offset[1:], (*index, 0), strict=True)]
             first = sum(i * prod(inner[axis + 1 :]) for axis, i in enumerate(at))
-            parts.append(_row_part(ranges[0], first, tile.shape[-1], index))
+            parts.append(_row_part(ranges[0], first, box.shape[-1], index))
         return parts
     if view.transposed:
-        return [LocalPart(ranges[1], tile.offset[0], tile.shape[0], lambda shard: shard.mT)]
+        return [LocalPart(ranges[1], box.offset[0], box.shape[0], lambda shard: shard.mT)]
     rows = ranges[-2]
     for axis in range(len(ranges) - 3, -1, -1):
         rows = (ranges[axis][:, None] * prod(view.shape[axis + 1 : -1]) + rows).flatten()
-    return [LocalPart(rows, tile.offset[-1], tile.shape[-1], lambda shard: shard.reshape(-1, shard.shape[-1]))]
+    return [LocalPart(rows, box.offset[-1], box.shape[-1], lambda shard: shard.reshape(-1, shard.shape[-1]))]
 
 
 def _part(rows: Tensor, first_col: int, columns: slice) -> LocalPart:
@@ -88,21 +88,21 @@ class Block:
         return rows.reshape(self.matrices.stop - self.matrices.start, -1, self.part.width)
 
 
-def has_whole_rows(view: MatrixView, tile: Tile) -> bool:
+def has_whole_rows(view: MatrixView, box: Box) -> bool:
     if view.kind == "flatten":
-        return tile.shape[1:] == view.shape[1:]
+        return box.shape[1:] == view.shape[1:]
     axis = -2 if view.transposed else -1
-    return tile.shape[axis] == view.shape[axis]
+    return box.shape[axis] == view.shape[axis]
 
 
-def blocks_of(position: int, view: MatrixView, tile: Tile, base: Sequence[tuple[int, int]]) -> list[Block]:
+def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[int, int]]) -> list[Block]:
     matrix_of, row_of = view.row_numbers()
     counts = [count for count, _, _ in view.block_shapes]
     place = [  # of every matrix of the parameter: its class and number there
         (kind, first + index) for (kind, first), count in zip(base, counts, strict=True) for index in range(count)
     ]
     blocks: list[Block] = []
-    for part in local_parts(view, tile):
+    for part in local_parts(view, box):
         numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
         at = 0
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
@@ -148,12 +148,12 @@ def _merged(blocks: Sequence[Block]) -> list[Block]:
     return merged
 
 
-def segments_of(view: MatrixView, tile: Tile) -> list[tuple[int, int, int]] | None:
+def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None:
     """(start, length, matrix) of every run of a contiguous shard that is part of one matrix; None if there are gaps."""
     matrices = sum(count for count, _, _ in view.block_shapes)
     if matrices == 1:
-        return [(0, tile.numel, 0)] if tile.numel > 0 else []
-    parts = local_parts(view, tile)
+        return [(0, box.numel, 0)] if box.numel > 0 else []
+    parts = local_parts(view, box)
     if view.transposed or len(parts) > 1:
         return None
     matrix_of, _ = view.row_numbers()

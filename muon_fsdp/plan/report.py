@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.plan.layout import Layout, Tile
-from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.layout import Box, Layout
+from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
 from muon_fsdp.plan.stages import matrices_at_once, scratch_numel
 
@@ -193,10 +193,10 @@ def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Seq
     return [Layout(ranks, shape, placements)] * len(parameters)
 
 
-def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanReport:
+def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:
     """Plan the parameters that are orthogonalized, and add up."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
-    outlines = make_outline(matrices, max_stage_bytes=engine.max_stage_bytes, strategy=engine.strategy)
+    outlines = make_outline(matrices, max_stage_bytes=settings.max_stage_bytes, strategy=settings.strategy)
     by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
     layouts = {id(spec.layout): spec.layout for spec in matrices}
     loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
@@ -209,7 +209,7 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
             for rank in outline.ranks if unit.owner is None else (unit.owner,):
                 loads[rank] += unit.flops
         for spec in outline.specs:
-            by_shape[(spec.shape, id(spec.layout), spec.placement)].append((spec, units[spec.position]))
+            by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, units[spec.position]))
     traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
     rows = tuple(_row(members, traffic) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
@@ -220,7 +220,7 @@ def make_report(specs: Sequence[ParameterSpec], engine: EngineOptions) -> PlanRe
         flops_by_rank=loads,
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
-        stages=tuple(_stage_report(outline, engine.max_stage_bytes) for outline in outlines),
+        stages=tuple(_stage_report(outline, settings.max_stage_bytes) for outline in outlines),
     )
 
 
@@ -232,7 +232,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     copies = 1
     for unit in outline.units:
         spec = specs[unit.position]
-        units[unit.owner] += unit.tile.numel * spec.bytes_per_element
+        units[unit.owner] += unit.box.numel * spec.bytes_per_element
         flops[unit.owner] += unit.flops
         if unit.owner is not None and not is_relayed(unit, spec):
             copies = max(copies, spec.layout.num_replicas)
@@ -243,7 +243,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     return StageReport(
         flops_by_rank=flops,
         numel=sum(math.prod(spec.shape) for spec in outline.specs),
-        shards=sum(spec.layout.largest_tile(spec.shape) * spec.bytes_per_element for spec in outline.specs),
+        shards=sum(spec.layout.largest_box(spec.shape) * spec.bytes_per_element for spec in outline.specs),
         units=max(units.values()),
         scratch=max(
             min(count, matrices_at_once(rows, cols, size, max_stage_bytes)) * scratch_numel(rows, cols) * size
@@ -287,14 +287,14 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
         for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
             traffic.gathered[rank] += gather * spec.wire_bytes
         if is_relayed(unit, spec):
-            scatter -= (layout.num_replicas - 1) * unit.tile.numel
+            scatter -= (layout.num_replicas - 1) * unit.box.numel
         if unit.owner is not None:
             traffic.scattered[unit.owner] += scatter * spec.wire_bytes
     for rank, forwarded in _forwarded((unit, spec) for unit in units).items():
         traffic.scattered[rank] += forwarded * spec.wire_bytes
     owners = {unit.owner for unit in units}
     replicated = None in owners and len(layout.ranks) > 1
-    shards = len(members) * layout.largest_tile(spec.shape) * spec.wire_bytes
+    shards = len(members) * layout.largest_box(spec.shape) * spec.wire_bytes
     num_ranks, others = len(layout.ranks), len(layout.ranks) // layout.num_replicas - 1
     if gathered and replicated:
         traffic.shards_sent += shards * others
@@ -318,25 +318,25 @@ def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
     """Elements that ranks pass on to other replicas."""
     # Thousands of units are the same box of a shape, computed in the same replica: they are counted first.
     layouts: dict[int, Layout] = {}
-    counts: dict[tuple[int, tuple[int, ...], Tile, int], int] = defaultdict(int)
+    counts: dict[tuple[int, tuple[int, ...], Box, int], int] = defaultdict(int)
     for unit, spec in units:
         if unit.owner is not None and is_relayed(unit, spec):
             layout = layouts.setdefault(id(spec.layout), spec.layout)
-            counts[(id(layout), spec.shape, unit.tile, layout.replica_of[layout.index_of[unit.owner]])] += 1
+            counts[(id(layout), spec.shape, unit.box, layout.replica_of[layout.index_of[unit.owner]])] += 1
     forwarded: dict[int, int] = defaultdict(int)
-    for (key, shape, tile, replica), count in counts.items():
+    for (key, shape, box, replica), count in counts.items():
         layout = layouts[key]
-        for shard, numel in layout.shards_of(shape, tile):
+        for shard, numel in layout.shards_of(shape, box):
             forwarded[layout.ranks[layout.ranks_of_shard[shard][replica]]] += count * (layout.num_replicas - 1) * numel
     return forwarded
 
 
 def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:
     """Elements that travel to each rank that computes the unit, and back."""
-    size = unit.tile.numel
-    tiles = layout.tiles(shape)
+    size = unit.box.numel
+    boxes = layout.boxes(shape)
     if unit.owner is None:
-        return [size - tile.intersect(unit.tile).numel for tile in tiles], 0
-    held = tiles[layout.index_of[unit.owner]]
-    own = held.numel if unit.tile.shape == shape else held.intersect(unit.tile).numel
+        return [size - box.intersect(unit.box).numel for box in boxes], 0
+    held = boxes[layout.index_of[unit.owner]]
+    own = held.numel if unit.box.shape == shape else held.intersect(unit.box).numel
     return [size - own], layout.num_replicas * size - own

@@ -9,15 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.plan.layout import Layout, Tile
+from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit, is_relayed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # The scratch of an orthogonalization stays within so many times the bound of a stage.
 SCRATCH_STAGES = 4
@@ -140,12 +139,12 @@ def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int)
 
 def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:
     """A stage that only assembles one tensor, on every rank."""
-    whole = Tile((0,) * len(shape), shape)
+    whole = Box((0,) * len(shape), shape)
     unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), NO_OPTIONS, 0.0, owner=None)
-    spec = ParameterSpec(0, 0, "", shape, layout, 1, None)
+    spec = ParameterSpec(0, 0, "", shape, layout, 1, torch.device("cpu"), torch.float32)
     outline = StageOutline("", layout.ranks, (spec,), (unit,))
     me = layout.ranks.index(rank)
-    shard_slots = _make_slots({0: layout.tiles(shape)[me].shape})
+    shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
     exchange = _make_exchange(outline, {0: spec}, me)
     return Stage("", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
 
@@ -157,17 +156,17 @@ def _localize(outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
     num_bytes = 0
     for spec in outline.specs:
         by_group[spec.group].append(spec.position)
-        num_bytes += spec.layout.tiles(spec.shape)[me].numel * spec.bytes_per_element
+        num_bytes += spec.layout.boxes(spec.shape)[me].numel * spec.bytes_per_element
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
     batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, max_stage_bytes)
     exchange = _make_exchange(outline, specs, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
-    shard_slots = _make_slots({spec.position: spec.layout.tiles(spec.shape)[me].shape for spec in outline.specs})
+    shard_slots = _make_slots({spec.position: spec.layout.boxes(spec.shape)[me].shape for spec in outline.specs})
     if exchange is None:  # the shards are the units
         unit_slots = {number: shard_slots[outline.units[number].position] for number in mine}
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
-        unit_slots = _make_slots({number: outline.units[number].tile.shape for number in in_batches})
+        unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
     return Stage(outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, shard_slots, unit_slots)
 
 
@@ -243,44 +242,44 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
     gathers = scatters = forwards = False
     for number, unit in enumerate(outline.units):
         spec = specs[unit.position]
-        tiles = spec.layout.tiles(spec.shape)
+        boxes = spec.layout.boxes(spec.shape)
         replica_of = spec.layout.replica_of
         computing = range(len(ranks)) if unit.owner is None else (index_of[unit.owner],)
         for computer in computing:
-            whole_there = tiles[computer].contains(unit.tile)
+            whole_there = boxes[computer].contains(unit.box)
             gathers |= not whole_there
             holds = me == computer if whole_there else replica_of[me] == replica_of[computer]
             if holds:
-                _append(gather_send[computer], number, unit.tile, tiles[me])
+                _append(gather_send[computer], number, unit.box, boxes[me])
             if computer == me:
                 for source in [me] if whole_there else range(len(ranks)):
                     if replica_of[source] == replica_of[me]:
-                        _append(gather_receive[source], number, unit.tile, tiles[source])
+                        _append(gather_receive[source], number, unit.box, boxes[source])
         if unit.owner is None:
-            _append(scatter_send[me], number, unit.tile, tiles[me])
-            _append(scatter_receive[me], number, unit.tile, tiles[me])
+            _append(scatter_send[me], number, unit.box, boxes[me])
+            _append(scatter_receive[me], number, unit.box, boxes[me])
         else:
             owner = index_of[unit.owner]
             scatters = scatters or any(
-                rank != owner and tile.intersect(unit.tile).numel > 0 for rank, tile in enumerate(tiles)
+                rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes)
             )
             relays = is_relayed(unit, spec)
             forwards |= relays
             is_near = not relays or replica_of[me] == replica_of[owner]
             if is_near:
-                _append(scatter_receive[owner], number, unit.tile, tiles[me])
+                _append(scatter_receive[owner], number, unit.box, boxes[me])
             if owner == me:
                 for holder in range(len(ranks)):
                     if not relays or replica_of[holder] == replica_of[me]:
-                        _append(scatter_send[holder], number, unit.tile, tiles[holder])
+                        _append(scatter_send[holder], number, unit.box, boxes[holder])
             if relays:
                 same_part = spec.layout.ranks_of_shard[spec.layout.shard_of[me]]
                 if is_near:
                     for other in same_part:
                         if other != me:
-                            _append(forward_send[other], number, unit.tile, tiles[me])
+                            _append(forward_send[other], number, unit.box, boxes[me])
                 else:
-                    _append(forward_receive[same_part[replica_of[owner]]], number, unit.tile, tiles[me])
+                    _append(forward_receive[same_part[replica_of[owner]]], number, unit.box, boxes[me])
     in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # a process group numbers its ranks so
 
     def ordered(lists: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
@@ -301,7 +300,7 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
     )
 
 
-def _append(pieces: list[Piece], number: int, unit: Tile, tile: Tile) -> None:
-    common = tile.intersect(unit)
+def _append(pieces: list[Piece], number: int, unit: Box, box: Box) -> None:
+    common = box.intersect(unit)
     if common.numel > 0:
-        pieces.append(Piece(number, common.within(tile), common.within(unit), common.shape))
+        pieces.append(Piece(number, common.within(box), common.within(unit), common.shape))

@@ -124,7 +124,7 @@ def _zeros(parameter: Tensor, code: int) -> DTensor:
     placements = _placements(code, parameter.device_mesh.ndim)
     layout = layout_of(parameter, None)
     whole = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
-    tile = Layout(layout.ranks, layout.mesh_shape, whole).tiles(tuple(parameter.shape))[layout.index_of[my_rank()]]
-    part = torch.zeros(tile.shape, dtype=parameter.dtype, device=parameter.device)
+    box = Layout(layout.ranks, layout.mesh_shape, whole).boxes(tuple(parameter.shape))[layout.index_of[my_rank()]]
+    part = torch.zeros(box.shape, dtype=parameter.dtype, device=parameter.device)
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)

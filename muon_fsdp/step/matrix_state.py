@@ -20,7 +20,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
-from muon_fsdp.plan.matrix_sets import Entry, MatrixClass, MatrixSet, make_sets, own_tile
+from muon_fsdp.plan.matrix_sets import Entry, MatrixClass, MatrixSet, make_sets, own_box
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.statistics.observer import Observer
@@ -60,8 +60,8 @@ class MatrixStates:
             for index, kind in enumerate(self._classes)
             for place in kind.places
         }
-        tiles = {entry.position: own_tile(entry, rank) for entry in entries}
-        self.factors = WeightFactors(entries, tiles, self._classes, self._class_of)
+        boxes = {entry.position: own_box(entry, rank) for entry in entries}
+        self.factors = WeightFactors(entries, boxes, self._classes, self._class_of)
         self._inputs = [_Inputs(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
         # Of every batch: its class, and where its matrices are in that. Captured steps need them in place.
         self._places = [

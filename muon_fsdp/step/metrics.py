@@ -119,4 +119,4 @@ def numbers_of(samples: Sequence[Sample]) -> dict[str, float]:
 def _is_whole(stage: Stage, batch: Batch, parameters: Sequence[Tensor]) -> bool:
     """Return whether the parameter of a batch's first matrix is whole on this rank."""
     unit = stage.units[batch.members[0].unit]
-    return local(parameters[unit.position]).shape == unit.tile.shape
+    return local(parameters[unit.position]).shape == unit.box.shape

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.stages import Batch, Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step.fused import FusedStage
@@ -46,7 +46,7 @@ def run_stages(
     fused: Sequence[FusedStage],
     work: Mapping[int, Work],
     updated: Collection[int],
-    engine: EngineOptions,
+    settings: Settings,
     recorder: Recorder,
     matrices: MatrixStates | None = None,
     samples: Samples | None = None,
@@ -58,9 +58,9 @@ def run_stages(
     forwarding: _StageRun | None = None
     num_travelling = 0
     for number, (stage, label, part) in enumerate(zip(stages, labels, fused, strict=True)):
-        run = _StageRun(number, stage, label, groups, part, work, engine, recorder, matrices, samples)
+        run = _StageRun(number, stage, label, groups, part, work, settings, recorder, matrices, samples)
         # All ranks of a stage must decide alike: by what they have agreed on. A captured step holds every stage.
-        if run.present.isdisjoint(updated) and not engine.cuda_graph:
+        if run.present.isdisjoint(updated) and not settings.cuda_graph:
             continue
         run.start(num_travelling)
         if not run.travels:  # nothing to wait for, and nothing is gained by keeping it in memory
@@ -109,7 +109,7 @@ class _StageRun:
         groups: Sequence[Mapping[str, Any]],
         fused: FusedStage,
         work: Mapping[int, Work],
-        engine: EngineOptions,
+        settings: Settings,
         recorder: Recorder,
         matrices: MatrixStates | None,
         samples: Samples | None,
@@ -126,7 +126,7 @@ class _StageRun:
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
-        self._groups, self._engine, self._recorder, self._samples = groups, engine, recorder, samples
+        self._groups, self._settings, self._recorder, self._samples = groups, settings, recorder, samples
         self._matrices = matrices if self.rule.has_matrix_numbers else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
@@ -165,7 +165,7 @@ class _StageRun:
     def _staging(self) -> Tensor:
         single = (self.work[i].parameter for i in self.present if i in self.work)
         like = self.fused.example if self.fused.example is not None else next(single)
-        dtype = self._engine.staging_dtype(like.device.type, working_dtype(like.dtype))
+        dtype = self._settings.staging_dtype(like.device.type, working_dtype(like.dtype))
         return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
 
     def compute(self) -> None:

@@ -21,7 +21,7 @@ from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout, LayoutError, local_layout
 from muon_fsdp.plan.matrix_sets import Entry
-from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
@@ -41,7 +41,7 @@ class PlannedStep:
         groups: Sequence[Mapping[str, Any]],
         routes: Sequence[Sequence[Route]],
         views: Sequence[Sequence[MatrixView | None]],
-        engine: EngineOptions,
+        settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
@@ -51,27 +51,27 @@ class PlannedStep:
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
         self.is_plain = [not isinstance(parameter, DTensor) for parameter in self.parameters]
         self.layouts = layouts_of(self.parameters, replicate_group)
-        self._engine = engine
+        self._settings = settings
         self.names = names = [route.name for names in routes for route in names]
         for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
             _check_placed(name, parameter, layout)
-        specs = parameter_specs(groups, routes, views, self.layouts, engine)
-        self._dtypes: list[torch.dtype] = [spec.placement[1] for spec in specs]
+        specs = parameter_specs(groups, routes, views, self.layouts, settings)
+        self._dtypes: list[torch.dtype] = [spec.dtype for spec in specs]
         for spec in specs:
             if spec.view is not None:
                 _check_live(names[spec.position], self.parameters[spec.position], spec.layout)
         self.outlines: list[StageOutline] = make_outline(
             [_elementwise_is_local(spec, self.parameters[spec.position]) for spec in specs],
-            max_stage_bytes=engine.max_stage_bytes,
-            strategy=engine.strategy,
+            max_stage_bytes=settings.max_stage_bytes,
+            strategy=settings.strategy,
         )
-        self.plan: Plan = make_plan(self.outlines, my_rank(), engine.max_stage_bytes)
+        self.plan: Plan = make_plan(self.outlines, my_rank(), settings.max_stage_bytes)
         entries = [_entry(spec) for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(entries, self.plan.stages) if entries else None
-        self.samples = Samples(self.plan.stages, self.parameters, engine.cuda_graph)
+        self.samples = Samples(self.plan.stages, self.parameters, settings.cuda_graph)
         self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
         self.shared = SharedSets(
-            groups, routes, self.layouts, engine, accumulation_steps, replicate_group, agreement_group
+            groups, routes, self.layouts, settings, accumulation_steps, replicate_group, agreement_group
         )
         self._group_devices = self._find_group_devices()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -125,7 +125,7 @@ class PlannedStep:
                 fused.stages,
                 work,
                 updated,
-                self._engine,
+                self._settings,
                 recorder,
                 self.matrices,
                 self.samples if self.samples.wanted else None,
@@ -133,7 +133,7 @@ class PlannedStep:
             if self.matrices is not None:
                 self.matrices.finish(recorder)
 
-        if not self._engine.cuda_graph or self.samples.wanted:  # which what was captured does not take
+        if not self._settings.cuda_graph or self.samples.wanted:  # which what was captured does not take
             run(Recorder())
             self.samples.end_step()
             return
@@ -231,7 +231,7 @@ def parameter_specs(
     routes: Sequence[Sequence[Route]],
     views: Sequence[Sequence[MatrixView | None]],
     layouts: Sequence[Layout],
-    engine: EngineOptions,
+    settings: Settings,
 ) -> list[ParameterSpec]:
     """What the planner needs to know of every parameter."""
     specs: list[ParameterSpec] = []
@@ -249,7 +249,7 @@ def parameter_specs(
                         costs[(rows, cols)] = rule.flops(options, rows, cols)
                     block_flops.append(costs[(rows, cols)])
             dtype = working_dtype(parameter.dtype)
-            staging = engine.staging_dtype(parameter.device.type, dtype)
+            staging = settings.staging_dtype(parameter.device.type, dtype)
             specs.append(
                 ParameterSpec(
                     position=len(specs),
@@ -258,7 +258,8 @@ def parameter_specs(
                     shape=shape,
                     layout=layout,
                     bytes_per_element=(dtype if view is None else staging).itemsize,
-                    placement=(parameter.device, dtype),
+                    device=parameter.device,
+                    dtype=dtype,
                     view=view,
                     options=options,
                     block_flops=tuple(block_flops),
@@ -270,9 +271,18 @@ def parameter_specs(
 
 def _entry(spec: ParameterSpec) -> Entry:
     assert spec.view is not None
-    device, dtype = spec.placement
     is_observed = bool(RULES[spec.rule].statistics)
-    return Entry(spec.position, spec.view, spec.layout, spec.group, spec.rule, spec.options, device, dtype, is_observed)
+    return Entry(
+        spec.position,
+        spec.view,
+        spec.layout,
+        spec.group,
+        spec.rule,
+        spec.options,
+        spec.device,
+        spec.dtype,
+        is_observed,
+    )
 
 
 def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
@@ -298,7 +308,7 @@ def _where(name: str, shape: Sequence[int], layout: Layout) -> str:
 
 def _check_layout(name: str, shape: tuple[int, ...], layout: Layout) -> None:
     try:
-        layout.tiles(shape)
+        layout.boxes(shape)
     except LayoutError as error:
         where = _where(name, shape, layout)
         raise RuntimeError(
@@ -317,7 +327,7 @@ def _check_live(name: str, parameter: Tensor, layout: Layout) -> None:
         )
     held, expected = (
         tuple(local(parameter).shape),
-        layout.tiles(tuple(parameter.shape))[layout.index_of[my_rank()]].shape,
+        layout.boxes(tuple(parameter.shape))[layout.index_of[my_rank()]].shape,
     )
     if held != expected:
         raise RuntimeError(f"{where} holds a local tensor of shape {held} where its layout says {expected}")

@@ -16,7 +16,7 @@ from muon_fsdp.comm.process_groups import Ranks, group_like
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.options import EngineOptions
+from muon_fsdp.plan.options import Settings
 from muon_fsdp.rules import RULES
 
 Group = Mapping[str, Any]
@@ -29,7 +29,7 @@ class SharedSets:
         groups: parameter groups.
         routes: of their parameters.
         layouts: of all parameters, one after another.
-        engine: options of the whole optimizer.
+        settings: options of the whole optimizer.
         accumulation_steps: calls of `step()` per update.
         replicate_group: over which plain parameters are replicas.
         agreement_group: more ranks that decide about a step together, though they need not share a parameter.
@@ -40,7 +40,7 @@ class SharedSets:
         groups: Sequence[Group],
         routes: Sequence[Sequence[Route]],
         layouts: Sequence[Layout],
-        engine: EngineOptions,
+        settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
@@ -59,7 +59,7 @@ class SharedSets:
             members.setdefault(ranks, [])
             self._likes.setdefault(ranks, agreement_group)
         self.positions: dict[Ranks, list[int]] = dict(sorted(members.items()))
-        options = asdict(engine) | {"gradient_accumulation_steps": accumulation_steps}
+        options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
         flat = [route for names in routes for route in names]
         self._lines = {

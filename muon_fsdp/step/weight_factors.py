@@ -11,7 +11,7 @@ from torch import Tensor
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.kernels.tables import cut_into_chunks
-from muon_fsdp.plan.layout import Tile
+from muon_fsdp.plan.layout import Box
 from muon_fsdp.plan.matrix_sets import Entry, MatrixClass
 from muon_fsdp.plan.parts import local_parts, segments_of
 from muon_fsdp.rules import RULES, MatrixNumbers, Rule
@@ -27,12 +27,12 @@ class WeightFactors:
     def __init__(
         self,
         entries: Sequence[Entry],
-        tiles: Mapping[int, Tile],  # by position
+        boxes: Mapping[int, Box],  # by position
         classes: Sequence[MatrixClass],
         class_of: Mapping[tuple[int, int], tuple[int, int]],  # (position, block): class, first matrix there
     ) -> None:
         self._entries = {entry.position: entry for entry in entries if RULES[entry.rule].multiplies_weights}
-        self._tiles, self._classes, self._class_of = tiles, classes, class_of
+        self._boxes, self._classes, self._class_of = boxes, classes, class_of
         self._first = _running_sums([kind.count for kind in classes])  # numbers among all matrices
         self._kinds = [_factor_kinds(RULES[kind.rule], kind) for kind in classes]
         self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
@@ -58,7 +58,7 @@ class WeightFactors:
         for position, entry in self._entries.items():
             if any(self._kinds[index] != ("matrix", "matrix") for index, _ in self._blocks(position)):
                 reasons[position] = f"rule {entry.rule!r} multiplies its rows or columns by factors"
-            elif segments_of(entry.view, self._tiles[position]) is None:
+            elif segments_of(entry.view, self._boxes[position]) is None:
                 reasons[position] = "its matrices are not runs of memory"
         return reasons
 
@@ -72,7 +72,7 @@ class WeightFactors:
                 for (index, first), (count, _, _) in zip(self._blocks(position), view.block_shapes, strict=True)
                 for i in range(count)
             ]
-            for start, length, matrix in segments_of(view, self._tiles[position]) or ():
+            for start, length, matrix in segments_of(view, self._boxes[position]) or ():
                 segments.append((tensor, start, length, numbers[matrix]))
         return cut_into_chunks(segments, device)
 
@@ -124,7 +124,7 @@ class WeightFactors:
         first_col = torch.tensor(_running_sums([cols for _, cols in shapes]))
         first_element = torch.tensor(_running_sums([rows * cols for rows, cols in shapes]))
         index = torch.empty(tuple(shard.shape), dtype=torch.int64)
-        for part in local_parts(view, self._tiles[position]):
+        for part in local_parts(view, self._boxes[position]):
             matrices = matrix_of[part.rows]
             numbers = matrices[:, None].expand(-1, part.width)
             if kind == "rows":

@@ -119,7 +119,7 @@ def test_state_is_loaded_and_copied():
             optimizer.load_state_dict(saved)
         if step == 12:
             options = {"lr": 0.02, "nesterov": True, "weight_decay": 0.05, "adamw_lr": 0.01}
-            other = MuonOptimizer(model, **options, cuda_graph=optimizer._engine.cuda_graph)
+            other = MuonOptimizer(model, **options, cuda_graph=optimizer._settings.cuda_graph)
             other.load_state_dict(optimizer.state_dict())
             return other
         if step == 16:
