@@ -14,7 +14,6 @@ from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_param
 from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.parameters.state_dict import StateDict, origin
 from muon_fsdp.plan.options import STARTED
-from muon_fsdp.rules import RULES
 
 __all__ = ["load_state_dict"]
 
@@ -49,21 +48,19 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
     saved = _saved_by_name(optimizer, state_dict, params)
     loaded: dict[Tensor, dict[str, Any]] = {}
     names, problems = [], []
-    for group, routes in zip(optimizer.param_groups, optimizer._routes, strict=True):
-        rule = RULES[group["rule"]]
-        for parameter, route in zip(group["params"], routes, strict=True):
-            if route.name not in saved:
-                continue
-            state, saved_group = saved.pop(route.name)
-            try:
-                values = rule.take_over(state, saved_group) if state else {}
-            except ValueError as error:
-                problems.append(f"{route.name}: {error}")
-                continue
-            if values:
-                names.append(route.name)
-                scalars = {spec.name for spec in rule.all_state if not spec.is_sharded}
-                loaded[parameter] = {name: _number(v) if name in scalars else v for name, v in values.items()}
+    for record in optimizer._records():
+        if record.name not in saved:
+            continue
+        state, saved_group = saved.pop(record.name)
+        try:
+            values = record.rule.take_over(state, saved_group) if state else {}
+        except ValueError as error:
+            problems.append(f"{record.name}: {error}")
+            continue
+        if values:
+            names.append(record.name)
+            scalars = {spec.name for spec in record.rule.all_state if not spec.is_sharded}
+            loaded[record.tensor] = {name: _number(v) if name in scalars else v for name, v in values.items()}
     frozen = {row.name for row in optimizer._frozen_rows}
     problems += [f"{name}: saved, but not here" for name, (state, _) in saved.items() if state and name not in frozen]
     if not problems and not names:
@@ -126,7 +123,7 @@ def _names_here(optimizer: MuonOptimizer, params: Params) -> list[str]:
     listed: Any = list(params.parameters()) if isinstance(params, nn.Module) else with_lists(as_torch_params(params))
     groups: Iterable[Any] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     parameters = [parameter for group in groups for parameter in names_and_parameters(group)[1]]
-    here = {id(p): route.name for p, route in zip(optimizer._parameters(), optimizer._all_routes(), strict=True)}
+    here = {id(record.tensor): record.name for record in optimizer._records()}
     return [
         here.get(id(parameter), f"params[{index}]" if parameter.requires_grad else "")
         for index, parameter in enumerate(parameters)

@@ -18,11 +18,11 @@ from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.comm import transfers
 from muon_fsdp.comm.process_groups import make_group
 from muon_fsdp.comm.transfers import layout_of
-from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import num_vectors
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.matrix_sets import Entry, make_sets
+from muon_fsdp.plan.matrix_sets import make_sets
+from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.spectral import compute_spectral_norm
 from muon_fsdp.statistics import shard_products
 from muon_fsdp.statistics.top_singular import Survey
@@ -124,8 +124,8 @@ def surveys_by_kernels() -> list[tuple[Tensor, Tensor]]:
             with patch.object(shard_products, "unusable", lambda device, reason=reason: reason):
                 view = matrix_view((9, 20), name="it", kind="matrix")
                 layout, device = layout_of(parameter, None), matrix.device
-                entry = Entry(0, view, layout, 0, "", PlannedOptions(), device, matrix.dtype, is_observed=True)
-                (matrices,) = make_sets([entry], dist.get_rank())
+                spec = ParameterSpec(0, 0, "", view.shape, layout, 4, device, matrix.dtype, view, is_observed=True)
+                (matrices,) = make_sets([spec], dist.get_rank())
                 (it,) = Survey(matrices, 10).run([subspace], {0: parameter.to_local()}, Recorder(), cold=False)
                 spanned = it.subspace.mT @ it.subspace  # a projection: signs of vectors may differ
                 parts = (it.norm, it.norm * it.left[0, :, None] * it.right[0, None, :], spanned)

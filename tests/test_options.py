@@ -207,7 +207,7 @@ def test_add_param_group_refuses_too():
         optimizer.add_param_group({"params": [matrix()], "radius_scaler": 2.0})
     with pytest.raises(ValueError, match="a parameter group: Unknown rule 'moun'"):
         optimizer.add_param_group({"params": [matrix()], "rule": "moun"})
-    with pytest.raises(ValueError, match="a parameter group: 'strategy' holds for the whole optimizer"):
+    with pytest.raises(ValueError, match="a parameter group: 'strategy' is a setting of the whole optimizer"):
         optimizer.add_param_group({"params": [matrix()], "strategy": "owner"})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [matrix()], "rule": "spectral_sphere", "radius_scaler": 2.0})

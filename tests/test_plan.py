@@ -20,12 +20,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of, local_layout
 from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.step import pipeline
+from muon_fsdp.step.inputs import StepInputs
 from tests.model_shapes import MODELS
 from tests.pool import RankPool
 
@@ -276,7 +278,7 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
 class LoggedRun:
     """What `run_stages` does with a stage, written down instead of done."""
 
-    def __init__(self, number, stage, *_):
+    def __init__(self, stage, context):
         self.name, self.ranks, self.forwards, self.log = stage
         self.travels, self.present = True, {0}
 
@@ -314,7 +316,9 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
     with patch.object(pipeline, "_StageRun", LoggedRun):
         for rank, log in logs.items():
             mine = [(*stage, log) for stage in stages if rank in stage[1]]
-            pipeline.run_stages(mine, mine, (), mine, {}, (0,), None, None)
+            whole = Settings("propagate", 1, False, "auto", None)
+            inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
+            pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
     for ranks in {ranks for _, ranks, _ in stages}:
         orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
         assert len(orders) == 1

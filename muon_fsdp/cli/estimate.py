@@ -55,10 +55,9 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
         weights += bytes_held
         gradients += bytes_held if parameter.requires_grad else 0
         total += parameter.numel() * parameter.element_size() * layout.num_replicas
-    for group, views in zip(optimizer.param_groups, optimizer._all_views(), strict=True):
-        for parameter, view in zip(group["params"], views, strict=True):
-            state += _state_bytes(RULES[group["rule"]], parameter, view, layout)
-            adamw_state += _state_bytes(RULES[DEFAULT_OTHER_RULE], parameter, None, layout)
+    for record in optimizer._records():
+        state += _state_bytes(record.rule, record.tensor, record.view, layout)
+        adamw_state += _state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
     mean = total / len(layout.ranks)
     return Memory(weights, gradients, state, report.scratch_bytes, adamw_state, mean)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.process_groups import group_like, group_of, make_group, my_rank
+from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, local_layout
 from muon_fsdp.plan.stages import Exchange, Piece, Stage, make_gather_stage
@@ -33,25 +33,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def layout_of(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> Layout:
+def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
     """Return how a parameter lies on ranks.
 
-    A plain one is a replica in `replicate_group`, or this rank's own: without a group, or if DDP was told to ignore it.
+    A plain parameter is replicated over `replica_ranks`. It is this rank's own without them, or if DDP ignores it.
     """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         ranks = tuple(mesh.mesh.flatten().tolist())
         return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
-    if replicate_group is not None and not getattr(parameter, "_ddp_ignored", False):
-        ranks = tuple(dist.get_process_group_ranks(replicate_group))
-        return Layout(ranks, (len(ranks),), local_layout(0).placements)
+    if replica_ranks is not None and not getattr(parameter, "_ddp_ignored", False):
+        return Layout(replica_ranks, (len(replica_ranks),), local_layout(0).placements)
     return local_layout(my_rank())
 
 
-def layouts_of(parameters: Sequence[Tensor], replicate_group: dist.ProcessGroup | None) -> list[Layout]:
+def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:
     """The layouts of parameters; equal ones are one object, which planning relies on to be fast."""
     known: dict[Layout, Layout] = {}
-    return [known.setdefault(layout, layout) for layout in (layout_of(p, replicate_group) for p in parameters)]
+    return [known.setdefault(layout, layout) for layout in (layout_of(p, replica_ranks) for p in parameters)]
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FSDPMuonOptimizer: the engine of MuonOptimizer, built from a model that `fully_shard` or DDP may have wrapped."""
+"""FSDPMuonOptimizer: MuonOptimizer for a model, which `fully_shard` or DDP may have wrapped."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ _ACCUMULATION = Option("gradient_accumulation_steps", 1, "calls of step() per up
     eps=EPS,
 )
 class FSDPMuonOptimizer(MuonOptimizer):
-    """Muon for a model, wherever its parameters lie: FSDP2 in any layout, tensor parallel, DDP, or one device.
+    """Muon for a model, however its parameters are distributed: FSDP2 in any layout, tensor parallel, DDP, one device.
 
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
         optimizer = FSDPMuonOptimizer(model, lr=0.02)
 
-    Parameters are routed by module; the layout is read from the parameters, so there is no mesh to pass. Matrices are
-    updated as by `MuonOptimizer`; AdamW takes the rest with betas (0.9, beta2). `weight_decay` applies to matrices,
-    embeddings and heads, not to vectors.
+    Parameters are routed by module. The layout is read from the parameters, so there is no mesh to pass. Matrices are
+    updated as by `MuonOptimizer`; all other parameters use AdamW with betas (0.9, beta2). `weight_decay` applies to
+    matrices, embeddings and heads, not to vectors.
 
     Args:
         model: the model, wrapped or not, before or after its first forward.
-        params: what to optimize, in any form that `MuonOptimizer` takes; None for all trainable parameters.
+        params: what to optimize, in any form that `MuonOptimizer` accepts; None for all trainable parameters.
         lr: learning rate of the matrices.
         {options}
         beta2: decay of the second moment, for rules that have one: "adamw" and "normuon".
         eps: added to the root of that moment.
-        gradient_accumulation_steps: N > 1 makes `step()` and `zero_grad()` do nothing on N - 1 of N calls while
-            gradients add up in `p.grad`; the N-th uses their mean. Unscaling and clipping belong on the N-th.
-            `model.zero_grad()` does clear gradients: use the optimizer's.
+        gradient_accumulation_steps: with N > 1, `step()` and `zero_grad()` do nothing on N - 1 of N calls while
+            gradients add up in `p.grad`; the N-th call uses their mean. Unscale and clip before the N-th call only.
+            `model.zero_grad()` does clear gradients: call the optimizer's instead.
         options: all others of `MuonOptimizer`.
     """
 
@@ -85,10 +85,10 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self._watch = ModelWatch(model, tells_of_missing=params is None)
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
-        self._graph_is_alive = False  # whether the last forward was one that a backward may follow
-        if any(isinstance(module, FSDPModule) for module in model.modules()):  # what unshard_params needs to know
+        self._graph_is_alive = False  # whether a backward may follow the last forward
+        if any(isinstance(module, FSDPModule) for module in model.modules()):  # for unshard_params
             hook = model.register_forward_hook(_ForwardNote(self))
-            weakref.finalize(self, hook.remove)  # or every optimizer would leave one on the model
+            weakref.finalize(self, hook.remove)  # otherwise every optimizer leaves a hook on the model
 
     def _class_defaults(self, rule: Rule) -> dict[str, Any]:
         own: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "nesterov": NESTEROV, "beta2": BETA2}
@@ -100,7 +100,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
         if isinstance(betas, tuple) and len(betas) == 2:
             own["betas"] = (betas[0], BETA2)
             given |= {"betas": (betas[0], given["beta2"])} if "beta2" in given else {}
-        # A registered rule that declares such an option itself knows its default better.
+        # A registered rule that declares such an option itself keeps its own default.
         shipped = [option for built_in in BUILT_IN for option in RULES[built_in.name].all_options.values()]
         defaults = {name: value for name, value in own.items() if rule.all_options.get(name) in shipped} | given
         for name, value in defaults.items():
@@ -125,18 +125,18 @@ class FSDPMuonOptimizer(MuonOptimizer):
 
     @contextmanager
     def unshard_params(self) -> Iterator[None]:
-        """Inside, `model.parameters()` are whole plain tensors in the precision of the shards, on every rank.
+        """Make `model.parameters()` whole plain tensors inside the block, on every rank, in the shards' precision.
 
-        On exit every rank copies its own part back, and the parameters are shards again. All ranks must enter. Not
-        for running the model: FSDP's hooks expect shards.
+        On exit every rank copies its own part back, and the parameters are shards again. All ranks must enter the
+        block. Do not run the model inside: FSDP2's hooks expect shards.
         """
         if self._model is None:
-            raise RuntimeError("a copied optimizer does not know its model: use the one that was built from it")
+            raise RuntimeError("a copied optimizer does not know its model: call this on the one built from the model")
         self._reshard_or_raise(self._model)
         holders: list[tuple[nn.Module, str, nn.Parameter]] = [
             (module, name, parameter)
             for module in self._model.modules()
-            # Not named_parameters, which leaves out repetitions.
+            # named_parameters would leave out tied parameters.
             for name, parameter in module._parameters.items()
             if parameter is not None and isinstance(parameter, DTensor)
         ]
@@ -159,8 +159,8 @@ class FSDPMuonOptimizer(MuonOptimizer):
         unsharded = [p for p in self._parameters() if isinstance(p, DTensor) and id(p) not in present]
         if unsharded and self._graph_is_alive:
             raise RuntimeError(
-                "unshard_params() can't be entered between forward and backward: some parameters are unsharded for "
-                "the backward. Run it first, or call reshard() on the FSDP modules if there will be none."
+                "unshard_params() can't be entered between forward and backward: FSDP2 has unsharded parameters for "
+                "backward. Run backward first, or call reshard() on the FSDP modules if there will be none."
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -172,7 +172,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
 
 
 class _ForwardNote:
-    """A forward hook that tells the optimizer whether a backward may follow; neither keeps it alive nor is copied."""
+    """A forward hook that notes whether a backward may follow. It holds the optimizer weakly and is not copied."""
 
     def __init__(self, optimizer: FSDPMuonOptimizer | None = None) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
@@ -199,7 +199,10 @@ def _refuse_unsupported(model: nn.Module) -> None:
 
 
 def _offloads_to_cpu(module: FSDPModule) -> bool:
-    """Private state of FSDP2, the only place where an offload policy can be seen; tests/test_fsdp.py guards it."""
+    """Return whether an FSDP2 module has an offload policy.
+
+    Only private state of FSDP2 shows it; tests/test_fsdp.py fails if that moves.
+    """
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return any(parameter.offload_to_cpu for group in groups if group is not None for parameter in group.fsdp_params)

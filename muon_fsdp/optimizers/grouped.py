@@ -1,4 +1,4 @@
-"""Optimizers whose groups have one rule each: which parameter takes which rule, with which options."""
+"""Divide parameters into groups with one rule each, and resolve the options of each group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import canonical
-from muon_fsdp.declarations.views import MatrixView, matrix_view
 from muon_fsdp.parameters.groups import (
     Group,
     Params,
@@ -28,6 +28,7 @@ from muon_fsdp.parameters.groups import (
     split_foreign,
     with_lists,
 )
+from muon_fsdp.parameters.records import ParameterRecord, make_records, view_of
 from muon_fsdp.parameters.routing import GroupRule, Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.parameters.wrappers import ModelWatch
 from muon_fsdp.plan.options import MICRO_STEP, SCHEDULED_LRS, STARTED
@@ -35,15 +36,16 @@ from muon_fsdp.rules import RULES, Rule, rule_named
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Divides the parameters of users into groups of one rule each; what a step does is for subclasses.
+    """An optimizer whose groups have one rule each; subclasses define the step.
 
     Args:
         params: a model, one tensor, tensors, named tensors, or groups with options.
-        rule: the rule of matrices, by its name.
-        other_rule: the element-wise rule of all other parameters.
-        options: those of rules, as they were given to the constructor.
+        rule: the name of the rule of matrices.
+        other_rule: the name of the element-wise rule of all other parameters.
+        options: those of rules, as the user passed them.
         overrides: {pattern of names: rule, or dict of group options}.
-        strict: whether to refuse what is a guess.
+        strict: whether to raise where routing is a guess.
+        replicate_group: the process group over which plain parameters are replicas.
     """
 
     def __init__(
@@ -55,11 +57,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
         overrides: Mapping[str, str | Mapping[str, Any]] | None,
         *,
         strict: bool,
+        replicate_group: dist.ProcessGroup | None,
     ) -> None:
+        self._replicate_group = replicate_group
+        # Kept apart, because state dicts are asked for after the process group is destroyed, too.
+        self._replica_ranks = None if replicate_group is None else tuple(dist.get_process_group_ranks(replicate_group))
         self._watch = ModelWatch(params, tells_of_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
-            raise ValueError(f"other_rule={other_rule!r} works on whole matrices: it needs an element-wise rule")
+            raise ValueError(f"other_rule={other_rule!r} works on whole matrices: pass an element-wise rule")
         self._given = Source(type(self).__name__, dict(options), is_constructor=True)
         self._is_strict = strict
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
@@ -68,10 +74,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
         }
-        self._routes: list[list[Route]] = []  # parallel to the parameters of the groups
+        self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
         self._frozen_rows = frozen_rows(model) if model is not None else ()
-        defaults = self._resolved(self._rule)  # what torch's schedulers look at: a cyclic one moves momentum
-        self._given.taken.clear()  # by parameters, so far
+        defaults = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
+        self._given.taken.clear()  # no parameter uses an option yet
         groups = with_lists(as_torch_params(params))
         self._is_built = False
         with self._router.reading(model):
@@ -83,7 +89,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._check_use_of_options()
             if self._router.unused_patterns:
                 self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter", stacklevel=4)
-            self._check_doubts(self._routed_shapes())
+            self._check_doubts(self._all_routes())
         for message in dict.fromkeys(text for g in self.param_groups for text in RULES[g["rule"]].warnings(g)):
             self._router.warnings.append(message)
             warnings.warn(message, stacklevel=4)
@@ -91,7 +97,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @property
     def _rule(self) -> Rule:
-        """The rule of matrices, where no group or override names another."""
+        """Return the rule of matrices whose group or override names no other."""
         return RULES[self._rule_name]
 
     @property
@@ -99,28 +105,28 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return RULES[self._other_rule_name]
 
     def _class_defaults(self, rule: Rule) -> dict[str, Any]:
-        """Return the defaults that a subclass gives to the options of a rule."""
+        """Return the defaults of a subclass for the options of a rule."""
         return {}
 
     def _parameter_defaults(self, parameter: Tensor, route: Route) -> dict[str, Any]:
-        """Return the options that a subclass gives to a parameter unless its group or an override says otherwise."""
+        """Return the options of a subclass for a parameter, which its group or an override may change."""
         return {}
 
     def _resolved(
         self, rule: Rule, route: Route | None = None, sources: Sequence[tuple[Source, Sequence[Rule]]] = ()
     ) -> Group:
-        """Return the options of parameters of one rule, given what their group and an override say."""
+        """Return the options of parameters of one rule, from the constructor, their group and an override."""
         defaults = dict(route.defaults) if route is not None else {}
         return resolve(rule, self._class_defaults(rule), defaults, [(self._given, ()), *sources])
 
     def _rules_of_patterns(self, groups: Sequence[Any]) -> dict[str, set[str]]:
-        """Return the rules of all parameters that each override matches, whatever groups they are in.
+        """Return the rules of all parameters that each override matches, in whatever group they are.
 
-        What an override says to matrices and vectors must not depend on how they are grouped.
+        The effect of an override on matrices and vectors must not depend on how they are grouped.
         """
         found: dict[str, set[str]] = defaultdict(set)
         for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
-            with suppress(TypeError, ValueError, KeyError):  # what is wrong with a group is told when it is added
+            with suppress(TypeError, ValueError, KeyError):  # a wrong group raises when it is added
                 named, parameters = names_and_parameters(group)
                 group_rule = self._rule_of_group(group)
                 for index, parameter in enumerate(parameters):
@@ -131,7 +137,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return found
 
     def _rule_of_group(self, given: Mapping[str, Any]) -> GroupRule:
-        """Return the rule that a user's group asks for, and what it binds."""
+        """Return the rule that a user's group asks for."""
         rule = rule_named(given["rule"]) if "rule" in given else self._rule
         return GroupRule(
             rule.name,
@@ -142,63 +148,62 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_use_of_options(self) -> None:
         """Raise for an option that had no effect on any parameter."""
-        self._resolved(self._other_rule)  # in use even if no parameter takes it yet: one may be added later
+        self._resolved(self._other_rule)  # counts as used even if no parameter has it: one may be added later
         rules = [RULES[group["rule"]] for group in self.param_groups]
         self._given.require_taken([*rules, self._rule, self._other_rule])
         for pattern, source in self._overrides.items():
             if pattern not in self._router.unused_patterns:
-                matched = [(route, shape) for route, shape in self._routed_shapes() if route.pattern == pattern]
-                source.require_taken(rules_of(route for route, _ in matched))
+                matched = [route for route in self._all_routes() if route.pattern == pattern]
+                source.require_taken(rules_of(matched))
                 self._require_rule(source.where, self._router.overrides[pattern].get("rule"), matched)
 
-    def _require_rule(self, where: str, rule: str | None, routed: Sequence[tuple[Route, tuple[int, ...]]]) -> None:
-        """Raise for a rule of matrices that was named where all parameters are vectors."""
-        vectors = [(route.name, shape) for route, shape in routed if not route.decided]
-        if rule is None or not vectors or not RULES[rule].needs_matrices or any(r.rule == rule for r, _ in routed):
+    def _require_rule(self, where: str, rule: str | None, routes: Sequence[Route]) -> None:
+        """Raise if the user asked for a rule of matrices where all parameters are vectors."""
+        vectors = [route for route in routes if not route.decided]
+        if rule is None or not vectors or not RULES[rule].needs_matrices or any(r.rule == rule for r in routes):
             return
-        name, shape = vectors[0]
+        first = vectors[0]
         raise ValueError(
-            f"{where}: no parameter can take rule {rule!r}: {name!r} of shape {shape} is a vector, as all of them are. "
-            f"Leave the rule out or pass rule={self._other_rule_name!r}; one row or one column is orthogonalized if an "
-            "override has its full name"
+            f"{where}: no parameter can have rule {rule!r}: {first.name!r} of shape {first.shape} is a vector, and so "
+            f"are all others. Leave the rule out or pass rule={self._other_rule_name!r}. A matrix of one row or one "
+            "column is orthogonalized if an override has its full name"
         )
 
-    def _check_doubts(self, routed: Sequence[tuple[Route, tuple[int, ...]]]) -> None:
-        """Tell what routing leaves open, or raise under `strict`."""
-        for message in self._router.doubts([route for route, _ in routed]):
+    def _check_doubts(self, routes: Sequence[Route]) -> None:
+        """Report what routing leaves open, or raise under `strict`."""
+        for message in self._router.doubts(routes):
             if self._is_strict:
                 raise ValueError(f"strict: {message} Otherwise pass {self._rule_name!r} there.")
             if message not in self._router.warnings:
                 self._router.warnings.append(message)
-        about_bare = self._router.doubt_about_bare(routed)
+        about_bare = self._router.doubt_about_bare(routes)
         if about_bare is not None and about_bare not in self._router.warnings:
             self._warn(about_bare, stacklevel=4)
 
     def _check_use_of_rule(self) -> None:
-        """Warn if no parameter takes a rule of matrices, though the user has not asked for that."""
+        """Warn if no parameter has a rule of matrices, unless the user asked for that."""
         routes = self._all_routes()
         if any(rule.needs_matrices for rule in rules_of(routes)):
             return
         if self._is_strict:
-            raise ValueError(f"strict: no parameter takes an orthogonalizing rule\n{self.routing_report()}")
+            raise ValueError(f"strict: no parameter has a rule of matrices\n{self.routing_report()}")
         if routes and not any(route.decided for route in routes):
             self._warn(
-                f"no parameter takes an orthogonalizing rule: rule {self._rule_name!r} has nothing to do. "
-                "routing_report() says why each parameter takes another; "
-                f"pass rule={self._other_rule_name!r} if that is meant",
+                f"no parameter has a rule of matrices: rule {self._rule_name!r} has nothing to do. routing_report() "
+                f"gives the reason for each parameter; pass rule={self._other_rule_name!r} if that is intended",
                 stacklevel=4,
             )
 
     def _model_to_route_by(self) -> nn.Module | None:
-        """Return the model whose modules decide about the rules of `params`; a subclass may have one."""
+        """Return the model by whose modules `params` are routed; a subclass may have one."""
         return None
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
-        Keys are `rule`, options of the rules that its parameters take, and `name`. In a group with matrices, options
-        of the others have the name of their rule before them (`adamw_lr`). A key that has no effect is refused. An
-        optimizer that was built from a model routes them by the model as it is now: unfreeze them first.
+        Keys are `rule`, options of the rules of its parameters, and `name`. In a group with matrices, options of the
+        other parameters have the name of their rule as a prefix (`adamw_lr`). A key that has no effect raises. An
+        optimizer built from a model routes them by the model as it is now: unfreeze them first.
         """
         model = self._watch.model() if self._is_built and self._watch is not None else None
         with self._router.reading(model) if self._is_built else nullcontext():
@@ -212,13 +217,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         source = Source("a parameter group", options)
         named, parameters = names_and_parameters(param_group)
         routes = self._route(parameters, named, given)
-        routed = [(route, tuple(parameter.shape)) for route, parameter in zip(routes, parameters, strict=True)]
-        self._require_rule(source.where, given.get("rule"), routed)
+        self._require_rule(source.where, given.get("rule"), routes)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], [routes[i] for i in indices], source, foreign)
             for group, indices in self._split(routes, source)
         ]
-        if not routes:  # as torch does, keep a group without parameters
+        if not routes:  # keep a group without parameters, as torch does
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
             group = self._resolved(rule, None, [(source, ())])
             new_groups = [self._new_group(group, [], [], source, foreign)]
@@ -226,14 +230,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
             self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
         for group, group_routes in new_groups:  # views are checked before anything is changed
-            self._views(group, group_routes)
+            for route in group_routes:
+                view_of(group, route, route.shape)
         if self._is_built:
-            self._check_doubts([*self._routed_shapes(), *routed])
+            self._check_doubts([*self._all_routes(), *routes])
         self._name_all_groups(new_groups, named is not None)
         for group, group_routes in new_groups:
             if isinstance(group["lr"], Tensor) and any(other["lr"] is group["lr"] for other in self.param_groups):
-                group["lr"] = group["lr"].clone()  # schedulers write to it in place, group by group
-            # torch fills in its defaults, which are those of the matrix rule.
+                group["lr"] = group["lr"].clone()  # schedulers write to it in place, for each group
+            # torch adds its defaults, which are options of the rule of matrices and may not belong here.
             missing = [key for key in self.defaults if key not in group]
             super().add_param_group(group)
             for key in missing:
@@ -241,7 +246,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._routes.append(group_routes)
 
     def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int]]]:
-        """Divide the parameters of a user's group by their options: matrices first, else as given."""
+        """Divide the parameters of a user's group by their options.
+
+        Returns:
+            Options and the indices of their parameters; matrices come first, otherwise in the user's order.
+        """
         rules = rules_of(routes)
         members: dict[tuple[object, ...], list[int]] = defaultdict(list)
         resolved: dict[tuple[object, ...], Group] = {}
@@ -276,7 +285,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
 
     def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
-        """Give all groups names if some have any: torch wants names in all groups or in none."""
+        """Add names to all groups if some group has names: torch requires all or none."""
         if not (named or any("param_names" in group for group in self.param_groups)):
             return
         for group, routes in (*zip(self.param_groups, self._routes, strict=True), *new_groups):
@@ -300,7 +309,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             route = self._router.route(parameter, name, group_rule, named=has_name)
             if self._is_strict and route.guessed:
                 raise ValueError(
-                    f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would take rule {route.rule!r} "
+                    f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would get rule {route.rule!r} "
                     f"by a guess ({route.reason}); pass overrides={{{name!r}: {route.rule!r}}} or "
                     f"{{{name!r}: {group_rule.rule!r}}}"
                 )
@@ -310,24 +319,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
             routes.append(replace(route, defaults=defaults, given_name=given_name, place=place))
         return routes
 
-    def _views(self, group: Group, routes: Sequence[Route]) -> list[MatrixView | None]:
-        """How every parameter of a group is read as matrices; None under an element-wise rule."""
-        if not RULES[group["rule"]].needs_matrices:
-            return [None] * len(routes)
-        return [
-            matrix_view(
-                tuple(parameter.shape),
-                name=route.name,
-                kind=group["view"] if group["view"] != "auto" else route.view,
-                transposed=route.transposed,
-                num_heads=group["num_heads"],
-                split_sizes=group["split_sizes"],
-            )
-            for parameter, route in zip(group["params"], routes, strict=True)
-        ]
-
-    def _all_views(self) -> list[list[MatrixView | None]]:
-        return [self._views(group, routes) for group, routes in zip(self.param_groups, self._routes, strict=True)]
+    def _records(self) -> list[ParameterRecord]:
+        """Return one record per parameter, for the parameters and options that groups have now."""
+        self._all_routes()  # raises if groups were changed by hand
+        return make_records(self.param_groups, self._routes, self._replica_ranks)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -340,26 +335,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
             )
         return [route for routes in self._routes for route in routes]
 
-    def _routed_shapes(self) -> list[tuple[Route, tuple[int, ...]]]:
-        return [(r, tuple(p.shape)) for r, p in zip(self._all_routes(), self._parameters(), strict=True)]
-
     def routing_report(self) -> RoutingReport:
-        """Which parameter takes which rule, why, and with which scale; `print` it for a table."""
-        self._all_routes()  # refuses groups that no longer fit
+        """Return the rule of every parameter with its reason and scale; `print` shows it as a table."""
         rows = []
-        for group, routes in zip(self.param_groups, self._routes, strict=True):
-            for parameter, route, view in zip(group["params"], routes, self._views(group, routes), strict=True):
-                shapes = sorted({(rows, cols) for _, rows, cols in view.block_shapes}) if view else []
-                sizes = [RULES[group["rule"]].update_scale(group, *shape) for shape in shapes]
-                scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
-                reason = route.reason if route.rule == group["rule"] else "rule of the group was changed"
-                rows.append(RoutingRow(route.name, tuple(parameter.shape), group["rule"], reason, scales))
-        held = {row.name for row in rows}  # a parameter may be held though it is frozen, or unfrozen and added since
+        for record in self._records():
+            shapes = sorted({(rows, cols) for _, rows, cols in record.view.block_shapes}) if record.view else []
+            sizes = [record.rule.update_scale(record.group, *shape) for shape in shapes]
+            scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
+            unchanged = record.route.rule == record.rule.name
+            reason = record.route.reason if unchanged else "rule of the group was changed"
+            rows.append(RoutingRow(record.name, record.shape, record.rule.name, reason, scales))
+        held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since
         frozen = [row for row in self._frozen_rows if row.name not in held]
         return RoutingReport((*rows, *frozen), tuple(self._router.warnings))
 
     def _complete_groups(self) -> None:
-        """Check what users have changed in groups, and give a group whose rule was changed the options it lacks."""
+        """Check options that users have changed in groups, and add those that a changed rule lacks."""
         for number, group in enumerate(self.param_groups):
             options = RULES[group["rule"]].all_options
             try:

@@ -1,4 +1,4 @@
-"""create_hybrid_optimizer: Muon for the matrices of a model, AdamW for the rest, in one optimizer object."""
+"""create_hybrid_optimizer: Muon for the matrices of a model and AdamW for its other parameters, in one object."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def create_hybrid_optimizer(
     adamw_weight_decay: float = UNSET,
     **options: Any,
 ) -> MuonOptimizer:
-    """An optimizer that routes by module: matrices to Muon; embeddings, a language model's head and the rest to AdamW.
+    """Build an optimizer that uses Muon for matrices, and AdamW for embeddings, output heads and all other parameters.
 
-    `print(optimizer.routing_report())` shows what went where, and why.
+    `print(optimizer.routing_report())` shows the rule of every parameter and the reason.
 
     Args:
         model: the model, wrapped or not.
         muon_lr: learning rate of the matrices.
-        adamw_lr: learning rate of everything else.
+        adamw_lr: learning rate of all other parameters.
         adamw_weight_decay: decoupled decay of every AdamW parameter, vectors included.
-        options: all others of `MuonOptimizer`; `weight_decay` (0 by default) is that of the matrices.
+        options: all others of `MuonOptimizer`; `weight_decay` (0 by default) applies to the matrices.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_hybrid_optimizer needs the model itself, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""Signatures and docstrings of optimizers whose options follow from the rules' own declarations."""
+"""Generate the signatures and docstrings of optimizers from the options that rules declare."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from muon_fsdp.parameters.groups import prefixed
 from muon_fsdp.plan.options import SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 
-# Lines of a docstring that the options of the rules, and the settings, replace.
+# Lines of a docstring that are replaced by the options of the rules, and by the settings.
 RULES_LINE, SETTINGS_LINE = "{options}", "{settings}"
 Class = TypeVar("Class", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Unset:
-    """The default of an argument of which one must know whether it was passed."""
+    """The default of an argument that may be left out on purpose."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -33,7 +33,7 @@ UNSET: Any = _Unset()
 
 
 def shown_options(rule: str) -> dict[str, Option]:
-    """Return the options that a constructor shows for a matrix rule, with those of the default element-wise rule."""
+    """Return the options that a constructor shows: those of a rule of matrices and of the default element-wise rule."""
     other = RULES[DEFAULT_OTHER_RULE]
     of_others = {
         prefixed(other, name): replace(option, doc=f"{other.display_name}: {option.doc}")
@@ -43,10 +43,10 @@ def shown_options(rule: str) -> dict[str, Option]:
 
 
 def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: Any) -> Callable[[Class], Class]:
-    """Let a class show the options of a rule as keyword arguments, in its signature and in its docstring.
+    """Show the options of a rule as keyword arguments of a class, in its signature and its docstring.
 
-    `own` and `others` are defaults of the class that differ from those of the matrix rule and of the element-wise one.
-    Arguments that `__init__` names itself stay where they are.
+    `own` and `others` are defaults of the class that differ from those of the rule of matrices and of the element-wise
+    rule. Arguments that `__init__` names itself stay where they are.
     """
     other = RULES[DEFAULT_OTHER_RULE]
     defaults = {**own, **{prefixed(other, name): value for name, value in (others or {}).items()}}
@@ -80,7 +80,7 @@ def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: A
 
 
 def show_defaults(**defaults: Any) -> Callable[[Function], Function]:
-    """Let a function show what its UNSET arguments stand for."""
+    """Show the defaults of a function's UNSET arguments in its signature."""
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)

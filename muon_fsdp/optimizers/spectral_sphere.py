@@ -1,4 +1,4 @@
-"""SpectralSphereOptimizer: the engine of MuonOptimizer with the rule "spectral_sphere" for matrices."""
+"""SpectralSphereOptimizer: MuonOptimizer with the rule "spectral_sphere" for matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muon_fsdp.rules import SpectralSphere
 
 @show_options(SpectralSphere.name)
 class SpectralSphereOptimizer(MuonOptimizer):
-    """Keeps every matrix at a spectral norm R and moves it along that sphere (arXiv 2601.08393); AdamW for the rest.
+    """Keeps every matrix on a sphere of spectral norm R (arXiv 2601.08393); AdamW for all other parameters.
 
         M       = momentum as in Muon, at a Frobenius norm of 1
         s, u, v = top singular triple of W, by power iteration from the last step's v
@@ -22,13 +22,13 @@ class SpectralSphereOptimizer(MuonOptimizer):
         W       = W - lr R msign(M + lambda u v^T),   lambda such that the step is tangent: <u v^T, msign(..)> = 0
 
     `FSDPMuonOptimizer(model, rule="spectral_sphere")` is the same for a model that FSDP2 has wrapped. Parameters may
-    be sharded in any way; W is never assembled.
+    have any layout; W is never assembled.
 
     Args:
         params: as for `MuonOptimizer`.
         lr: length of a step along the sphere, relative to R.
         {options}
-        options: all others of `MuonOptimizer` but `scale` and `ns_stepsize`, whose place R takes.
+        options: all others of `MuonOptimizer` except `scale` and `ns_stepsize`, which R replaces.
     """
 
     def __init__(self, params: Params, lr: float | Tensor = UNSET, **options: Any) -> None:

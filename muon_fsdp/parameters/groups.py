@@ -1,4 +1,4 @@
-"""Parameter groups as users give them, and the options that a group of one rule ends up with."""
+"""Read users' parameter groups, and resolve the options of a group of one rule."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Group: TypeAlias = dict[str, Any]
 
 @dataclass
 class Source:
-    """Options that a user gave in one place, and which of them some parameter has taken.
+    """The options that a user passed in one place, and which of them some parameter uses.
 
-    An option belongs to the matrices of the place that have it, else to its other parameters. With the name of a rule
-    before it, as in `adamw_lr`, it belongs to the parameters of that element-wise rule.
+    An option belongs to the matrices of this place if their rule has it, else to its other parameters. With the name
+    of an element-wise rule as a prefix (`adamw_lr`), it belongs to the parameters of that rule.
     """
 
     where: str  # for errors: "MuonOptimizer", "a parameter group", "overrides['fc.*']"
     options: dict[str, Any]
-    is_constructor: bool = False  # options of element-wise rules need their prefix there
+    is_constructor: bool = False  # there, options of element-wise rules need their prefix
     taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -41,14 +41,14 @@ class Source:
             return
         if unknown[0] in ARGUMENTS and not self.is_constructor:
             raise UnknownOptionError(
-                f"{self.where}: {unknown[0]!r} holds for the whole optimizer: pass it to its constructor"
+                f"{self.where}: {unknown[0]!r} is a setting of the whole optimizer: pass it to its constructor"
             )
         known = {option for rule in RULES.values() for option in rule.all_options} | {*_prefixed_names()}
         near = suggestion(unknown[0], sorted(known | {*ARGUMENTS} if self.is_constructor else known))
         raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
 
     def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
-        """Return what this place says to parameters of a rule, beside those of the other rules of the place."""
+        """Return the options of this place for parameters of a rule; `beside` are the other rules of the place."""
         result: dict[str, Any] = {}
         for name, value in self.options.items():
             own = self._own_name(name, rule, beside)
@@ -56,8 +56,8 @@ class Source:
                 continue
             if own in result:
                 raise ValueError(
-                    f"{self.where}: {own!r} and {prefixed(rule, own)!r} mean the same where no parameter takes a "
-                    "matrix rule; pass one of them"
+                    f"{self.where}: {own!r} and {prefixed(rule, own)!r} mean the same here, because no parameter has a "
+                    "rule of matrices; pass one of them"
                 )
             self._validate(rule.all_options[own], value, name)
             result[own] = value
@@ -65,7 +65,7 @@ class Source:
         return result
 
     def _own_name(self, name: str, rule: Rule, beside: Sequence[Rule]) -> str | None:
-        """Return the option of the rule that a name of this place stands for, or None."""
+        """Return the option of the rule that a name refers to in this place; None if it refers to none."""
         if not rule.needs_matrices:
             for option in rule.all_options:
                 if name == prefixed(rule, option):
@@ -83,7 +83,7 @@ class Source:
             raise type(error)(f"{self.where}: {error}") from None
 
     def require_taken(self, rules: Iterable[Rule]) -> None:
-        """Raise if an option had no effect, because no parameter of the place has a rule that has it."""
+        """Raise if an option had no effect, because no parameter of the place has a rule with this option."""
         rules = list(dict.fromkeys(rules))
         for name in self.options:
             if name in self.taken:
@@ -102,7 +102,7 @@ class Source:
 
 
 def options_called(name: str) -> list[Rule]:
-    """Return the rules that have an option of this name, bare or with the name of the rule before it."""
+    """Return the rules that have an option of this name, bare or prefixed with the name of the rule."""
     return [
         rule
         for rule in RULES.values()
@@ -112,7 +112,7 @@ def options_called(name: str) -> list[Rule]:
 
 
 def prefixed(rule: Rule, option: str) -> str:
-    """Return the name of an element-wise rule's option beside matrices: `adamw_lr`."""
+    """Return the prefixed name of an element-wise rule's option, such as `adamw_lr`."""
     return f"{rule.name}_{option}"
 
 
@@ -124,20 +124,24 @@ def resolve(
     rule: Rule,
     class_defaults: Mapping[str, Any],
     parameter_defaults: Mapping[str, Any],
-    sources: Sequence[tuple[Source, Sequence[Rule]]],  # from the least to the most specific, with the rules beside
+    sources: Sequence[tuple[Source, Sequence[Rule]]],  # the most specific last; with rules beside
 ) -> Group:
     """Return the options of parameters of one rule."""
     options: Group = {name: option.default for name, option in rule.all_options.items()}
     options.update({name: value for name, value in class_defaults.items() if name in options})
     for index, (source, beside) in enumerate(sources):
         options.update(source.of(rule, beside))
-        if index == 0:  # weaker than what a group or an override says
+        if index == 0:  # a group or an override may still change them
             options.update(parameter_defaults)
     return {"rule": rule.name, **canonical(options)}
 
 
 def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the keys of a user's group into options, and what torch and its schedulers have put there."""
+    """Split the keys of a user's group into options and the keys of torch and its schedulers.
+
+    Returns:
+        The options, and the other keys.
+    """
     foreign = {key: value for key, value in given.items() if key in FOREIGN_KEYS}
     options = {key: value for key, value in given.items() if key not in foreign and key != "rule"}
     if "rule" in given:
@@ -145,7 +149,7 @@ def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
             rule = rule_named(given["rule"])
         except ValueError as error:
             raise ValueError(f"a parameter group: {error}") from None
-        # A cyclic scheduler writes momentum into every group, whatever its rule.
+        # Cyclic schedulers write momentum into every group, whatever its rule.
         if "momentum" not in rule.all_options and any(key in foreign for key in SCHEDULED_MOMENTA):
             foreign |= {"momentum": options.pop("momentum")} if "momentum" in options else {}
     for key in PROGRESS:
@@ -154,9 +158,9 @@ def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def scheduled_lrs(foreign: Mapping[str, Any], given_lr: Any, lr: Any) -> dict[str, float]:
-    """Return `initial_lr` and the like for a part of a group whose lr is not the one that the group was given with.
+    """Return `initial_lr` and similar keys for a part of a user's group that has another lr than the group.
 
-    They keep their ratio to lr, so a scheduler that resumes finds what it needs in every group.
+    They keep their ratio to lr, so a scheduler can resume with every group.
     """
     keys = [key for key in SCHEDULED_LRS if key in foreign]
     if not keys or given_lr is None or float(given_lr) == float(lr):
@@ -169,6 +173,7 @@ def scheduled_lrs(foreign: Mapping[str, Any], given_lr: Any, lr: Any) -> dict[st
 
 
 def as_torch_params(params: Params) -> Any:
+    """Return parameters in a form that torch.optim.Optimizer accepts; of a model, the trainable ones with names."""
     if isinstance(params, nn.Module):
         trainable = [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
         frozen = sum(1 for p in params.parameters() if not p.requires_grad)
@@ -188,7 +193,7 @@ def as_torch_params(params: Params) -> Any:
 
 
 def with_lists(groups: Any) -> list[Any]:
-    """Return parameters or groups as lists, so that they can be looked at before torch takes them."""
+    """Return parameters or groups as lists, so that reading them does not exhaust an iterator."""
     listed = list(groups)
     return [
         {**group, "params": list(group["params"])}
@@ -199,6 +204,11 @@ def with_lists(groups: Any) -> list[Any]:
 
 
 def names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Tensor]]:
+    """Read the parameters of a user's group.
+
+    Returns:
+        Their names, or None if they have none, and the tensors.
+    """
     if "params" not in param_group:
         raise ValueError("a parameter group needs 'params'")
     params = param_group["params"]
@@ -221,6 +231,7 @@ def names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Ten
 
 
 def check_parameter(name: str, parameter: object) -> None:
+    """Raise if a parameter can't be optimized, with what to do instead."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
     if getattr(parameter, "_is_flat_param", False):
@@ -243,7 +254,7 @@ def check_parameter(name: str, parameter: object) -> None:
 
 
 def refuse_zero_redundancy(name: str) -> None:
-    """Raise if the optimizer is being built by ZeroRedundancyOptimizer, which fails when a group becomes several."""
+    """Raise if ZeroRedundancyOptimizer builds the optimizer: it fails when a group is divided into several."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":

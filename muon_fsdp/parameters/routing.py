@@ -1,4 +1,4 @@
-"""Which parameter takes which rule, how it is read as matrices, and why."""
+"""Decide which rule each parameter gets and how it is read as matrices, and give the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muon_fsdp.rules import RULES, rule_named
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-# What PEFT, parametrizations and wrappers insert into the name of a weight, which without it tells what the weight is.
+# What PEFT, parametrizations and wrappers insert into the name of a weight. Without it, the name shows its purpose.
 _INSERTED = (
     (re.compile(r"\.modules_to_save\.[^.]+(?=\.)|\.(original_module|base_layer|token_adapter|module)(?=\.)"), ""),
     (re.compile(r"\.parametrizations\.([^.]+)\.original\d*$"), r".\1"),
@@ -27,7 +27,7 @@ _EMBEDDING_NAME = re.compile(r"(^|_)(wte|wpe|emb|embed|embeds|embedding|embeddin
 _HEAD_NAME = re.compile(
     r"(lm_|mlm_|output_|to_|final_)?(head|logits|unembed|unembedding)|output(_layer|_proj|_projection)?|embed_out|classifier|decoder"
 )
-# Of PEFT: factors or rows of an embedding, which have not its shape.
+# Parameters of PEFT: factors or rows of an embedding, whose shapes differ from its shape.
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
@@ -37,62 +37,63 @@ _NORM_CLASS = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d; not LayerNor
 
 @dataclass(frozen=True)
 class Route:
-    """Where one parameter goes, and why."""
+    """The rule of one parameter, decided when it was added, and the reason."""
 
     name: str
+    shape: tuple[int, ...]  # whole
     rule: str
     reason: str
-    # A guess, as opposed to something that the user, the module's type or a name said; `strict` refuses guesses.
+    # Not decided by the user, the type of the module or a name; `strict` refuses guesses.
     guessed: bool = False
     view: str = "auto"
     transposed: bool = False
     pattern: str | None = None  # the override that matches its name
-    # Options that this parameter has where no group and no override says otherwise, as pairs.
+    # Options of this parameter, as pairs, unless its group or an override sets them.
     defaults: tuple[tuple[str, Any], ...] = ()
-    given_name: str | None = None  # as the user wrote it, with what wrappers insert
-    place: int | None = None  # among all parameters as they were given, where it has no name
-    decided: bool = False  # by the user, with an override or the rule of its group
+    given_name: str | None = None  # as the user passed it, including what wrappers insert
+    place: int | None = None  # its number among all parameters, if it has no name
+    decided: bool = False  # by the user, with an override or the rule of a group
 
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What a user's group says about the rule of its parameters."""
+    """The rule that a user's group asks for."""
 
     rule: str
-    is_explicit: bool  # it binds matrices, whatever the model or a name says of them
-    is_divided: bool  # an optimizer has made it, and all its parameters have this rule
+    is_explicit: bool  # it holds for all matrices, whatever the model or their names suggest
+    is_divided: bool  # an optimizer has made the group, and all its parameters have this rule
     view: str  # how its parameters are read as matrices
 
 
 @dataclass(eq=False)
 class _Facts:
-    """What a model, or a name, says of one parameter."""
+    """What a model, or a name, reveals about one parameter."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
     owners: list[nn.Module] = field(default_factory=list)
-    plain_names: set[str] = field(default_factory=set)  # one per owner, without what wrappers insert
+    plain_names: set[str] = field(default_factory=set)  # one per owner, without inserted parts
     view: str = "auto"
     transposed: bool = False
-    other_reason: str | None = None  # why it is not for the rule of matrices
+    other_reason: str | None = None  # why it does not get the rule of matrices
     matrix_reason: str | None = None
     guessed: bool = False
 
 
 @dataclass(frozen=True)
 class _Doubt:
-    """What a model leaves open about some parameters until the user decides."""
+    """A question about some parameters that only the user can decide."""
 
     names: tuple[str, ...]
     text: str
 
 
 def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
-    """Say on the module how its parameter is to be read as matrices, for example `label(block.attn, "attn", "qkvo")`.
+    """Set how a parameter of a module is read as matrices, for example `label(block.attn, "attn", "qkvo")`.
 
-    An attribute of the parameter itself is lost when `fully_shard` replaces the parameter; this is not, and it may be
-    called before or after wrapping. The optimizer must be built from the model to see it.
+    The label is stored on the module, so it survives `fully_shard`, which replaces parameters. Call this before or
+    after wrapping. The optimizer sees it if it is built from the model.
 
     Args:
         module: the module that holds the parameter itself.
@@ -108,12 +109,12 @@ def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name as the user wrote the model, without what compiling, checkpointing and DDP insert."""
+    """Return a parameter's name without what torch.compile, activation checkpointing and DDP insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS).removeprefix("module.")
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without what adapters and parametrizations insert: what it says of the weight's purpose."""
+    """Return a parameter's name without what adapters and parametrizations insert."""
     name = f".{name}"
     for pattern, replacement in _INSERTED:
         name = pattern.sub(replacement, name)
@@ -121,7 +122,7 @@ def _plain_name(name: str) -> str:
 
 
 class Router:
-    """Decides the rule of parameters: overrides first, then what the group, the model, the name or the shape says."""
+    """Decides the rule of parameters by overrides first, then by group, model, name and shape."""
 
     def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str) -> None:
         if overrides is not None and not isinstance(overrides, Mapping):
@@ -135,7 +136,7 @@ class Router:
 
     @contextmanager
     def reading(self, model: nn.Module | None) -> Iterator[None]:
-        """Route by a model inside; what is keyed by the identity of parameters does not outlive it."""
+        """Route by a model inside the block. Facts keyed by the identity of parameters are dropped afterwards."""
         if model is not None:
             self._facts, self._doubts = _facts_of_model(model, self.other_rule)
         try:
@@ -144,7 +145,7 @@ class Router:
             self._facts, self._doubts = {}, []
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The parameter's name in the model, where there is one."""
+        """Return the parameter's name in the model; None without a model."""
         facts = self._facts.get(id(parameter))
         return facts.name if facts else None
 
@@ -156,7 +157,7 @@ class Router:
         said = options.get("view", group.view)
         vectors = vectors_in(tuple(parameter.shape), view if said == "auto" else said)
         rule, guessed, decided = group.rule, False, False
-        # "blocks.*" may mean the matrices of the blocks and leave their vectors alone; a full name is obeyed.
+        # "blocks.*" means the matrices of the blocks and leaves their vectors alone; a full name is always obeyed.
         if "rule" in options and (pattern == name or not vectors or not RULES[options["rule"]].needs_matrices):
             rule, reason, decided = options["rule"], f"override {pattern!r}", True
         elif vectors and not (group.is_divided and RULES[rule].needs_matrices):
@@ -169,33 +170,35 @@ class Router:
             rule, reason, guessed = self.other_rule, facts.other_reason, facts.guessed
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
-        return Route(name, rule, reason, guessed, view, facts.transposed, pattern, decided=decided)
+        shape = tuple(parameter.shape)
+        return Route(name, shape, rule, reason, guessed, view, facts.transposed, pattern, decided=decided)
 
     def doubts(self, routes: Sequence[Route]) -> list[str]:
-        """Return what the model being read leaves open about these parameters and the user has not decided."""
+        """Return the questions about these parameters that neither the model nor the user answers."""
         by_name = {route.name: route for route in routes}
         found = []
         for doubt in self._doubts:
             present = [by_name[name] for name in doubt.names if name in by_name]
             decided = [route for route in present if route.decided]
-            # One of several that is said to be the head leaves no doubt about the others.
+            # If the user has declared one of several to be the head, the others are not.
             if len(decided) < len(present) and all(RULES[route.rule].needs_matrices for route in decided):
                 found.append(doubt.text)
         return found
 
-    def doubt_about_bare(self, parameters: Sequence[tuple[Route, tuple[int, ...]]]) -> str | None:
-        """Return what to tell of matrices without names that look like a language model's embedding or head."""
-        bare = {route.place: (route, shape) for route, shape in parameters if route.place is not None}
+    def doubt_about_bare(self, routes: Sequence[Route]) -> str | None:
+        """Return a warning about matrices without names that look like a language model's embedding or head."""
+        bare = {route.place: route for route in routes if route.place is not None}
         as_given = [bare[place] for place in sorted(bare)]
-        tables = [as_given[index] for index in vocabulary_tables([shape for _, shape in as_given])]
-        taken = [(route, shape) for route, shape in tables if RULES[route.rule].needs_matrices and not route.decided]
+        tables = [as_given[index] for index in vocabulary_tables([route.shape for route in as_given])]
+        taken = [route for route in tables if RULES[route.rule].needs_matrices and not route.decided]
         if not taken:
             return None
-        names = ", ".join(f"{route.name!r} of shape {shape}" for route, shape in taken)
+        names = ", ".join(f"{route.name!r} of shape {route.shape}" for route in taken)
         return (
-            f"{names}: orthogonalized, but of the shape of a language model's embedding or output head. Bare "
-            "parameters have no names to tell these by: pass the model or model.named_parameters(), or give them a "
-            f"group with rule={self.other_rule!r}. A group with rule={taken[0][0].rule!r} says that it is meant."
+            f"{names}: orthogonalized, but with the shape of a language model's embedding or output head. Parameters "
+            "without names can't be told apart: pass the model or model.named_parameters(), or put these into a group "
+            f"with rule={self.other_rule!r}. If they should be orthogonalized, a group with rule={taken[0].rule!r} "
+            "silences this warning."
         )
 
     def _override_of(self, name: str) -> tuple[str | None, dict[str, Any]]:
@@ -244,7 +247,7 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
 
 
 def _is_head_name(name: str) -> bool:
-    """Whether the module that owns the parameter is called like a head and is not part of a repeated block."""
+    """Return whether the parameter's module is named like an output head and is not part of a repeated block."""
     *path, _ = name.lower().split(".")
     return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
@@ -261,7 +264,7 @@ def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, _Facts
             entry.view, entry.matrix_reason = "flatten", "convolution"
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
             entry.view = getattr(module, _LABEL_ATTRIBUTE)[leaf]
-        class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard puts a class of its own in front
+        class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard inserts a class at the front
         entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
         reason = None
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -275,20 +278,21 @@ def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, _Facts
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Every (name, parameter, module that it is a weight of); a tied parameter once per such module."""
+    """Yield (name, parameter, its module) for every parameter; a tied parameter once per module."""
     modules = dict(model.named_modules())
     for prefix, module in modules.items():
         owner = module
-        if isinstance(module, ParametrizationList):  # under "linear.parametrizations.weight": a weight of the Linear
+        if isinstance(module, ParametrizationList):  # "linear.parametrizations.weight": the Linear owns it
             owner = modules[prefix.rpartition("parametrizations.")[0].removesuffix(".")]
         for leaf, parameter in module.named_parameters(recurse=False):
             yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, owner
 
 
 def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
-    """Mark output heads: tied to an embedding, named like one, or else the only Linear of an embedding's shape.
+    """Mark output heads: tied to an embedding, named like a head, or else the only Linear of an embedding's shape.
 
-    Returns: what is in doubt.
+    Returns:
+        Questions that the model leaves open.
     """
     doubts = []
     embeddings = [entry for entry in facts.values() if (entry.other_reason or "").startswith("embedding")]
@@ -308,7 +312,7 @@ def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
         if entry not in heads:
             text = (
                 f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
-                f"it takes the matrix rule. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
+                f"it gets the rule of matrices. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
             )
             doubts.append(_Doubt((entry.name,), text))
     if not tied and not heads:
@@ -318,7 +322,7 @@ def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
 
 
 def _guess_head(candidates: list[_Facts], other_rule: str) -> list[_Doubt]:
-    """Mark the only trainable candidate, or say that there are several; a weight and its copies are one."""
+    """Mark the only trainable candidate, or return a doubt if there are several; a weight and its copies count once."""
     candidates = [entry for entry in candidates if entry.trainable] or candidates
     if len({frozenset(entry.plain_names) for entry in candidates}) == 1:
         for entry in candidates:
@@ -328,7 +332,7 @@ def _guess_head(candidates: list[_Facts], other_rule: str) -> list[_Doubt]:
         names = ", ".join(entry.name for entry in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
         text = (
             f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
-            f"({names}): all of them take the matrix rule. If one is the head, pass overrides={{name: {other_rule!r}}}."
+            f"({names}): all get the rule of matrices. If one is the head, pass overrides={{name: {other_rule!r}}}."
         )
         return [_Doubt(tuple(entry.name for entry in candidates), text)]
     return []
@@ -343,12 +347,12 @@ def _is_convolution(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class RoutingRow:
-    """One parameter.
+    """One parameter in a routing report.
 
     Args:
-        name: its name in the model, or "param[3]" where it has none.
+        name: its name in the model, or "param[3]" if it has none.
         shape: its whole shape, sharded or not.
-        rule: the rule that it takes; "none" if it is frozen.
+        rule: its rule; "none" if it is frozen.
         reason: why.
         scale: the size of an update, one number per shape of logical matrix; empty for element-wise rules.
     """
@@ -362,11 +366,11 @@ class RoutingRow:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """What `optimizer.routing_report()` gives; its text is a table.
+    """What `optimizer.routing_report()` returns; `print` shows it as a table.
 
     Args:
         rows: one per parameter, in the order of the groups; frozen ones last.
-        warnings: what may not be as meant.
+        warnings: decisions that the user may not have intended.
     """
 
     rows: tuple[RoutingRow, ...]
@@ -386,7 +390,7 @@ class RoutingReport:
 
 
 def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
-    """What a report says of the parameters of a model that are not optimized."""
+    """Return the rows of a report for the frozen parameters of a model."""
     return tuple(
         RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
         for name, parameter in model.named_parameters()

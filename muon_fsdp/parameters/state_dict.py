@@ -1,8 +1,9 @@
-"""Checks and conversions of an optimizer's state dict on its way in."""
+"""Create the state of parameters, and check and convert a state dict that is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
@@ -13,8 +14,8 @@ from torch import Tensor
 from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
-from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.parameters.routing import Route, clean_name
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.options import STARTED
 from muon_fsdp.rules import RULES
 
@@ -27,7 +28,7 @@ def own_hooks(
     before: Callable[[torch.optim.Optimizer, StateDict], StateDict | None],
     after: Callable[[torch.optim.Optimizer], None],
 ) -> Iterator[None]:
-    """Around torch's loading: users' pre-hooks run before ours, and their post-hooks see the state as it will be."""
+    """Wrap torch's loading: users' pre-hooks run before ours, and their post-hooks see the final state."""
     handles = (
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(after, prepend=True),
@@ -39,14 +40,31 @@ def own_hooks(
             handle.remove()
 
 
+def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Tensor, State]) -> None:
+    """Create the state that parameters lack, with or without a gradient; no communication.
+
+    State that no longer fits, because the rule or the view of its parameter was changed, is replaced with a warning.
+    """
+    for record in records:
+        state, parameter = states[record.tensor], record.tensor
+        for spec in record.rule.all_state:
+            if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
+                warnings.warn(
+                    f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule or view was changed, and "
+                    "it no longer fits",
+                    stacklevel=5,
+                )
+                del state[spec.name]
+            # State created on the meta device does not follow a parameter that was materialised since.
+            if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
+                state[spec.name] = spec.create(parameter, record.view)
+
+
 def check_and_complete(
-    optimizer: torch.optim.Optimizer,
-    routes: Sequence[Sequence[Route]],
-    views: Sequence[Sequence[MatrixView | None]],
-    state_dict: StateDict,
+    optimizer: torch.optim.Optimizer, records: Sequence[ParameterRecord], state_dict: StateDict
 ) -> StateDict:
-    """Raise if `state_dict` does not fit, naming every mismatch; else give it with group keys it lacks filled in."""
-    mismatches = _mismatches(optimizer, routes, views, state_dict)
+    """Raise if `state_dict` does not fit, naming every mismatch; else return it with missing group keys filled in."""
+    mismatches = _mismatches(optimizer, records, state_dict)
     if mismatches:
         _forget_what_is_loaded(optimizer, state_dict)
         lines = "".join(f"\n\t{line}" for line in mismatches)
@@ -73,9 +91,7 @@ def origin(saved: Mapping[str, Any]) -> str | None:
     return next((name for key, name in known.items() if key in saved), "another optimizer")
 
 
-def what_was_not_loaded(
-    optimizer: torch.optim.Optimizer, routes: Sequence[Sequence[Route]], state_dict: StateDict
-) -> list[str]:
+def what_was_not_loaded(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
     """Return warnings about state that a state dict, which fits, does not have."""
     states, groups = state_dict["state"], state_dict["param_groups"]
     if any(states.values()) and not any(saved[STARTED] for saved in groups):
@@ -84,14 +100,22 @@ def what_was_not_loaded(
             "of its state was found: allow_partial_load leaves out what has another name."
         ]
     missing = [
-        route.name
-        for group, saved, members in zip(optimizer.param_groups, groups, routes, strict=True)
-        for parameter, key, route in zip(group["params"], saved["params"], members, strict=True)
-        if saved[STARTED] and parameter.requires_grad and not states.get(key)
+        record.name
+        for record, key, saved in _with_saved(records, groups)
+        if saved[STARTED] and record.tensor.requires_grad and not states.get(key)
     ]
     if not missing:
         return []
     return [f"The state dict has no state of {len(missing)} parameters, which start anew: {first_names(missing)}"]
+
+
+def _with_saved(
+    records: Sequence[ParameterRecord], saved_groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[ParameterRecord, Any, Mapping[str, Any]]]:
+    """Yield every record with the key and the group of the saved parameter in its place."""
+    saved = [(key, group) for group in saved_groups for key in group["params"]]
+    for record, (key, group) in zip(records, saved, strict=True):
+        yield record, key, group
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -99,33 +123,30 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
-def fitting_state(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Tensor, State]:
-    """The saved state by parameter, copied to the parameter's device in the precision that its rule declares."""
+def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> dict[Tensor, State]:
+    """Return the saved state by parameter, copied to the parameter's device in the precision its rule declares."""
     result = {}
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
-            values = state_dict["state"].get(key)
-            if values:
-                result[parameter] = {
-                    spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, parameter)
-                    for spec in RULES[group["rule"]].all_state
-                }
+    for record, key, _ in _with_saved(records, state_dict["param_groups"]):
+        values = state_dict["state"].get(key)
+        if values:
+            result[record.tensor] = {
+                spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, record.tensor)
+                for spec in record.rule.all_state
+            }
     return result
 
 
 def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
-    """A copy of the value where and as the parameter lies."""
+    """Return a copy of the value on the device and in the layout of the parameter."""
     part = local_part(value, parameter) if spec.is_sharded else value
     part = part.to(device=parameter.device, dtype=spec.dtype(parameter), copy=True)
     return like(parameter, part) if spec.is_sharded else part
 
 
 def _mismatches(
-    optimizer: torch.optim.Optimizer,
-    routes: Sequence[Sequence[Route]],
-    views: Sequence[Sequence[MatrixView | None]],
-    state_dict: StateDict,
+    optimizer: torch.optim.Optimizer, records: Sequence[ParameterRecord], state_dict: StateDict
 ) -> list[str]:
+    """Return a line for everything in a state dict that does not fit the optimizer."""
     groups, saved_groups, states = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(states, dict) or not isinstance(saved_groups, Sequence):
         return ["not an optimizer's state dict: it needs 'state' and 'param_groups'"]
@@ -138,37 +159,38 @@ def _mismatches(
             "loads what of it can be used here: see docs/migration.md"
         ]
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
-        return _group_mismatches(groups, routes, saved_groups)
-    mismatches = _partial_loads(routes, state_dict)
-    for group, saved, group_routes, group_views in zip(groups, saved_groups, routes, views, strict=True):
-        saved_names = _saved_names(saved) if "param_names" in group else None
-        for index, (parameter, route) in enumerate(zip(group["params"], group_routes, strict=True)):
-            if saved_names and saved_names[index] != route.name:
-                mismatches.append(f"{route.name}: the saved parameter in its place is {saved_names[index]!r}")
-            elif saved["rule"] != group["rule"]:
-                mismatches.append(f"{route.name}: {_other_rule(saved['rule'], group['rule'])}")
-            else:
-                state = states.get(saved["params"][index])
-                mismatches += _state_mismatches(route, group["rule"], parameter, group_views[index], state)
+        return _group_mismatches(groups, records, saved_groups)
+    mismatches = _partial_loads(records, state_dict)
+    saved_names: list[str | None] = [
+        name
+        for group, saved in zip(groups, saved_groups, strict=True)
+        for name in _names_in(saved, named="param_names" in group)
+    ]
+    for (record, key, saved), saved_name in zip(_with_saved(records, saved_groups), saved_names, strict=True):
+        if saved_name is not None and saved_name != record.name:
+            mismatches.append(f"{record.name}: the saved parameter in its place is {saved_name!r}")
+        elif saved["rule"] != record.rule.name:
+            mismatches.append(f"{record.name}: {_other_rule(saved['rule'], record.rule.name)}")
+        else:
+            mismatches += _state_mismatches(record, states.get(key))
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
     mismatches += [f"state of a parameter {key!r} that is in no group" for key in states if key not in known]
     return mismatches
 
 
-def _partial_loads(routes: Sequence[Sequence[Route]], state_dict: StateDict) -> list[str]:
-    """Return what shows that torch.distributed.checkpoint has loaded a part of something, or nothing at all.
+def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
+    """Return lines about state that torch.distributed.checkpoint has loaded in part, or not at all.
 
     It loads in place, into what `optimizer.state_dict()` gave. If the checkpoint is not ours, the options that only we
     have stay as they were, and say that there has been no step, whereas the state is no longer zero.
     """
     empty, foreign = [], []
-    for saved, members in zip(state_dict["param_groups"], routes, strict=True):
-        for key, route in zip(saved["params"], members, strict=True):
-            state = state_dict["state"].get(key)
-            if state == {}:
-                empty.append(route.name)
-            elif state and not saved.get(STARTED, True) and not _is_zero(state):
-                foreign.append(route.name)
+    for record, key, saved in _with_saved(records, state_dict["param_groups"]):
+        state = state_dict["state"].get(key)
+        if state == {}:
+            empty.append(record.name)
+        elif state and not saved.get(STARTED, True) and not _is_zero(state):
+            foreign.append(record.name)
     lines = []
     if empty:
         lines.append(
@@ -197,12 +219,12 @@ def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDi
 
 
 def _is_zero(state: Mapping[str, Any]) -> bool:
-    """Whether all of this rank's part of the state is zero."""
+    """Return whether all of this rank's part of the state is zero."""
     return not any(local(torch.as_tensor(value)).any() for value in state.values())
 
 
 def _saved_names(saved: dict[str, Any]) -> list[str] | None:
-    """Names of a saved group's parameters, in the order of its keys.
+    """Return the names of a saved group's parameters, in the order of its keys; None if there are none.
 
     torch.distributed.checkpoint uses names as keys, in the order of this optimizer, beside `param_names` in the order
     of the one that was saved.
@@ -213,10 +235,15 @@ def _saved_names(saved: dict[str, Any]) -> list[str] | None:
     return [clean_name(name) for name in ordered] if len(ordered) == len(keys) else None
 
 
+def _names_in(saved: dict[str, Any], *, named: bool) -> Sequence[str | None]:
+    """Return the names of a saved group's parameters; Nones where this optimizer or the saved one has no names."""
+    return (_saved_names(saved) if named else None) or [None] * len(saved["params"])
+
+
 def _group_mismatches(
-    groups: Sequence[dict[str, Any]], routes: Sequence[Sequence[Route]], saved_groups: Sequence[dict[str, Any]]
+    groups: Sequence[dict[str, Any]], records: Sequence[ParameterRecord], saved_groups: Sequence[dict[str, Any]]
 ) -> list[str]:
-    here = {route.name: group["rule"] for group, members in zip(groups, routes, strict=True) for route in members}
+    here = {record.name: record.rule.name for record in records}
     sizes = ", ".join(str(len(group["params"])) for group in groups) or "no"
     saved_sizes = ", ".join(str(len(saved["params"])) for saved in saved_groups) or "no"
     lines = [f"groups of {saved_sizes} parameters were saved, groups of {sizes} are here: {', '.join(here)}"]
@@ -238,22 +265,20 @@ def _other_rule(saved: object, here: str) -> str:
     return f"saved with rule {saved!r}, but takes {here!r} here"
 
 
-def _state_mismatches(
-    route: Route, rule: str, parameter: Tensor, view: MatrixView | None, state: dict[str, Any] | None
-) -> list[str]:
+def _state_mismatches(record: ParameterRecord, state: dict[str, Any] | None) -> list[str]:
     if not state:  # dropped because the parameter is frozen
         return []
-    specs = {spec.name: spec for spec in RULES[rule].all_state}
+    specs = {spec.name: spec for spec in record.rule.all_state}
     if not specs.keys() <= state.keys():
-        return [f"{route.name}: saved state {sorted(state)}, but rule {rule!r} has {sorted(specs)}"]
+        return [f"{record.name}: saved state {sorted(state)}, but rule {record.rule.name!r} has {sorted(specs)}"]
     mismatches = []
     for name, spec in specs.items():
-        value, expected = torch.as_tensor(state[name]), tuple(spec.shape(parameter, view))
+        value, expected = torch.as_tensor(state[name]), tuple(spec.shape(record.tensor, record.view))
         if value.shape != expected:
-            mismatches.append(f"{route.name}: saved {name} of shape {tuple(value.shape)}, expected {expected}")
-        elif spec.is_sharded and not can_take_part(value, parameter):
+            mismatches.append(f"{record.name}: saved {name} of shape {tuple(value.shape)}, expected {expected}")
+        elif spec.is_sharded and not can_take_part(value, record.tensor):
             mismatches.append(
-                f"{route.name}: saved {name} is sharded otherwise than the parameter; "
+                f"{record.name}: saved {name} is sharded otherwise than the parameter; "
                 "use torch.distributed.checkpoint, which reshards"
             )
     return mismatches

@@ -1,4 +1,4 @@
-"""Which of some bare shapes look like the embedding or the output head of a language model."""
+"""Recognize the embedding or output head of a language model by shapes alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 Shape = tuple[int, ...]
 
-# How many times the width of a model the words of a vocabulary are. Fused projections of gated MLPs and of state-space
-# layers put out up to 8 times the width; published models with a ratio below 8 have many words.
+# The least ratio of vocabulary to width. Fused projections of gated MLPs and state-space layers have up to 8 times the
+# width as outputs; published models with a smaller ratio have large vocabularies.
 _MANY_WORDS, _RATIO_OF_MANY, _RATIO = 30_000, 4, 8
 _FUSED = (2, 3, 4)  # gate and up; query, key and value; the gates of an LSTM
 
@@ -15,9 +15,9 @@ _FUSED = (2, 3, 4)  # gate and up; query, key and value; the gates of an LSTM
 def vocabulary_tables(shapes: Sequence[Shape]) -> list[int]:
     """Return the positions of the (words, width) tables among parameters in the order of their model.
 
-    Shapes can tell because nothing else in a model has a side `words`: what a Linear puts out, another takes in, or a
-    bias follows it. Small vocabularies whose size is also a hidden size, or that are tied to the head and not larger
-    than a hidden size could be, are not found; a body, an MLP, a classifier or adapters are never taken for a table.
+    No other matrix has a side of length `words`: the outputs of a Linear are the inputs of another, or a bias follows
+    it. Not found are vocabularies whose size is also a hidden size, and small ones that are tied to the head. The body
+    of a model, an MLP, a classifier and adapters are never mistaken for a table.
     """
     matrices = [index for index, shape in enumerate(shapes) if len(shape) == 2 and 1 not in shape]
     distinct = dict.fromkeys(shape for shape in shapes if len(shape) > 1)
@@ -33,18 +33,19 @@ def vocabulary_tables(shapes: Sequence[Shape]) -> list[int]:
 
 
 def _may_be_a_table(shape: Shape, others: Iterable[Shape]) -> bool:
-    """Whether other matrices have its width, and none its number of words."""
+    """Return whether other matrices have its width, and none its number of words."""
     words, width = shape
     has_width = any(width in other for other in others if len(other) == 2)
     return words != width and has_width and not any(words in other for other in others)
 
 
 def _has_bias(shapes: Sequence[Shape], index: int) -> bool:
+    """Return whether a bias follows the matrix."""
     return tuple(shapes[index + 1 : index + 2]) == (shapes[index][:1],)
 
 
 def _is_large(shapes: Sequence[Shape], matrices: Sequence[int], index: int, others: Iterable[Shape]) -> bool:
-    """Whether a matrix has too many rows for a Linear of a body."""
+    """Return whether a matrix has too many rows to be a hidden Linear."""
     words, width = shapes[index]
     sides = {width, *(side for other in others for side in other)}
     if any(words == times * side for times in _FUSED for side in sides):

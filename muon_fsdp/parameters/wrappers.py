@@ -1,4 +1,4 @@
-"""What wrappers around a model have done to its parameters."""
+"""Find out what FSDP2 and DDP have done to the parameters of a model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp.comm.agreement import twin
+from muon_fsdp.comm.process_groups import my_rank
+from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.parameters.state_dict import first_names
 
 
 def replicate_group_of(model: object) -> dist.ProcessGroup | None:
-    """Return the process group over which DDP keeps the parameters of a model equal, if DDP has wrapped it."""
+    """Return the process group of DDP if it wraps the model, else None."""
     model = getattr(model, "_orig_mod", model)  # under torch.compile
     return model.process_group if isinstance(model, DistributedDataParallel) else None
 
 
 class ModelWatch:
-    """Notices that a model no longer has the parameters that its optimizer was built from, or has others besides.
+    """Checks that a model still has the parameters that its optimizer was built from, and no others.
 
     Args:
-        model: neither kept alive nor copied.
-        tells_of_missing: whether to warn, once, of trainable parameters that the optimizer lacks.
+        model: held by a weak reference.
+        tells_of_missing: whether to warn, once, about trainable parameters that the optimizer lacks.
     """
 
     def __init__(self, model: nn.Module, *, tells_of_missing: bool) -> None:
@@ -39,39 +40,39 @@ class ModelWatch:
         self._seen: tuple[object, object] = (None, None)
 
     def model(self) -> nn.Module | None:
-        """Return the model, if it is still there."""
+        """Return the model; None if it no longer exists."""
         return self._model()
 
-    def check(self, plan: object, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Raise if parameters of the optimizer were replaced in the model, and warn of those that it lacks.
+    def check(self, records: Sequence[ParameterRecord]) -> None:
+        """Raise if parameters of the optimizer were replaced in the model, and warn about those that it lacks.
 
-        It looks whenever there is a new plan, or the first parameter of the model is not the one from before.
+        The check runs when the records are new or the first parameter of the model is another one than before.
         """
         model = self.model()
         if model is None:
             return
-        seen = (plan, next(iter(model.parameters()), None))
+        seen = (records, next(iter(model.parameters()), None))
         if all(a is b for a, b in zip(self._seen, seen, strict=True)):
             return
         self._seen = seen
         current = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-        present, held = set(map(id, current.values())), set(map(id, parameters))
-        gone = [(name, p) for name, p in zip(names, parameters, strict=True) if id(p) not in present]
-        _refuse_replaced(model, [(name, p) for name, p in gone if name in current], len(parameters))
+        present, held = set(map(id, current.values())), {id(record.tensor) for record in records}
+        gone = [record for record in records if id(record.tensor) not in present]
+        _refuse_replaced(model, [record for record in gone if record.name in current], len(records))
         missing = [name for name, p in current.items() if p.requires_grad and id(p) not in held]
         if missing and not gone and self._tells_of_missing:
             self._tells_of_missing = False
             warnings.warn(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
-                f"{first_names(missing)}. Build the optimizer after they are there and unfrozen, or add_param_group.",
+                f"{first_names(missing)}. Build the optimizer after they exist and are unfrozen, or add_param_group.",
                 stacklevel=5,
             )
 
 
-def _refuse_replaced(model: nn.Module, replaced: Sequence[tuple[str, Tensor]], count: int) -> None:
+def _refuse_replaced(model: nn.Module, replaced: Sequence[ParameterRecord], count: int) -> None:
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    # FSDP2 shows whole parameters in place of its shards at times.
-    lost = [name for name, parameter in replaced if not (is_sharded and isinstance(parameter, DTensor))]
+    # FSDP2 itself puts whole parameters in the place of its shards, between forward and backward.
+    lost = [record.name for record in replaced if record.is_plain or not is_sharded]
     if not lost:
         return
     before = "fully_shard" if is_sharded else "parameters of the model were replaced"
@@ -87,21 +88,35 @@ def _refuse_replaced(model: nn.Module, replaced: Sequence[tuple[str, Tensor]], c
     )
 
 
-def drifting_twin(names: Sequence[str], parameters: Sequence[Tensor]) -> tuple[int, bool] | None:
-    """Return another rank that has the same parameters, if nothing is known to keep them equal.
+def warn_of_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) -> None:
+    """Warn if another rank trains the same parameters, and nothing is known to keep them equal.
 
-    Returns: the rank, and whether its gradients are the same too; or None.
+    Args:
+        records: one per parameter of the optimizer.
+        has_sharded: whether other ranks hold parts of some of its parameters.
     """
-    held = {id(parameter) for parameter in parameters}
-    # DDP leaves no mark on parameters: this looks for it once, where the alternative is a wrong warning.
+    alone = [record for record in records if len(record.layout.ranks) == 1 and record.is_plain]
+    if not alone or _in_ddp(alone):
+        return
+    described = [(record.name, record.shape, _first_values(record.tensor)) for record in alone]
+    found = twin(described, [_first_values(record.tensor.grad) for record in alone])
+    # Beside sharded parameters, those that tensor parallelism repeats have equal gradients.
+    if found is None or (has_sharded and found[1]):
+        return
+    which = "the same parameters" if len(alone) == len(records) else first_names([alone[0].name])
+    warnings.warn(
+        f"Ranks {found[0]} and {my_rank()} train {which}, which nothing shards or replicates: they will drift "
+        "apart. Call fully_shard on the whole model or wrap it in DDP; if something else averages gradients, pass "
+        "replicate_group=, which also splits the work. Pipeline stages: pass agreement_group=.",
+        stacklevel=5,
+    )
+
+
+def _in_ddp(records: Sequence[ParameterRecord]) -> bool:
+    """Return whether DDP has wrapped some of the parameters. It leaves no mark on them, so we look for its wrappers."""
+    held = {id(record.tensor) for record in records}
     wrappers = [module for module in gc.get_objects() if issubclass(type(module), DistributedDataParallel)]
-    if any(id(parameter) in held for wrapper in wrappers for parameter in wrapper.parameters()):
-        return None
-    described = [
-        (name, tuple(parameter.shape), _first_values(parameter))
-        for name, parameter in zip(names, parameters, strict=True)
-    ]
-    return twin(described, [_first_values(parameter.grad) for parameter in parameters])
+    return any(id(parameter) in held for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _first_values(tensor: Tensor | None) -> list[float] | None:

@@ -1,4 +1,4 @@
-"""Layout: which box of a tensor every rank of a device mesh holds, as a pure function of shapes and placements."""
+"""Compute which box of a tensor each rank of a device mesh holds, from its shape and placements alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Box:
-    """The box of a tensor that starts at `offset` and has `shape`."""
+    """A rectangular region of a tensor: it starts at `offset` and has `shape`."""
 
     offset: Shape
     shape: Shape
@@ -33,7 +33,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box:
-        """The common box; one without elements if there is none."""
+        """Return the common box; it has no elements if the two do not overlap."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         stops = [
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -44,7 +44,7 @@ class Box:
         return self.intersect(other).shape == other.shape
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Slices that cut this box out of a tensor that holds `outer`."""
+        """Return the slices that cut this box out of a tensor that holds the box `outer`."""
         return tuple(
             slice(start - base, start - base + size)
             for start, base, size in zip(self.offset, outer.offset, self.shape, strict=True)
@@ -53,14 +53,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on a mesh: global ranks in row-major order, the mesh's shape, one placement per mesh axis."""
+    """How a tensor is distributed: the mesh's global ranks in row-major order, its shape, a placement per mesh axis."""
 
     ranks: tuple[int, ...]
     mesh_shape: Shape
     placements: tuple[Placement, ...]
 
     def boxes(self, shape: Shape) -> tuple[Box, ...]:
-        """The box of every rank, in the order of `ranks`."""
+        """Return the box that each rank holds, in the order of `ranks`."""
         return _boxes(shape, self.mesh_shape, self.placements)
 
     def holders(self, shape: Shape, box: Box) -> tuple[int, ...]:
@@ -74,7 +74,11 @@ class Layout:
         return self._holders[key]
 
     def shards_of(self, shape: Shape, box: Box) -> tuple[tuple[int, int], ...]:
-        """The numbers of the shards that hold a part of the box, each with how many of its elements."""
+        """Find the shards that hold a part of the box.
+
+        Returns:
+            Pairs of the number of a shard and how many elements of the box it holds.
+        """
         key = (shape, box)
         if key not in self._shards:
             boxes = self.boxes(shape)
@@ -83,14 +87,14 @@ class Layout:
         return self._shards[key]
 
     def largest_box(self, shape: Shape) -> int:
-        """Elements of the largest box."""
+        """Return the number of elements of the largest box."""
         largest = self._largest.get(shape)
         if largest is None:
             largest = self._largest[shape] = self._distinct_boxes(shape)[0][0].numel
         return largest
 
     def _distinct_boxes(self, shape: Shape) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Every box with the ranks that hold it, the largest first."""
+        """Return every distinct box with the ranks that hold it, the largest first."""
         if shape not in self._distinct:
             ranks_of: dict[Box, list[int]] = defaultdict(list)
             for rank, box in zip(self.ranks, self.boxes(shape), strict=True):
@@ -117,12 +121,12 @@ class Layout:
 
     @cached_property
     def index_of(self) -> dict[int, int]:
-        """The place of every rank in `ranks`."""
+        """Return the index of each rank in `ranks`."""
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     @cached_property
     def replica_of(self) -> tuple[int, ...]:
-        """Per rank, the number of its replica: ranks of one replica hold the tensor once, together."""
+        """Return, per rank, the number of its replica; the ranks of a replica together hold the tensor once."""
         axes = [axis for axis, placement in enumerate(self.placements) if placement.is_replicate()]
         numbers: dict[tuple[int, ...], int] = {}
         coordinates = product(*map(range, self.mesh_shape))
@@ -132,7 +136,7 @@ class Layout:
 
     @cached_property
     def shard_of(self) -> tuple[int, ...]:
-        """Per rank, the number of its place in its replica: ranks with the same number hold the same box."""
+        """Return, per rank, the number of its shard in its replica; equal numbers mean the same box."""
         seen: dict[int, int] = defaultdict(int)
         numbers = []
         for replica in self.replica_of:
@@ -142,7 +146,7 @@ class Layout:
 
     @cached_property
     def ranks_of_shard(self) -> tuple[tuple[int, ...], ...]:
-        """By the number of a shard, the places in `ranks` of those who hold it, one of every replica in their order."""
+        """Return, per number of a shard, the indices in `ranks` of its holders, one per replica in their order."""
         places: dict[int, list[int]] = defaultdict(list)
         for index, shard in enumerate(self.shard_of):
             places[shard].append(index)
@@ -154,15 +158,15 @@ class Layout:
 
 
 def local_layout(rank: int) -> Layout:
-    """The layout of a plain tensor."""
+    """Return the layout of a plain tensor, which one rank holds whole."""
     return Layout((rank,), (1,), (Replicate(),))
 
 
 def box_of(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
-    """The box of a tensor of `shape` that the rank at `coordinate` of the mesh holds, with PyTorch's uneven chunks.
+    """Return the box of a tensor that the rank at `coordinate` of the mesh holds, with PyTorch's uneven chunks.
 
-    Placements are applied from left to right. A strided shard takes its chunk of each of `split_factor` pieces, so in
-    between a rank can hold several ranges of a dimension; in the end it must be one.
+    Placements are applied from left to right. A `_StridedShard` takes its chunk of each of `split_factor` pieces, so a
+    rank may hold several ranges of a dimension on the way. In the end it must be one range.
     """
     segments: list[_Segments] = [[(0, size)] for size in shape]
     for num_chunks, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
@@ -189,14 +193,14 @@ def _boxes(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -
 
 
 def _chunk(segments: _Segments, num_chunks: int, index: int) -> _Segments:
-    """One of `num_chunks` runs of indices as torch.chunk cuts them: all of one length, the last shorter, then none."""
+    """Return one of `num_chunks` ranges, cut as torch.chunk does: equal lengths, the last one shorter, then empty."""
     total = sum(stop - start for start, stop in segments)
     length = -(-total // num_chunks)
     return _positions(segments, min(total, index * length), min(total, (index + 1) * length))
 
 
 def _positions(segments: _Segments, first: int, last: int) -> _Segments:
-    """The indices at positions [first, last) of the concatenated segments."""
+    """Return the indices at positions [first, last) of the concatenated segments."""
     result = []
     before = 0
     for start, stop in segments:

@@ -1,4 +1,4 @@
-"""Which logical matrices lie on which ranks: the frozen description that statistics and per-matrix state work on.
+"""Describe which matrices lie on which ranks, for statistics of W and per-matrix state.
 
 A class holds the matrices of one rule, one set of planned options and one shape; a batch of a stage is always part of
 one class. A set holds all classes on the same ranks, whose numbers travel together.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
-from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.plan.layout import Box, Layout
+from muon_fsdp.plan.layout import Box
+from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.parts import Block, blocks_of, has_whole_rows
 
 
@@ -57,7 +57,7 @@ class MatrixSet:
     classes: tuple[MatrixClass, ...]
     blocks: tuple[Block, ...]  # numbered by class; only of classes whose statistics are asked for
     is_split: bool  # whether ranks hold different parts
-    cuts_rows: bool  # whether a rank may hold a part of a row only
+    cuts_rows: bool  # whether some rank holds only a part of a row
 
     def only(self, chosen: list[int]) -> MatrixSet:
         """Return the set of these classes alone."""
@@ -67,61 +67,46 @@ class MatrixSet:
         return MatrixSet(self.ranks, classes, blocks, self.is_split, self.cuts_rows)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A parameter whose matrices have numbers of their own."""
-
-    position: int
-    view: MatrixView
-    layout: Layout
-    group: int
-    rule: str
-    options: PlannedOptions
-    device: torch.device
-    dtype: torch.dtype  # working precision
-    is_observed: bool  # whether its rule asks for statistics of W
-
-
-def make_sets(entries: Iterable[Entry], rank: int) -> list[MatrixSet]:
-    """Sort matrices into sets and classes, in one order on all ranks, so that their collectives match."""
-    by_ranks: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
-    for entry in entries:
-        by_ranks[(entry.layout.ranks, str(entry.device), str(entry.dtype))].append(entry)
+def make_sets(specs: Iterable[ParameterSpec], rank: int) -> list[MatrixSet]:
+    """Sort matrices into sets and classes, in the same order on all ranks, so that their collectives match."""
+    by_ranks: dict[tuple[Any, ...], list[ParameterSpec]] = defaultdict(list)
+    for spec in specs:
+        by_ranks[(spec.layout.ranks, str(spec.device), str(spec.dtype))].append(spec)
     return [_make_set(members, rank) for _, members in sorted(by_ranks.items(), key=lambda item: item[0])]
 
 
-def _make_set(entries: list[Entry], rank: int) -> MatrixSet:
+def _make_set(specs: list[ParameterSpec], rank: int) -> MatrixSet:
     places: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
     weights: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     numbers: dict[tuple[Any, ...], int] = {}
     blocks: list[Block] = []
     is_split = cuts_rows = False
-    for entry in entries:
-        boxes = entry.layout.boxes(entry.view.shape)
-        me = entry.layout.index_of[rank]
+    for spec in specs:
+        boxes = spec.layout.boxes(spec.matrices.shape)
+        me = spec.layout.index_of[rank]
         # Exactly one rank counts a part: dividing by the number of its holders is not exact for three of them.
         weight = float(boxes.index(boxes[me]) == me)
         base: list[tuple[int, int]] = []  # per block: its class, and the first of its matrices there
-        for block, (count, rows, cols) in enumerate(entry.view.block_shapes):
-            key = (entry.rule, entry.options, rows, cols)
+        for block, (count, rows, cols) in enumerate(spec.matrices.block_shapes):
+            key = (spec.rule, spec.options, rows, cols)
             number = numbers.setdefault(key, len(numbers))
             first = len(weights[key])
             base.append((number, first))
-            places[key].append(Place(entry.position, block, first, count, entry.group))
+            places[key].append(Place(spec.position, block, first, count, spec.group))
             weights[key] += [weight] * count
-        is_split |= any(box.shape != entry.view.shape for box in boxes)
-        if entry.is_observed:
-            cuts_rows |= any(not has_whole_rows(entry.view, box) for box in boxes if box.numel > 0)
-            blocks += blocks_of(entry.position, entry.view, boxes[me], base)
-    device, dtype = entries[0].device, entries[0].dtype
+        is_split |= any(box.shape != spec.matrices.shape for box in boxes)
+        if spec.is_observed:
+            cuts_rows |= any(not has_whole_rows(spec.matrices, box) for box in boxes if box.numel > 0)
+            blocks += blocks_of(spec.position, spec.matrices, boxes[me], base)
+    device, dtype = specs[0].device, specs[0].dtype
     classes = tuple(
         MatrixClass(rule, options, rows, cols, tuple(places[key]), tuple(weights[key]), device, dtype)
         for key in numbers
         for rule, options, rows, cols in [key]
     )
-    return MatrixSet(entries[0].layout.ranks, classes, tuple(blocks), is_split, cuts_rows)
+    return MatrixSet(specs[0].layout.ranks, classes, tuple(blocks), is_split, cuts_rows)
 
 
-def own_box(entry: Entry, rank: int) -> Box:
+def own_box(spec: ParameterSpec, rank: int) -> Box:
     """Return the box of the parameter that a rank holds."""
-    return entry.layout.boxes(entry.view.shape)[entry.layout.index_of[rank]]
+    return spec.layout.boxes(spec.matrices.shape)[spec.layout.index_of[rank]]

@@ -1,4 +1,4 @@
-"""Options of the whole optimizer, and the keys of parameter groups that are no options."""
+"""Declare the settings of the whole optimizer, and the keys of parameter groups that are no options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = (
         "nonfinite",
         "propagate",
         'what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise". The last '
-        "two look at the gradients before anything is changed, which waits for the device",
+        "two check all gradients before anything is changed, which waits for the device",
         choices=get_args(NonFinite),
     ),
     Option(
@@ -51,20 +51,20 @@ SETTINGS = (
     Option(
         "max_stage_bytes",
         256 * 2**20,
-        "bytes of updates that are worked on at a time; temporary memory is a few times this",
+        "bytes of updates that pass through the step together; temporary memory is a few times this",
         check=integer,
     ),
     Option(
         "cuda_graph",
         False,
-        "capture the step once and replay it, which takes the host a fraction of a millisecond. Gradients may move and "
-        "options may change between steps; temporary memory stays reserved",
+        "capture the step as a CUDA graph and replay it, which takes a fraction of a millisecond of host time. "
+        "Gradients may move and options may change between steps; temporary memory stays reserved",
         check=flag,
     ),
     Option(
         "strict",
         False,
-        "refuse routing that is a guess or in doubt, as the report warns, and a model without any matrix",
+        "raise where routing is a guess or in doubt, instead of warning, and for a model without any matrix",
         check=flag,
     ),
 )
@@ -82,7 +82,7 @@ ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What concerns the whole optimizer and the machines it runs on; not part of a checkpoint."""
+    """The settings of the whole optimizer on this machine; they are not part of a checkpoint."""
 
     nonfinite: NonFinite
     max_stage_bytes: int
@@ -96,10 +96,10 @@ class Settings:
             option.validate(getattr(self, option.name))
 
     def staging_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
-        """Return the precision of what is staged and travels: bfloat16 on GPUs, float32 on CPUs, float64 for float64.
+        """Return the precision of stage buffers and transfers: bfloat16 on GPUs, float32 on CPUs, float64 for float64.
 
-        Never float16 by itself: the norm of a matrix is not known before it is assembled, and gradients underflow.
-        A model on the meta device is planned for GPUs.
+        It is never float16 by default: the norm of a matrix is not known before it is assembled, so its elements may
+        underflow. A model on the meta device is planned for GPUs.
         """
         if self.comm_dtype is not None:
             return self.comm_dtype

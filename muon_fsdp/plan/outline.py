@@ -1,6 +1,7 @@
-"""Who computes which matrices, and in which stage: what all ranks agree on, from metadata alone.
+"""Decide which rank computes which matrices, and in which stage.
 
-Everything here is a pure function of shapes and layouts; an outline for thousands of ranks needs none of them.
+Everything here is a pure function of shapes and layouts, so all ranks decide alike, and a plan for thousands of ranks
+can be made on one.
 """
 
 from __future__ import annotations
@@ -21,36 +22,43 @@ from muon_fsdp.plan.layout import Box, Layout
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
-# The cost model of "auto": a GPU's matrix rate, what one rank can send, and what a step costs however small it is.
+# The cost model of "auto": FLOP/s of a GPU, bytes/s that one rank sends, and the fixed cost of any transfer.
 FLOPS_PER_SECOND = 4e14
 BYTES_PER_SECOND = 1e11
 FIXED_SECONDS = 1e-4
-# Computing everything everywhere must promise this much of the owner's time before it is preferred.
+# Every rank computes everything only if that takes less than this fraction of the time with owners.
 REPLICATE_BELOW = 0.7
 NO_OPTIONS = PlannedOptions()
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What planning needs to know of one parameter; `position` counts through all groups of the optimizer."""
+    """What the planner knows about one parameter; `position` counts through all groups of the optimizer."""
 
     position: int
     group: int
     rule: str
     shape: tuple[int, ...]
     layout: Layout
-    bytes_per_element: int  # of what a stage holds of it
+    bytes_per_element: int  # in the buffers of a stage
     device: torch.device  # parameters on different devices are never in one stage
     dtype: torch.dtype  # working precision; likewise
     view: MatrixView | None = None  # None for an element-wise rule
     options: PlannedOptions = NO_OPTIONS  # what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
     wire_bytes: int = 2  # of an element that travels
+    is_observed: bool = False  # whether its rule asks for statistics of W
+
+    @property
+    def matrices(self) -> MatrixView:
+        """Return its view, which a parameter under a rule of matrices always has."""
+        assert self.view is not None
+        return self.view
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A box of a parameter that is orthogonalized in one place: all of it, or some matrices of a stack."""
+    """What is computed in one place: a whole parameter, or one matrix of a stack."""
 
     position: int
     box: Box
@@ -64,14 +72,14 @@ class Unit:
         return sum(count for count, _, _ in self.view.block_shapes)
 
     def first_matrix(self, whole: MatrixView, block: int) -> int:
-        """The number of its first matrix in a block of the parameter, whose view is `whole`."""
+        """Return the number of its first matrix in a block of the whole parameter, whose view is `whole`."""
         is_part = self.view.shape != whole.shape  # some matrices of a stack
         return self.box.offset[0] * self.view.block_shapes[block][0] if is_part else 0
 
 
 @dataclass(frozen=True)
 class StageOutline:
-    """What all ranks of `ranks` agree on: parameters that pass through a step together, and who computes them."""
+    """A stage as all of its ranks know it: parameters that pass through a step together, and who owns their units."""
 
     rule: str
     ranks: tuple[int, ...]
@@ -80,15 +88,15 @@ class StageOutline:
 
 
 def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strategy: str = "auto") -> list[StageOutline]:
-    """Who computes what in which stage, for all ranks; the same on every rank that sees the same parameters.
+    """Divide parameters into stages and assign owners, for all ranks; ranks with the same parameters get the same.
 
-    Stages come in one total order (ranks, then size), so that groups of ranks that overlap can't wait for each other
-    in a circle.
+    Stages come in one total order (by ranks, then by size). Otherwise overlapping sets of ranks could wait for each
+    other in a circle.
     """
-    specs = [spec for spec in specs if math.prod(spec.shape) > 0 or spec.view is None]  # empty shards count steps
-    # Sets of ranks are long: they are compared once per layout, not once per parameter.
+    specs = [spec for spec in specs if math.prod(spec.shape) > 0 or spec.view is None]  # empty shards still count steps
+    # Sets of ranks are long, so they are compared once per layout instead of once per parameter.
     layouts = {id(spec.layout): spec.layout for spec in specs}
-    # Those that are the same ranks in another order share a process group, so nothing comes between them.
+    # Sets of the same ranks in another order share a process group, so no other set may come between them.
     rank_sets = sorted({layout.ranks for layout in layouts.values()}, key=lambda ranks: (sorted(ranks), ranks))
     set_of = {key: rank_sets.index(layout.ranks) for key, layout in layouts.items()}
     by_kind: dict[tuple[int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
@@ -115,12 +123,12 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
 
 
 def _order(spec: ParameterSpec, units: Sequence[Unit]) -> tuple[object, ...]:
-    """Largest first, as owners are assigned, so that every stage spreads over all ranks; equal shapes side by side."""
+    """Return a sort key: largest first, as owners are assigned, so that every stage uses all ranks; then by shape."""
     return (-max((unit.flops for unit in units), default=0.0), spec.shape, repr(spec.options), spec.position)
 
 
 def _units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
-    """Cut a stack of matrices where ranks could share the work; anything else is one unit."""
+    """Cut a stack into one unit per matrix if ranks could share the work; every other parameter is one unit."""
     view, shape = spec.view, spec.shape
     assert view is not None
     if not (view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1):
@@ -135,10 +143,14 @@ def _unit(spec: ParameterSpec, box: Box, view: MatrixView) -> Unit:
 
 
 def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -> dict[int, tuple[Unit, ...]]:
-    """The units of every parameter, each with an owner, by load over the whole model.
+    """Assign an owner to every unit, balancing the load over the whole model.
 
-    A rank knows only the parameters it holds a part of, and owners must be the same on all ranks that share them.
-    So the widest sets of ranks come first, and a narrower set counts what its ranks do in the sets that contain it.
+    A rank knows only the parameters it holds a part of, but all ranks that share a parameter must find the same owner.
+    So the largest sets of ranks come first, and a smaller set counts the load that its ranks have in sets that contain
+    it.
+
+    Returns:
+        The units of every parameter, by position.
     """
     loads: dict[tuple[int, ...], dict[int, float]] = {}
     placed: dict[int, list[Unit]] = defaultdict(list)
@@ -147,7 +159,7 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
         before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
         units = [(unit, spec) for spec in specs_by_ranks[ranks] for unit in _units_of(spec)]
         holders = [spec.layout.holders(spec.shape, unit.box) for unit, spec in units]
-        # Only what all ranks of the set know may decide: its own parameters, not the others that a rank sees.
+        # Decide only by parameters of this set: a rank may see others that the rest of the set does not know.
         first = specs_by_ranks[ranks][0]
         in_turn = _replicas_in_turn(first.layout)
         owners, after = _assign([unit for unit, _ in units], holders, {r: before[r] for r in in_turn}, first.wire_bytes)
@@ -159,17 +171,20 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
 
 
 def _replicas_in_turn(layout: Layout) -> list[int]:
-    """Ranks in the order in which work is dealt out: each replica passes on what its ranks have computed."""
+    """Return ranks in the order in which they get work: a shard's holders in all replicas, then the next shard's."""
     return [layout.ranks[index] for places in layout.ranks_of_shard for index in places]
 
 
 def _assign(
     units: Sequence[Unit], holders: Sequence[tuple[int, ...]], loads: dict[int, float], wire_bytes: int
 ) -> tuple[list[int], dict[int, float]]:
-    """Owners of units that share their ranks: whoever holds one whole where there is such a rank, else anybody.
+    """Choose owners for units on the same ranks: a rank that holds the unit whole if there is one, else any rank.
 
-    Weights that lie whole on few ranks (256 experts over 4,096 ranks) are moved all the same when the others would
-    wait longer than moving takes.
+    Weights that lie whole on few ranks (256 experts over 4,096 ranks) are moved anyway if the other ranks would wait
+    longer than the move takes.
+
+    Returns:
+        The owner of each unit, and the load of each rank with these units.
     """
     owners, after = _balance(units, holders, loads)
     if any(0 < len(who) < len(loads) for who in holders):
@@ -189,15 +204,18 @@ def _assign(
 def _balance(
     units: Sequence[Unit], candidates: Sequence[tuple[int, ...]], loads: dict[int, float]
 ) -> tuple[list[int], dict[int, float]]:
-    """Longest processing time first: the next largest unit goes to the least loaded of its candidates, and among
-    equals to the first in `loads`."""
+    """Give the next largest unit to the least loaded of its candidates, and among equals to the first in `loads`.
+
+    Returns:
+        The owner of each unit, and the load of each rank with these units.
+    """
     loads = dict(loads)
     everybody = tuple(loads)
     turn = {rank: number for number, rank in enumerate(everybody)}
     owners = [-1] * len(units)
-    # By candidates; None: everybody, whose tuple is long to hash.
+    # One heap per set of candidates. None stands for all ranks, whose tuple would be slow to hash.
     heaps: dict[tuple[int, ...] | None, list[tuple[float, int, int]]] = {}
-    # Units with a choice of few ranks first: the others can even out what these leave.
+    # Units with few candidates first: the others can even out the loads afterwards.
     has_choice = [not 0 < len(who) < len(loads) for who in candidates]
     for index in sorted(range(len(units)), key=lambda i: (has_choice[i], -units[i].flops)):
         ranks = None if has_choice[index] else candidates[index]
@@ -205,7 +223,7 @@ def _balance(
         if heap is None:
             heap = heaps[ranks] = [(loads[rank], turn[rank], rank) for rank in (everybody if ranks is None else ranks)]
             heapq.heapify(heap)
-        while heap[0][0] != loads[heap[0][2]]:  # this rank was given work from another heap meanwhile
+        while heap[0][0] != loads[heap[0][2]]:  # this rank got work from another heap since
             _, number, rank = heap[0]
             heapq.heapreplace(heap, (loads[rank], number, rank))
         load, number, rank = heap[0]
@@ -216,7 +234,10 @@ def _balance(
 
 
 def _replicates(units: Sequence[Unit], spec: ParameterSpec, strategy: str) -> bool:
-    """Whether every rank should compute everything instead of each unit once; `spec` is one of their parameters."""
+    """Return whether every rank should compute all units, instead of each unit once.
+
+    `spec` is one of their parameters, which all have the same ranks.
+    """
     if strategy != "auto" or not units:
         return strategy == "replicate"
     num_ranks, num_replicas = len(spec.layout.ranks), spec.layout.num_replicas
@@ -240,11 +261,11 @@ def _cut(
 ) -> list[list[ParameterSpec]]:
     """Cut parameters into stages in which no rank holds or computes more than `max_stage_bytes`.
 
-    A parameter is never divided between stages, so where one exceeds the bound the largest one takes its place: a
-    stage of large matrices still has one for every rank. They are orthogonalized in batches within the bound where
-    a parameter holds several.
+    A parameter is never divided between stages. Where one exceeds the bound, the largest one becomes the bound, so a
+    stage of large matrices still has one for every rank. A parameter of several matrices is then orthogonalized in
+    batches within the bound.
     """
-    needs: list[tuple[int, dict[int | None, int]]] = []  # bytes of a shard, and of units by who computes them
+    needs: list[tuple[int, dict[int | None, int]]] = []  # bytes of a shard, and of units by owner
     for spec in specs:
         computed: dict[int | None, int] = defaultdict(int)
         for unit in work[spec.position]:
@@ -265,8 +286,11 @@ def _cut(
 
 
 def is_relayed(unit: Unit, spec: ParameterSpec) -> bool:
-    """Whether results reach other replicas in a second hop: who computed the unit would have to send all of it to every
-    replica, so where its own is several ranks it sends to these alone, and each of them passes its part on."""
+    """Return whether the results of a unit reach other replicas in a second hop.
+
+    An owner that does not hold the unit whole sends results only to the ranks of its own replica, and each of them
+    forwards its part. Otherwise the owner alone would send the whole unit to every replica.
+    """
     if unit.owner is None or spec.layout.num_replicas == 1:
         return False
     return not spec.layout.boxes(spec.shape)[spec.layout.index_of[unit.owner]].contains(unit.box)

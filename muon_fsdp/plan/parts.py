@@ -1,4 +1,4 @@
-"""A shard as parts of logical matrices: whatever the layout, boxes of rows and columns of them."""
+"""Read a shard as parts of logical matrices: rows and columns of them, whatever the layout."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from muon_fsdp.plan.layout import Box
 
 @dataclass(frozen=True)
 class LocalPart:
-    """Part of a shard as rows of the stack of matrices that a parameter is, cut to some columns."""
+    """A part of a shard that consists of rows of the parameter's stack of matrices, cut to some columns."""
 
-    rows: Tensor  # (R,) numbers of rows in the stack
+    rows: Tensor  # (R,), numbers of rows in the stack
     first_col: int
     width: int
-    of: Callable[[Tensor], Tensor]  # of a shard, (R, width)
+    of: Callable[[Tensor], Tensor]  # takes a shard, returns (R, width)
 
 
 def local_parts(view: MatrixView, box: Box) -> list[LocalPart]:
-    """A box of a parameter as rows of its stack of matrices."""
+    """Divide a box of a parameter into rows of its stack of matrices."""
     if box.numel == 0:
         return []
     ranges = [torch.arange(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)]
@@ -69,7 +69,7 @@ def _row_part(rows: Tensor, first_col: int, width: int, index: tuple[int, ...]) 
 
 @dataclass(frozen=True)
 class Block:
-    """Equally large parts of consecutive matrices of one class, held by this rank in one parameter."""
+    """Parts of the same size of consecutive matrices of one class, which this rank holds in one parameter."""
 
     position: int
     kind: int  # index of the class
@@ -83,12 +83,14 @@ class Block:
         """Return the same part, numbered as one of another class."""
         return replace(self, kind=kind)
 
-    def of(self, shard: Tensor) -> Tensor:  # (count, rows, cols)
+    def of(self, shard: Tensor) -> Tensor:
+        """Return this block of a shard, (count, rows, cols)."""
         rows = self.part.of(shard)[self.part_rows]
         return rows.reshape(self.matrices.stop - self.matrices.start, -1, self.part.width)
 
 
 def has_whole_rows(view: MatrixView, box: Box) -> bool:
+    """Return whether the box contains every row of a matrix either whole or not at all."""
     if view.kind == "flatten":
         return box.shape[1:] == view.shape[1:]
     axis = -2 if view.transposed else -1
@@ -96,6 +98,14 @@ def has_whole_rows(view: MatrixView, box: Box) -> bool:
 
 
 def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[int, int]]) -> list[Block]:
+    """Divide a box of a parameter into blocks of its matrices.
+
+    Args:
+        position: of the parameter.
+        view: how it is read as matrices.
+        box: what this rank holds of it.
+        base: per block of the view, its class and the number of its first matrix there.
+    """
     matrix_of, row_of = view.row_numbers()
     counts = [count for count, _, _ in view.block_shapes]
     place = [  # of every matrix of the parameter: its class and number there
@@ -124,7 +134,7 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
 
 
 def _merged(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of consecutive matrices that are cut alike become one."""
+    """Merge blocks of consecutive matrices that have the same rows and columns."""
     merged: list[Block] = []
     for block in blocks:
         last = merged[-1] if merged else None
@@ -149,7 +159,11 @@ def _merged(blocks: Sequence[Block]) -> list[Block]:
 
 
 def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None:
-    """(start, length, matrix) of every run of a contiguous shard that is part of one matrix; None if there are gaps."""
+    """Cut a contiguous shard into runs that belong to one matrix each.
+
+    Returns:
+        (start, length, matrix) of every run; None if the elements of a matrix are not contiguous.
+    """
     matrices = sum(count for count, _, _ in view.block_shapes)
     if matrices == 1:
         return [(0, box.numel, 0)] if box.numel > 0 else []

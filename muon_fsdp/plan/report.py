@@ -1,4 +1,4 @@
-"""A plan in figures: strategy, owners, bytes and balance per shape, for real or imagined ranks."""
+"""Report a plan in figures, for real or imagined ranks: strategy, owners, bytes and balance per shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlanRow:
         num_matrices: logical matrices in all of them.
         strategy: "owner", "replicate", or "local" where nothing has to travel.
         num_owners: ranks that compute some of them.
-        gather_bytes: sent to who computes, in the whole job, in a step.
+        gather_bytes: sent to the ranks that compute, in the whole job, per step.
         scatter_bytes: sent back.
         flops: of the orthogonalizations, in the whole job, every matrix once.
     """
@@ -43,49 +43,48 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage takes: bytes, each figure that of the rank where it is largest, and FLOPs."""
+    """Memory and work of a stage. Each number of bytes is that of the rank where it is largest."""
 
-    flops_by_rank: Mapping[int | None, float]  # of who computes; None: each rank
-    numel: int  # of all its matrices
+    flops_by_rank: Mapping[int | None, float]  # by owner; None: of each rank
+    numel: int  # elements of all its matrices
     shards: int  # of updates that a rank holds
     units: int  # of updates that a rank orthogonalizes
-    scratch: int  # beside one batch of them
-    receivers: int  # of a shard: who computes it, or every other rank of the replica
-    copies: int  # of a result that are sent by who computed it
-    forwarded: int  # to other replicas, by a rank that did not compute it
+    scratch: int  # of one batch of them
+    receivers: int  # of a shard: its owner, or every other rank of the replica
+    copies: int  # of a result that its owner sends
+    forwarded: int  # to other replicas, by a rank that is not the owner
     travels: bool
 
     @property
     def gathering(self) -> int:
-        """Shards, and what is sent and received."""
+        """Return the bytes of shards and of the send and receive buffers of a gather."""
         return (1 + self.receivers) * self.shards + self.units if self.travels else 0
 
     @property
     def computing(self) -> int:
-        """Matrices, results and scratch; then results as they were computed, as they travel, and the buffers for it."""
+        """Return the bytes of matrices, results and scratch, or those of results and of the buffers of a scatter."""
         if not self.travels:
             return self.shards + self.units + self.scratch
         return max(2 * self.units + self.scratch, (2 + self.copies) * self.units + self.shards)
 
     @property
     def scattering(self) -> int:
-        """Results, what is sent and received, and the updates of the shards."""
+        """Return the bytes of results, of the send and receive buffers of a scatter, and of the shards' updates."""
         return (1 + self.copies) * self.units + 2 * self.shards if self.travels else 0
 
     @property
     def forwarding(self) -> int:
-        """The updates of the shards, what is sent and what is received."""
+        """Return the bytes of the shards' updates and of the send and receive buffers of a forward."""
         return 2 * self.shards + self.forwarded if self.forwarded else 0
 
 
 @dataclass
 class Traffic:
-    """Bytes of a step by rank. In a gather whoever computes receives, and in a scatter sends; others pass it on."""
+    """Bytes of a step by rank. Owners receive in a gather and send in a scatter; other ranks forward results."""
 
     gathered: dict[int, int] = field(default_factory=dict)
     scattered: dict[int, int] = field(default_factory=dict)
-    # The other side: what the rank with the largest shards sends in the gather and receives in the scatter, if owners
-    # are spread evenly.
+    # What the rank with the largest shards sends in the gather and receives in the scatter, with evenly spread owners.
     shards_sent: int = 0
     shards_received: int = 0
 
@@ -100,7 +99,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `optimizer.plan_report()` gives; its text is a table.
+    """What `optimizer.plan_report()` returns; `print` shows it as a table.
 
     Args:
         num_ranks: ranks that hold some matrix.
@@ -122,32 +121,32 @@ class PlanReport:
 
     @property
     def num_matrices(self) -> int:
-        """Logical matrices in the whole model."""
+        """Return the number of logical matrices in the whole model."""
         return sum(row.num_matrices for row in self.rows)
 
     @property
     def gather_bytes(self) -> int:
-        """Sent to who computes, in the whole job, in a step."""
+        """Return the bytes sent to the ranks that compute, in the whole job, per step."""
         return sum(row.gather_bytes for row in self.rows)
 
     @property
     def scatter_bytes(self) -> int:
-        """Sent back."""
+        """Return the bytes of results sent back, in the whole job, per step."""
         return sum(row.scatter_bytes for row in self.rows)
 
     @property
     def max_flops(self) -> float:
-        """Work of the busiest rank."""
+        """Return the FLOPs of the busiest rank."""
         return max(self.flops_by_rank.values(), default=0.0)
 
     @property
     def mean_flops(self) -> float:
-        """Work of a rank, on average."""
+        """Return the mean FLOPs of a rank."""
         return sum(self.flops_by_rank.values()) / max(1, self.num_ranks)
 
     @property
     def scratch_bytes(self) -> int:
-        """At most so much is in use on a rank besides weights, gradients and state.
+        """Return an upper bound of the bytes in use on a rank besides weights, gradients and state.
 
         While a stage computes, the next is being gathered, the one before it scattered, and the one before that
         forwarded.
@@ -184,7 +183,7 @@ class PlanReport:
 
 
 def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
-    """The layout that `fully_shard` would give every parameter on a mesh (shards,) or (replicas, shards)."""
+    """Return the layout that `fully_shard` gives every parameter on a mesh (shards,) or (replicas, shards)."""
     shape = tuple(mesh) if mesh is not None else (world_size or 1,)
     if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
         raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
@@ -194,7 +193,7 @@ def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Seq
 
 
 def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:
-    """Plan the parameters that are orthogonalized, and add up."""
+    """Plan the parameters that are orthogonalized, and sum up the plan."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
     outlines = make_outline(matrices, max_stage_bytes=settings.max_stage_bytes, strategy=settings.strategy)
     by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
@@ -228,7 +227,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     specs = {spec.position: spec for spec in outline.specs}
     units: dict[int | None, int] = defaultdict(int)
     flops: dict[int | None, float] = defaultdict(float)
-    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by who computes them, and by shape
+    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
     copies = 1
     for unit in outline.units:
         spec = specs[unit.position]
@@ -257,7 +256,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
 
 
 def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
-    """No assignment of these costs to ranks can leave the busiest with less."""
+    """Return a lower bound of the busiest rank's load under any assignment of these costs."""
     ordered = sorted(costs, reverse=True)
     bound = max(sum(ordered) / max(1, num_ranks), ordered[0] if ordered else 0.0)
     for per_rank in (2, 3):  # some rank gets two of the first r + 1, and some three of the first 2r + 1
@@ -275,7 +274,7 @@ def _bytes(count: int) -> str:
 
 
 def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) -> PlanRow:
-    """Add up parameters of one shape and layout, and their bytes to `traffic`."""
+    """Sum up parameters of one shape and layout, and add their bytes to `traffic`."""
     spec = members[0][0]
     layout = spec.layout
     units = [unit for _, many in members for unit in many]
@@ -315,8 +314,8 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
 
 
 def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
-    """Elements that ranks pass on to other replicas."""
-    # Thousands of units are the same box of a shape, computed in the same replica: they are counted first.
+    """Return the elements that each rank forwards to other replicas."""
+    # Thousands of units are the same box of a shape, computed in the same replica. Count those first.
     layouts: dict[int, Layout] = {}
     counts: dict[tuple[int, tuple[int, ...], Box, int], int] = defaultdict(int)
     for unit, spec in units:
@@ -332,7 +331,11 @@ def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
 
 
 def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:
-    """Elements that travel to each rank that computes the unit, and back."""
+    """Count the elements of a unit that travel.
+
+    Returns:
+        Those gathered by each rank that computes it, and those sent back in all.
+    """
     size = unit.box.numel
     boxes = layout.boxes(shape)
     if unit.owner is None:

@@ -1,4 +1,4 @@
-"""One rank's part of an outline: its stages, the batches it computes, where they lie in buffers, and what is sent.
+"""Work out one rank's part of an outline: its stages, batches, buffers and transfers.
 
 Everything here is a pure function of shapes and layouts.
 """
@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit, is_relayed
 
-# The scratch of an orthogonalization stays within so many times the bound of a stage.
+# The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
-# Buffers hold many tensors one after another; each begins at a multiple of this many elements.
+# A buffer holds many tensors; each begins at a multiple of this many elements, which kernels need to load vectors.
 SLOT_ALIGNMENT = 16
 
 
@@ -50,11 +51,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box that travels: part of the unit, held by some rank."""
+    """A part of a unit that one rank sends to another."""
 
     unit: int
-    in_shard: tuple[slice, ...]  # where it lies in the holder's local tensor
-    in_unit: tuple[slice, ...]  # where it lies in the unit
+    in_shard: tuple[slice, ...]  # its place in the holder's shard
+    in_unit: tuple[slice, ...]  # its place in the unit
     shape: tuple[int, ...]
 
     @property
@@ -64,29 +65,29 @@ class Piece:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What this rank sends and receives, by index of the other rank in `ranks`; its own entries never travel."""
+    """What this rank sends and receives in a stage, by index of the other rank in `ranks`; `me` is its own index."""
 
     ranks: tuple[int, ...]  # sorted
     me: int
-    gather_send: tuple[tuple[Piece, ...], ...]  # my shards, to whoever computes
+    gather_send: tuple[tuple[Piece, ...], ...]  # my shards, to the ranks that compute
     gather_receive: tuple[tuple[Piece, ...], ...]  # others' shards of what I compute
-    scatter_send: tuple[tuple[Piece, ...], ...]  # results, to who holds a part in the replica of who computed them
+    scatter_send: tuple[tuple[Piece, ...], ...]  # my results, to the holders, or those of my replica
     scatter_receive: tuple[tuple[Piece, ...], ...]  # results for my shards
-    forward_send: tuple[tuple[Piece, ...], ...]  # what I received so, to those who hold the same part in other replicas
+    forward_send: tuple[tuple[Piece, ...], ...]  # received results, to other replicas
     forward_receive: tuple[tuple[Piece, ...], ...]
-    gathers: bool  # whether anything travels on any rank: all of them take part in a collective, or none
+    gathers: bool  # whether anything travels on any rank: all ranks take part in a collective, or none does
     scatters: bool
     forwards: bool
 
     def elements_sent(self) -> int:
-        """Elements that this rank hands to all transfers for others."""
+        """Return the number of elements that this rank sends to others in all transfers."""
         lists = zip(self.gather_send, self.scatter_send, self.forward_send, strict=True)
         return sum(p.numel for other, all_ in enumerate(lists) if other != self.me for pieces in all_ for p in pieces)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in a flat buffer."""
+    """The place of a tensor in a flat buffer."""
 
     offset: int
     shape: tuple[int, ...]
@@ -101,8 +102,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Stage:
-    """This rank's part of a stage. Its shards lie in one flat buffer, and the units it computes in another."""
+    """This rank's part of a stage. Its shards are in one flat buffer, and the units that it computes in another."""
 
+    number: int  # among the stages of this rank
     rule: str
     positions_by_group: tuple[tuple[int, tuple[int, ...]], ...]
     units: tuple[Unit, ...]
@@ -112,6 +114,12 @@ class Stage:
     num_bytes: int  # of this rank's shards
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
+
+    @cached_property
+    def label(self) -> str:
+        """Return what a profiler shows: the stage's number, its rule, and the shapes it orthogonalizes on this rank."""
+        shapes = ", ".join(f"{batch.count}x{batch.rows}x{batch.cols}" for batch in self.batches)
+        return f"stage {self.number} {self.rule} [{shapes}]"
 
     @property
     def shard_numel(self) -> int:
@@ -128,17 +136,18 @@ class Plan:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices that this rank orthogonalizes in a step."""
+        """Return the number of matrices that this rank orthogonalizes in a step."""
         return sum(batch.count for stage in self.stages for batch in stage.batches)
 
 
 def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int) -> Plan:
-    """The part of `rank` in the outlines it takes part in, in their order."""
-    return Plan(tuple(_localize(outline, rank, max_stage_bytes) for outline in outlines if rank in outline.ranks))
+    """Return the part of `rank` in the outlines that it takes part in, in their order."""
+    own = (outline for outline in outlines if rank in outline.ranks)
+    return Plan(tuple(_localize(number, outline, rank, max_stage_bytes) for number, outline in enumerate(own)))
 
 
 def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:
-    """A stage that only assembles one tensor, on every rank."""
+    """Return a stage that only assembles one tensor, on every rank."""
     whole = Box((0,) * len(shape), shape)
     unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), NO_OPTIONS, 0.0, owner=None)
     spec = ParameterSpec(0, 0, "", shape, layout, 1, torch.device("cpu"), torch.float32)
@@ -146,10 +155,10 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     me = layout.ranks.index(rank)
     shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
     exchange = _make_exchange(outline, {0: spec}, me)
-    return Stage("", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
+    return Stage(0, "", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
 
 
-def _localize(outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
+def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
     me = outline.ranks.index(rank)
     specs = {spec.position: spec for spec in outline.specs}
     by_group: dict[int, list[int]] = defaultdict(list)
@@ -167,7 +176,9 @@ def _localize(outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
         unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
-    return Stage(outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, shard_slots, unit_slots)
+    return Stage(
+        number, outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, shard_slots, unit_slots
+    )
 
 
 def _make_slots(shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Slot]:
@@ -199,12 +210,12 @@ def _make_batches(
 
 
 def scratch_numel(rows: int, cols: int) -> int:
-    """Beside a matrix there are two of its size and five of its Gram matrix's while it is orthogonalized."""
+    """Return the elements of scratch that a matrix needs: twice its own size, and five times its Gram matrix."""
     return 2 * rows * cols + 5 * min(rows, cols) ** 2
 
 
 def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
-    """How many matrices one orthogonalization may take: within a stage, and its scratch within a few stages."""
+    """Return how many matrices are orthogonalized at once: within a stage's bound, and scratch within a few of them."""
     by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch_numel(rows, cols) * bytes_per_element)
     return max(1, min(max_stage_bytes // (rows * cols * bytes_per_element), by_scratch))
 
@@ -229,58 +240,31 @@ def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, .
     return chunks
 
 
+class _PieceLists:
+    """The pieces that one kind of transfer moves between this rank and each of the others."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.sent: list[list[Piece]] = [[] for _ in range(num_ranks)]
+        self.received: list[list[Piece]] = [[] for _ in range(num_ranks)]
+        self.travels = False  # whether anything moves between any two ranks
+
+
 def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: int) -> Exchange:
-    """Every list is in the order of the units, on both sides of every message."""
+    """List what this rank sends and receives; every list is in the order of the units, on both sides of a message."""
     ranks = outline.ranks
-    index_of = {rank: index for index, rank in enumerate(ranks)}
-    gather_send: list[list[Piece]] = [[] for _ in ranks]
-    gather_receive: list[list[Piece]] = [[] for _ in ranks]
-    scatter_send: list[list[Piece]] = [[] for _ in ranks]
-    scatter_receive: list[list[Piece]] = [[] for _ in ranks]
-    forward_send: list[list[Piece]] = [[] for _ in ranks]
-    forward_receive: list[list[Piece]] = [[] for _ in ranks]
-    gathers = scatters = forwards = False
+    gather, scatter, forward = (_PieceLists(len(ranks)) for _ in range(3))
     for number, unit in enumerate(outline.units):
         spec = specs[unit.position]
-        boxes = spec.layout.boxes(spec.shape)
-        replica_of = spec.layout.replica_of
-        computing = range(len(ranks)) if unit.owner is None else (index_of[unit.owner],)
-        for computer in computing:
-            whole_there = boxes[computer].contains(unit.box)
-            gathers |= not whole_there
-            holds = me == computer if whole_there else replica_of[me] == replica_of[computer]
-            if holds:
-                _append(gather_send[computer], number, unit.box, boxes[me])
-            if computer == me:
-                for source in [me] if whole_there else range(len(ranks)):
-                    if replica_of[source] == replica_of[me]:
-                        _append(gather_receive[source], number, unit.box, boxes[source])
-        if unit.owner is None:
-            _append(scatter_send[me], number, unit.box, boxes[me])
-            _append(scatter_receive[me], number, unit.box, boxes[me])
+        _add_gather(gather, number, unit, spec.layout, spec.layout.boxes(spec.shape), me)
+        if unit.owner is None:  # this rank has computed it, and keeps its part
+            box = spec.layout.boxes(spec.shape)[me]
+            _append(scatter.sent[me], number, unit.box, box)
+            _append(scatter.received[me], number, unit.box, box)
         else:
-            owner = index_of[unit.owner]
-            scatters = scatters or any(
-                rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes)
-            )
-            relays = is_relayed(unit, spec)
-            forwards |= relays
-            is_near = not relays or replica_of[me] == replica_of[owner]
-            if is_near:
-                _append(scatter_receive[owner], number, unit.box, boxes[me])
-            if owner == me:
-                for holder in range(len(ranks)):
-                    if not relays or replica_of[holder] == replica_of[me]:
-                        _append(scatter_send[holder], number, unit.box, boxes[holder])
-            if relays:
-                same_part = spec.layout.ranks_of_shard[spec.layout.shard_of[me]]
-                if is_near:
-                    for other in same_part:
-                        if other != me:
-                            _append(forward_send[other], number, unit.box, boxes[me])
-                else:
-                    _append(forward_receive[same_part[replica_of[owner]]], number, unit.box, boxes[me])
-    in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # a process group numbers its ranks so
+            _add_scatter(scatter, number, unit, spec, me)
+            if is_relayed(unit, spec):
+                _add_forward(forward, number, unit, spec, me)
+    in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # as a process group numbers its ranks
 
     def ordered(lists: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
         return tuple(tuple(lists[index]) for index in in_group_order)
@@ -288,19 +272,64 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
     return Exchange(
         ranks=tuple(sorted(ranks)),
         me=in_group_order.index(me),
-        gather_send=ordered(gather_send),
-        gather_receive=ordered(gather_receive),
-        scatter_send=ordered(scatter_send),
-        scatter_receive=ordered(scatter_receive),
-        forward_send=ordered(forward_send),
-        forward_receive=ordered(forward_receive),
-        gathers=gathers,
-        scatters=scatters,
-        forwards=forwards,
+        gather_send=ordered(gather.sent),
+        gather_receive=ordered(gather.received),
+        scatter_send=ordered(scatter.sent),
+        scatter_receive=ordered(scatter.received),
+        forward_send=ordered(forward.sent),
+        forward_receive=ordered(forward.received),
+        gathers=gather.travels,
+        scatters=scatter.travels,
+        forwards=forward.travels,
     )
 
 
+def _add_gather(lists: _PieceLists, number: int, unit: Unit, layout: Layout, boxes: Sequence[Box], me: int) -> None:
+    """Add the boxes of a unit on their way to the ranks that compute it, from holders of the same replica."""
+    replica_of = layout.replica_of
+    for computer in range(len(boxes)) if unit.owner is None else (layout.index_of[unit.owner],):
+        is_whole_there = boxes[computer].contains(unit.box)
+        lists.travels |= not is_whole_there
+        if me == computer if is_whole_there else replica_of[me] == replica_of[computer]:
+            _append(lists.sent[computer], number, unit.box, boxes[me])
+        if computer == me:
+            for source in (me,) if is_whole_there else range(len(boxes)):
+                if replica_of[source] == replica_of[me]:
+                    _append(lists.received[source], number, unit.box, boxes[source])
+
+
+def _add_scatter(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, me: int) -> None:
+    """Add the results of a unit on their way from its owner to its holders, or to those of its own replica."""
+    assert unit.owner is not None
+    boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
+    owner = spec.layout.index_of[unit.owner]
+    lists.travels |= any(rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes))
+    relayed = is_relayed(unit, spec)
+    if not relayed or replica_of[me] == replica_of[owner]:
+        _append(lists.received[owner], number, unit.box, boxes[me])
+    if owner == me:
+        for holder, box in enumerate(boxes):
+            if not relayed or replica_of[holder] == replica_of[me]:
+                _append(lists.sent[holder], number, unit.box, box)
+
+
+def _add_forward(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, me: int) -> None:
+    """Add the results of a unit on their way from its owner's replica to the ranks with the same box in others."""
+    assert unit.owner is not None
+    boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
+    owner = spec.layout.index_of[unit.owner]
+    same_box = spec.layout.ranks_of_shard[spec.layout.shard_of[me]]
+    lists.travels = True
+    if replica_of[me] != replica_of[owner]:
+        _append(lists.received[same_box[replica_of[owner]]], number, unit.box, boxes[me])
+        return
+    for other in same_box:
+        if other != me:
+            _append(lists.sent[other], number, unit.box, boxes[me])
+
+
 def _append(pieces: list[Piece], number: int, unit: Box, box: Box) -> None:
+    """Append the part of a unit that lies in a holder's box, if there is any."""
     common = box.intersect(unit)
     if common.numel > 0:
         pieces.append(Piece(number, common.within(box), common.within(unit), common.shape))

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.process_groups import group_like, make_group, my_rank
 from muon_fsdp.comm.transfers import add_up, layout_of, local
-from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import num_vectors, working_dtype
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.linalg.power_iteration import COLD_STEPS
 from muon_fsdp.linalg.subspaces import Refined, best_in_krylov_space, normalized_or, num_products, refine, start_vectors
-from muon_fsdp.plan.matrix_sets import Entry, MatrixSet, make_sets
+from muon_fsdp.plan.matrix_sets import MatrixSet, make_sets
+from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.statistics.shard_products import ShardProducts, have_kernels
 
 if TYPE_CHECKING:
@@ -230,10 +230,11 @@ def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
     view = matrix_view(shape, name="given", kind="matrix" if len(shape) == 2 else "stacked")
     shard = local(parameter.detach())
     dtype = working_dtype(shard.dtype)
-    entry = Entry(0, view, layout_of(parameter, None), 0, "", PlannedOptions(), shard.device, dtype, True)
-    if len(entry.layout.ranks) > 1:
-        make_group(tuple(sorted(entry.layout.ranks)), shard.device, group_like(parameter, None))
-    (matrices,) = make_sets([entry], my_rank())
+    layout = layout_of(parameter, None)
+    spec = ParameterSpec(0, 0, "", shape, layout, dtype.itemsize, shard.device, dtype, view, is_observed=True)
+    if len(layout.ranks) > 1:
+        make_group(tuple(sorted(layout.ranks)), shard.device, group_like(parameter, None))
+    (matrices,) = make_sets([spec], my_rank())
     (only,) = matrices.classes
     subspace = torch.zeros(only.count, num_vectors(only.rows, only.cols), only.cols, dtype=dtype, device=shard.device)
     with torch.no_grad():

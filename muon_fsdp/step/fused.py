@@ -1,4 +1,4 @@
-"""Which parameters of a plan are updated by fused launches, and what their tables hold in a step."""
+"""Sort parameters into lists that fused kernels update, and fill the tables that the kernels read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from muon_fsdp.kernels.tables import (
     num_chunks,
 )
 from muon_fsdp.plan.stages import Plan, Stage
-from muon_fsdp.rules import RULES
+from muon_fsdp.rules import RULES, Rule
+from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 
 Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
@@ -31,39 +32,41 @@ Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
 
 @dataclass(frozen=True)
 class FusedList:
-    """Parameters of one group that are updated by the same launches."""
+    """Parameters of one group that the same kernel launches update."""
 
     group: int
     positions: tuple[int, ...]  # in the order of the table
     tensors: TensorList
-    # Chunks of one factor each, and whether they are aligned; None where the rule does not multiply weights.
+    # Chunks with one factor each, and whether they are aligned; None if the rule does not multiply weights.
     factor_chunks: tuple[Tensor, bool] | None = None
 
     def with_factor_chunks(self) -> TensorList:
         """Return the list cut so that every chunk has one factor."""
         assert self.factor_chunks is not None
         chunks, aligned = self.factor_chunks
-        # What is aligned as a whole may be cut otherwise.
+        # These chunks may begin at other addresses than those of the whole list.
         return replace(self.tensors, chunks=chunks, aligned=self.tensors.aligned and aligned)
 
 
 @dataclass(frozen=True)
 class FusedStage:
-    """The fused lists of one stage; none where nothing can be fused."""
+    """The fused lists of one stage; empty if nothing can be fused."""
 
     lists: tuple[FusedList, ...] = ()
     positions: frozenset[int] = frozenset()
-    example: Tensor | None = None  # an empty tensor of the precision and device of its parameters
-    # Where the partial norms of every matrix begin; None where the stage does not know whole matrices.
+    example: Tensor | None = None  # an empty tensor with the precision and device of its shards
+    # Where the partial norms of each matrix begin; None if matrices are not whole on this rank.
     first_partials: Tensor | None = None
     num_partials: int = 0
 
     def new_partials(self) -> Tensor | None:
+        """Return a buffer (num_partials, 2) for partial norms; None if matrices are not whole on this rank."""
         if self.first_partials is None:
             return None
         return torch.empty(self.num_partials, 2, dtype=torch.float32, device=self.first_partials.device)
 
     def inverse_norms(self, partials: Tensor) -> Tensor:
+        """Return one over the Frobenius norm of each matrix, (B,), from partial norms."""
         from muon_fsdp.kernels import triton_norms
 
         assert self.first_partials is not None
@@ -72,11 +75,11 @@ class FusedStage:
 
 @dataclass
 class FusedStep:
-    """Fused lists of all stages of a plan, for parameters of these precisions."""
+    """The fused lists of all stages of a plan, for shards and gradients with these precisions."""
 
     signature: Signature
     stages: list[FusedStage] = field(default_factory=list)
-    states: Sequence[Tensor] = ()  # of all parameters, when the lists were made
+    states: Sequence[Tensor] = ()  # of all parameters, at the last step
     tables: Tables | None = None
 
     @property
@@ -88,88 +91,79 @@ class FusedStep:
     def lists(self) -> Iterator[FusedList]:
         return (each for stage in self.stages for each in stage.lists)
 
-    def fits(
-        self, shards: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], gradients: Mapping[int, Tensor]
-    ) -> bool:
-        """Whether the lists are still right: a quick look at what can change from one step to the next."""
-        for shard, known in zip(shards, self.signature, strict=True):
+    def fits(self, inputs: StepInputs) -> bool:
+        """Return whether the lists are still right: a quick look at what can change from one step to the next."""
+        for shard, known in zip(inputs.shards, self.signature, strict=True):
             if known is not None and not shard.is_contiguous():
                 return False
-        for position, grad in gradients.items():
+        for position, grad in inputs.gradients.items():
             known = self.signature[position]
             if known is not None and grad.dtype is not known[1]:
                 return False
-        now = tuple(self._all_states(states))
+        now = tuple(self._all_states(inputs.states))
         return len(now) == len(self.states) and all(map(is_, now, self.states))
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Remember the tensors of state, which `fits` compares."""
         self.states = tuple(self._all_states(states))
 
     @staticmethod
     def _all_states(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
         return (value for state in states for value in state.values())
 
-    def fill_tables(
-        self,
-        shards: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
-        gradients: Mapping[int, Tensor],
-        groups: Sequence[Mapping[str, Any]],
-        updated: Collection[int],
-        divisor: int,
-    ) -> None:
-        """Write where everything lies and what this step's numbers are; without a wait for the device."""
+    def fill_tables(self, inputs: StepInputs) -> None:
+        """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device."""
         if self.tables is None:
             return
         values = []
         for each in self.lists:
-            group = groups[each.group]
+            group = inputs.groups[each.group]
             kernels = RULES[group["rule"]].fused
             assert kernels is not None
-            scalars = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / divisor, **kernels.scalars(group)}
+            scalars = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / inputs.divisor}
             values.append(
                 ListValues(
-                    [gradients.get(position) for position in each.positions],
-                    [position in updated for position in each.positions],
-                    [shards[position] for position in each.positions],
-                    [[local(states[p][name]) for p in each.positions] for name in kernels.layout.states],
+                    [inputs.gradients.get(position) for position in each.positions],
+                    [position in inputs.updated for position in each.positions],
+                    [inputs.shards[position] for position in each.positions],
+                    [[local(inputs.states[p][name]) for p in each.positions] for name in kernels.layout.states],
                     group["lr"],
-                    scalars,
+                    scalars | kernels.scalars(group),
                 )
             )
         self.tables.fill(values)
 
     @property
     def variant(self) -> object:
-        """What launches depend on besides the tables."""
+        """Return what launches depend on besides the tables."""
         return tuple(each.tensors.aligned for each in self.lists)
 
 
 def signature_of(
-    shards: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]],
-    gradients: Mapping[int, Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    before: FusedStep | None,
-    excluded: Collection[int] = (),
+    rules: Sequence[Rule], inputs: StepInputs, before: FusedStep | None, excluded: Collection[int] = ()
 ) -> Signature:
-    """The precisions of every parameter, given as its local part, and of its gradient; None where it can't be fused.
+    """Return the precisions of every shard and of its gradient; None for a parameter that can't be fused.
 
-    One launch works on one device: where a model lies on several, what is not on the first is updated one by one.
+    One launch works on one device. Where a model lies on several, only parameters on the first are fused.
+
+    Args:
+        rules: those of all parameters.
+        inputs: those of the step.
+        before: the fused lists of the last step, if there are any.
+        excluded: positions that must not be fused.
     """
-    rules = [RULES[group["rule"]] for group in groups for _ in group["params"]]
-    device = next((shard.device for shard in shards if unusable(shard.device) is None), None)
+    device = next((shard.device for shard in inputs.shards if unusable(shard.device) is None), None)
     result: list[tuple[torch.dtype, torch.dtype] | None] = []
-    for position, (shard, rule) in enumerate(zip(shards, rules, strict=True)):
-        grad = gradients.get(position)
+    for position, (shard, rule) in enumerate(zip(inputs.shards, rules, strict=True)):
+        grad = inputs.gradients.get(position)
         if (
             rule.fused is None
             or position in excluded
             or shard.device != device
-            or not_fusable(shard, [local(states[position][name]) for name in rule.fused.layout.states])
+            or not_fusable(shard, [local(inputs.states[position][name]) for name in rule.fused.layout.states])
         ):
             result.append(None)
-        elif grad is None:  # as it was: whether there is a gradient changes no launch
+        elif grad is None:  # keep the last precision: launches are the same with or without a gradient
             known = before.signature[position] if before is not None else None
             result.append(known or (shard.dtype, shard.dtype))
         else:
@@ -178,7 +172,7 @@ def signature_of(
 
 
 def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
-    """Why a local tensor, with these of its state, can't take part in a fused launch; None if it can."""
+    """Return why a shard, with these tensors of its state, can't take part in a fused launch; None if it can."""
     device = shard.device
     reason = unusable(device)
     if reason is not None:
@@ -197,21 +191,15 @@ def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
     return None
 
 
-def make_fused_step(
-    plan: Plan,
-    shards: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]],
-    signature: Signature,
-    matrices: MatrixStates | None,
-) -> FusedStep:
-    """Sort the parameters that can be fused into lists, and make their tables."""
-    step = FusedStep(signature)
-    step.accept(states)
+def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matrices: MatrixStates | None) -> FusedStep:
+    """Sort the parameters that can be fused into lists, and allocate their tables."""
+    step, shards = FusedStep(signature), inputs.shards
+    step.accept(inputs.states)
     if not any(signature):
         step.stages = [FusedStage() for _ in plan.stages]
         return step
     device = next(shards[i].device for i, known in enumerate(signature) if known is not None)
-    members: list[list[tuple[int, tuple[int, ...]]]] = []  # per stage, of every list: group and positions
+    members: list[list[tuple[int, tuple[int, ...]]]] = []  # per stage and list: group and positions
     partials: list[_Partials] = []
     specs: list[ListSpec] = []
     for stage in plan.stages:
@@ -272,11 +260,11 @@ def _fused_stage(
 
 @dataclass(frozen=True)
 class _Partials:
-    """Partial norms of a stage whose matrices are whole on this rank and whose parameters are all fused."""
+    """Where `prepare` writes partial norms, in a stage whose parameters are all fused and whole on this rank."""
 
     first: Mapping[int, int] = field(default_factory=dict)  # by position
     matrix_numel: Mapping[int, int] = field(default_factory=dict)
-    first_of_matrix: tuple[int, ...] = ()  # in the order of the batches, and the end
+    first_of_matrix: tuple[int, ...] = ()  # in the order of the batches, then the end
     count: int = 0
 
     @classmethod

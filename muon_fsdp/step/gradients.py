@@ -1,4 +1,4 @@
-"""Gradients as a step finds them: how each lies, and this rank's part of it in the layout of its parameter."""
+"""Read the gradients of a step: how each lies on ranks, and its local part in the layout of its parameter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed.tensor.placement_types import Placement
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.transfers import layout_of, local
 from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.rules import Rule
 
-LIKE_PARAMETER = 1  # code of a gradient that lies as its parameter; larger ones hold its placements
+LIKE_PARAMETER = 1  # code of a gradient with its parameter's placements; larger codes encode its own
 _FIRST_CODE = 2
 _BASE = 16  # digits of a code, one per axis of the mesh: Replicate, kinds of Partial, then Shard by dimension
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
@@ -26,61 +26,58 @@ class Gradients:
     """The gradients that this rank has, by the position of their parameter.
 
     Args:
-        parameters: all of them.
-        names: theirs.
-        rules: theirs.
+        records: one per parameter.
         other_rule: the name of an element-wise rule, for a message.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], names: Sequence[str], rules: Sequence[Rule], other_rule: str
-    ) -> None:
-        self._parameters, self._names = parameters, names
+    def __init__(self, records: Sequence[ParameterRecord], other_rule: str) -> None:
+        self._records = records
         self._found: dict[int, Tensor] = {}
-        self.codes: dict[int, int] = {}
-        for position, (parameter, rule) in enumerate(zip(parameters, rules, strict=True)):
-            grad = parameter.grad
+        self.codes: dict[int, int] = {}  # how each lies on the mesh, as a number that ranks can compare
+        for record in records:
+            grad = record.tensor.grad
             if grad is None:
                 continue
             if grad.layout != torch.strided:
-                if rule.needs_matrices:
+                if record.rule.needs_matrices:
                     raise RuntimeError(
-                        f"Sparse gradients are not supported by Muon optimizer: parameter {names[position]!r} has one. "
+                        f"Sparse gradients are not supported by Muon optimizer: parameter {record.name!r} has one. "
                         "Give it an element-wise rule: create_hybrid_optimizer(model) does so for embeddings; or give "
                         f"it a group with rule={other_rule!r}."
                     )
                 grad = grad.to_dense()
-            self._found[position] = grad
-            self.codes[position] = _code(names[position], parameter, grad)
+            self._found[record.position] = grad
+            self.codes[record.position] = _code(record.name, record.tensor, grad)
 
     def here(self) -> dict[int, Tensor]:
-        """Return what lies on this rank, partial sums included."""
+        """Return the local tensors of the gradients, partial sums included."""
         return {position: local(grad) for position, grad in self._found.items()}
 
     def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the local parts in the layouts of parameters; a collective for gradients that lie otherwise.
+        """Return the local parts in the layouts of their parameters; redistributes gradients that lie otherwise.
 
         Args:
-            codes: of the gradients of shared parameters, on whatever rank they are.
+            codes: of the gradients of shared parameters, whichever rank has them.
         """
         for position, code in codes.items():
             if code > LIKE_PARAMETER and position not in self._found:
-                self._found[position] = _zeros(self._parameters[position], code)
-        return {i: local_gradient(self._parameters[i], self._found[i]) for i in sorted(self._found)}
+                self._found[position] = _zeros(self._records[position].tensor, code)
+        return {i: local_gradient(self._records[i].tensor, self._found[i]) for i in sorted(self._found)}
 
 
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Return this rank's part of a gradient in the layout of its parameter; a collective if it lies otherwise."""
+    """Return this rank's part of a gradient in the layout of its parameter; redistributes it if its layout differs."""
     if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        # Partial sums under tensor parallelism, say: in half precision their sum may overflow where none of them does.
+        # For example partial sums under tensor parallelism, whose sum may overflow in half precision.
         precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
         grad = precise.redistribute(placements=parameter.placements)
     part = local(grad)
-    # A collective that is still under way is a tensor subclass without a data pointer; cloning it waits for it.
+    # An AsyncCollectiveTensor has no data pointer for kernels; cloning it waits for its collective.
     return part if type(part) in (Tensor, nn.Parameter) else part.clone()
 
 
 def _code(name: str, parameter: Tensor, grad: Tensor) -> int:
+    """Encode the placements of a gradient as a number; raise if it is a plain tensor of another shape."""
     if not isinstance(parameter, DTensor):
         return LIKE_PARAMETER
     if not isinstance(grad, DTensor):
@@ -107,7 +104,7 @@ def _digit(name: str, placement: Placement) -> int:
 
 
 def _placements(code: int, num_axes: int) -> tuple[Placement, ...]:
-    """Return the placements that a code stands for."""
+    """Decode the placements of a gradient."""
     digits = [(code - _FIRST_CODE) // _BASE**axis % _BASE for axis in range(num_axes)]
     return tuple(map(_placement, digits))
 
@@ -119,7 +116,7 @@ def _placement(digit: int) -> Placement:
 
 
 def _zeros(parameter: Tensor, code: int) -> DTensor:
-    """Return a gradient of zeros that lies as those of the other ranks do."""
+    """Return a gradient of zeros with the placements that it has on the other ranks."""
     assert isinstance(parameter, DTensor)
     placements = _placements(code, parameter.device_mesh.ndim)
     layout = layout_of(parameter, None)

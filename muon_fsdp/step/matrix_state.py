@@ -1,8 +1,8 @@
-"""Numbers that belong to whole matrices in a step: statistics of W, per-matrix state and the factors of weights.
+"""Keep what belongs to whole matrices in a step: statistics of W, per-matrix state and factors of weights.
 
-`begin` observes statistics and asks rules for factors, before the stages; `batch` and `take` serve `direction`;
-`finish` settles: per-matrix state that whoever computed a matrix has changed reaches all ranks, in one reduction per
-set of ranks.
+Before the stages, `begin` observes statistics and asks rules for factors. Within them, `batch` and `take` serve
+`direction`. After them, `finish` settles: state that one rank has changed reaches all ranks that need it, in one
+reduction per set of ranks.
 """
 
 from __future__ import annotations
@@ -20,70 +20,69 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
-from muon_fsdp.plan.matrix_sets import Entry, MatrixClass, MatrixSet, make_sets, own_box
+from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets, own_box
+from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.statistics.observer import Observer
+from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors, as_factor
 
-# Steps in which a statistic that iterates may find matrices without a start. The second, because a matrix that began at
-# zero has a direction only then.
+# The first steps, in which an iterative statistic may have no vector to start from. They are two, because a matrix of
+# zeros gets its first direction in the first step.
 COLD_STEPS = 2
 
-BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and where its matrices are: a run, or their numbers
+BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and the numbers of its matrices there
 
 
 @dataclass
 class _ClassNumbers:
-    """Hold the numbers of one class in one step; everything is (count, ...)."""
+    """The numbers of one class in one step; every tensor is (count, ...)."""
 
-    before: State  # what `direction` may change, at the beginning of the step
-    state: State  # the same after statistics and factors
+    before: State  # what `direction` may change, as it was before the step
+    state: State  # the same, after statistics and factors
     statistics: dict[str, Any]
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, Tensor] = field(default_factory=dict)  # what this rank tells the others; zero elsewhere
+    found: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # what this rank contributes to the reduction; zero for matrices of other ranks
 
 
 class MatrixStates:
-    """The matrices of an optimizer whose rules have statistics, per-matrix state or factors."""
+    """All matrices of an optimizer whose rules have statistics, per-matrix state or factors."""
 
-    def __init__(self, entries: Sequence[Entry], stages: Sequence[Stage]) -> None:
+    def __init__(self, parameters: Sequence[ParameterSpec], stages: Sequence[Stage]) -> None:
         rank = my_rank()
-        self._entries = {entry.position: entry for entry in entries}
-        self.sets: list[MatrixSet] = make_sets(entries, rank)
+        self._parameters = {parameter.position: parameter for parameter in parameters}
+        self.sets: list[MatrixSet] = make_sets(parameters, rank)
         self._classes: list[MatrixClass] = [kind for own in self.sets for kind in own.classes]
         self._rules: list[Rule] = [RULES[kind.rule] for kind in self._classes]
         self._specs = [tuple(s for s in rule.all_state if isinstance(s, PerMatrix)) for rule in self._rules]
         self._observers = [Observer(own, [RULES[kind.rule].statistics for kind in own.classes]) for own in self.sets]
-        self._class_of = {  # (position, block of its view): its class, and the number of its first matrix there
+        self._class_of = {  # (position, block of its view): its class, and its first matrix there
             (place.position, place.block): (index, place.first)
             for index, kind in enumerate(self._classes)
             for place in kind.places
         }
-        boxes = {entry.position: own_box(entry, rank) for entry in entries}
-        self.factors = WeightFactors(entries, boxes, self._classes, self._class_of)
-        self._inputs = [_Inputs(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
-        # Of every batch: its class, and where its matrices are in that. Captured steps need them in place.
+        boxes = {parameter.position: own_box(parameter, rank) for parameter in parameters}
+        self.factors = WeightFactors(parameters, boxes, self._classes, self._class_of)
+        self._per_step = [_PerStepValues(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
+        # The place of every batch, made once: a captured step keeps the addresses of these tensors.
         self._places = [
             [self._place(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_numbers else []
             for stage in stages
         ]
-        self._states: list[Tensor] = []  # all per-matrix state, as it was last looked up
+        self._states: list[Tensor] = []  # all per-matrix state at the last step
         self._slices: list[dict[str, list[Tensor]]] = []
-        self._times = 0  # that these states have been looked up
+        self._times = 0  # steps with these tensors
         self._now: list[_ClassNumbers] = []
 
     # -------------------------------------------------------------------------------------------- before the stages
 
-    def look_up(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        states: Sequence[State],
-        updated: Collection[int],
-    ) -> None:
-        """Write down what differs from step to step where a captured step finds it: state, flags and options."""
+    def look_up(self, inputs: StepInputs) -> None:
+        """Write what differs from step to step where a captured step reads it: state, flags and options."""
         now = [
-            states[place.position][spec.name]
+            inputs.states[place.position][spec.name]
             for kind, specs in zip(self._classes, self._specs, strict=True)
             for spec in specs
             for place in kind.places
@@ -91,18 +90,18 @@ class MatrixStates:
         if not self._slices or any(a is not b for a, b in zip(now, self._states, strict=True)):
             self._states, self._times = now, 0
             self._slices = [
-                {spec.name: self._slices_of(kind, spec, states) for spec in specs}
+                {spec.name: self._slices_of(kind, spec, inputs.states) for spec in specs}
                 for kind, specs in zip(self._classes, self._specs, strict=True)
             ]
         self._times += 1
-        for inputs in self._inputs:
-            inputs.fill(groups, updated)
+        for values in self._per_step:
+            values.fill(inputs.groups, inputs.updated)
 
     def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Sequence[State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
         slices = []
         for place in kind.places:
-            numels = [spec.numel(*shape) for shape in self._entries[place.position].view.block_shapes]
+            numels = [spec.numel(*shape) for shape in self._parameters[place.position].matrices.block_shapes]
             start = sum(numels[: place.block])
             slices.append(states[place.position][spec.name][start : start + numels[place.block]])
         return slices
@@ -113,13 +112,13 @@ class MatrixStates:
         return self._times <= COLD_STEPS and any(observer.iterates for observer in self._observers)
 
     def variant(self, shards: Sequence[Tensor]) -> object:
-        """Return what a captured step depends on: where weights lie, and that a cold step is like no other."""
-        observed = [position for position, entry in self._entries.items() if entry.is_observed]
+        """Return what a captured step depends on: the addresses of weights. A cold step is never captured."""
+        observed = [position for position, parameter in self._parameters.items() if parameter.is_observed]
         return tuple([shards[position].data_ptr() for position in observed]), object() if self.is_cold else None
 
     def begin(self, shards: Sequence[Tensor], recorder: Recorder) -> None:
         """Observe the statistics of all weights, and ask the rules for factors."""
-        by_position = {position: shards[position] for position in self._entries}
+        by_position = {position: shards[position] for position in self._parameters}
         self._now = []
         first = 0
         for own, observer in zip(self.sets, self._observers, strict=True):
@@ -144,7 +143,7 @@ class MatrixStates:
         }
 
     def _start(self, index: int, numbers: _ClassNumbers) -> Factors | None:
-        """Start state from statistics where it has not begun, clear what will be found, and ask for factors."""
+        """Initialize state from statistics where it is zero, clear the contributions, and ask the rule for factors."""
         rule, kind = self._rules[index], self._classes[index]
         for spec in rule.matrix_state:
             if spec.initial is not None:
@@ -152,13 +151,13 @@ class MatrixStates:
                 numbers.state[spec.name] = torch.where(value == 0, numbers.statistics[spec.initial], value)
         factors = None
         if rule.multiplies_weights:
-            # Copies: what is not updated keeps the state that it had.
+            # Copies, because matrices that are not updated keep their state.
             state = {spec.name: numbers.state[spec.name].clone() for spec in rule.matrix_state}
-            options = self._inputs[index].options
+            options = self._per_step[index].options
             of_class = MatrixNumbers(kind.rows, kind.cols, state, numbers.statistics, options)
             of_weights, of_updates = rule.factors(of_class)
             factors = as_factor(of_weights, kind), as_factor(of_updates, kind)
-            for spec in rule.matrix_state:  # options are float64, and may have made state that too
+            for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
                 value = _checked(rule, spec.name, state[spec.name], numbers.state[spec.name].shape)
                 numbers.state[spec.name] = value.to(kind.dtype)
             numbers.diagnostics = {
@@ -180,7 +179,7 @@ class MatrixStates:
         update: Tensor,
         inverse_norms: Tensor | None,
     ) -> MatrixBatch:
-        """Return what `direction` is given for the matrices at a place."""
+        """Return the batch that `direction` gets for the matrices at a place."""
         index, where = place
         numbers, rule = self._now[index], self._rules[index]
         state = {spec.name: _rows(numbers.state[spec.name], where) for spec in rule.matrix_state}
@@ -188,9 +187,9 @@ class MatrixStates:
         return MatrixBatch(matrices, update, options, state, statistics, inverse_norms)
 
     def take(self, stage: Stage, owner: int | None, place: BatchPlace, batch: MatrixBatch) -> None:
-        """Keep what `direction` has changed, if it is for this rank to tell: one rank does for every matrix."""
+        """Keep what `direction` has changed, if this rank is the one that contributes these matrices."""
         if owner is None and stage.exchange is not None and stage.exchange.ranks[0] != my_rank():
-            return  # everyone has computed the same, and the first rank tells
+            return  # all ranks have computed the same, and the first contributes it
         index, where = place
         found, rule = self._now[index].found, self._rules[index]
         for spec in rule.matrix_state:
@@ -201,10 +200,10 @@ class MatrixStates:
             value = _checked(rule, name, value, torch.Size(batch.matrices.shape[:1]), declared)
             found[name][where] = value.to(found[name].dtype)
 
-    def place(self, stage_number: int, stage: Stage, batch_number: int, members: Sequence[Member]) -> BatchPlace:
-        """Return the class of members of one batch, and where they are in it."""
+    def place(self, stage: Stage, batch_number: int, members: Sequence[Member]) -> BatchPlace:
+        """Return the class of some members of one batch, and their numbers there."""
         if len(members) == len(stage.batches[batch_number].members):
-            return self._places[stage_number][batch_number]
+            return self._places[stage.number][batch_number]
         return self._place(stage, members)
 
     def _place(self, stage: Stage, members: Sequence[Member]) -> BatchPlace:
@@ -213,7 +212,7 @@ class MatrixStates:
         for member in members:
             unit = stage.units[member.unit]
             index, first = self._class_of[(unit.position, member.block)]
-            first += unit.first_matrix(self._entries[unit.position].view, member.block)
+            first += unit.first_matrix(self._parameters[unit.position].matrices, member.block)
             if ranges and ranges[-1][1] == first + member.start:
                 ranges[-1] = (ranges[-1][0], first + member.stop)
             else:
@@ -227,7 +226,7 @@ class MatrixStates:
     # ---------------------------------------------------------------------------------------------- after the stages
 
     def finish(self, recorder: Recorder) -> None:
-        """Settle: tell all ranks what each has found, and store it for the matrices that were updated."""
+        """Settle: sum the contributions over ranks, and store the result for the matrices that were updated."""
         first = 0
         for own in self.sets:
             indices = range(first, first + len(own.classes))
@@ -246,7 +245,7 @@ class MatrixStates:
                 self._write(index)
 
     def _where_updated(self, index: int, value: Tensor, otherwise: Tensor) -> Tensor:
-        updated = self._inputs[index].updated
+        updated = self._per_step[index].updated
         return torch.where(updated.view(-1, *[1] * (value.ndim - 1)), value, otherwise)
 
     def _write(self, index: int) -> None:
@@ -257,18 +256,18 @@ class MatrixStates:
     # ------------------------------------------------------------------------------------------------------- metrics
 
     def count(self, totals: dict[tuple[str, str], Tensor]) -> None:
-        """Add the diagnostics of this step to totals by rule and name, which stay on their device."""
+        """Add the diagnostics of this step to totals by rule and name, which stay on the device."""
         for index, (rule, numbers) in enumerate(zip(self._rules, self._now, strict=True)):
             if not rule.diagnostics:
                 continue
             values = torch.stack([numbers.diagnostics[name] for name in rule.diagnostics]).nan_to_num(nan=0.0)
-            sums = torch.where(self._inputs[index].updated, values, 0.0).double().sum(-1)
+            sums = torch.where(self._per_step[index].updated, values, 0.0).double().sum(-1)
             for name, number in zip(rule.diagnostics, sums.unbind(), strict=True):
                 known = totals.get((rule.name, name))
                 totals[(rule.name, name)] = number if known is None else known.to(number.device) + number
 
     def metrics(self, totals: Mapping[tuple[str, str], Tensor]) -> dict[str, float]:
-        """Ask the rules for numbers about the last step and about all."""
+        """Return the rules' metrics of the last step and of all steps."""
         result: dict[str, float] = {}
         for rule in dict.fromkeys(self._rules):
             of_rule = [numbers for other, numbers in zip(self._rules, self._now, strict=False) if other is rule]
@@ -281,8 +280,8 @@ class MatrixStates:
         return result
 
 
-class _Inputs:
-    """Hold what differs from step to step for one class, in tensors that stay where they are."""
+class _PerStepValues:
+    """What differs from step to step for one class, in tensors whose addresses a captured step may keep."""
 
     def __init__(self, rule: Rule, kind: MatrixClass) -> None:
         self._kind = kind
@@ -295,7 +294,7 @@ class _Inputs:
         group_of = [self._groups.index(place.group) for place in kind.places for _ in range(place.count)]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(kind.device)
         self._values: list[list[float]] = []
-        self._had_tensors = False  # whether the table holds what was read from a device
+        self._had_tensors = False  # whether the table holds values of tensors on the device
 
     def fill(self, groups: Sequence[Mapping[str, Any]], updated: Collection[int]) -> None:
         present = tuple([place.position in updated for place in self._kind.places])
@@ -320,13 +319,13 @@ class _Inputs:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The planned options, and those that may change at every step as tensors (count,)."""
+        """Return the planned options, and per-step options as tensors (count,)."""
         per_step = self._table[:, self._group_of].unbind()
         return FactorOptions(self._kind.options, dict(zip(self._names, per_step, strict=True)))
 
 
 def _checked(rule: Rule, name: str, value: Tensor, shape: torch.Size, declared: Sequence[str] | None = None) -> Tensor:
-    """Return what a rule wrote, or raise if its shape is wrong or the rule did not declare it."""
+    """Return a tensor that a rule wrote; raise if its shape is wrong or the rule does not declare it."""
     if declared is not None and name not in declared:
         raise ValueError(f"rule {rule.name!r} writes diagnostics[{name!r}], which it does not declare")
     if value.shape != shape:
@@ -335,7 +334,7 @@ def _checked(rule: Rule, name: str, value: Tensor, shape: torch.Size, declared: 
 
 
 def _rows(value: Any, where: Tensor | slice) -> Any:
-    """Return copies of some rows of a tensor, or of the tensors of a named tuple."""
+    """Return copies of some rows of a tensor, or of each tensor in a named tuple."""
     if not isinstance(value, Tensor):
         return type(value)(*(_rows(part, where) for part in value))
     return value[where].clone() if isinstance(where, slice) else value[where]

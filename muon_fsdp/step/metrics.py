@@ -1,4 +1,4 @@
-"""Numbers for a logger: how large updates are, and how orthogonal, by a sample of one matrix of every batch."""
+"""Measure the size of updates and how orthogonal they are, on a sample of one matrix per batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
+from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Batch, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, Rule
 
@@ -19,24 +20,24 @@ STEPS_BETWEEN = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """One matrix: the root mean square of its update, and how far from orthogonal it is where the rule can tell."""
+    """One matrix: the root mean square of its update, and the orthogonality residual if its rule defines one."""
 
     size: Tensor
     residual: Tensor | None
-    lr: float | Tensor  # of its group, when it was taken
+    lr: float | Tensor  # of its group, at that step
 
 
 class Samples:
-    """Samples of matrices that are whole on this rank only while a step runs.
+    """Samples of matrices that are whole on this rank only during a step.
 
-    They are taken in the first step, and in the first step after each time that somebody has asked. A captured step
-    does not take them, so where steps are captured there are `STEPS_BETWEEN` between two samples.
+    They are taken in the first step, and in the first step after each call of `ask`. A captured step takes none, so
+    with CUDA graphs there are at least `STEPS_BETWEEN` steps between two samples.
     """
 
     def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], is_captured: bool) -> None:
         self._sampled = {
-            (number, index)
-            for number, stage in enumerate(stages)
+            (stage.number, index)
+            for stage in stages
             for index, batch in enumerate(stage.batches)
             if not _is_whole(stage, batch, parameters)
         }
@@ -46,29 +47,27 @@ class Samples:
 
     @property
     def wanted(self) -> bool:
-        """Whether the next step takes samples."""
+        """Return whether the next step takes samples."""
         return bool(self._sampled) and self._asked and self._steps >= self._between
 
     def ask(self) -> list[Sample]:
-        """Return what was found last, and ask for more."""
+        """Return the last samples, and ask for new ones."""
         self._asked = True
         return list(self._found.values())
 
     def end_step(self) -> None:
-        """Count a step, which has taken samples if they were wanted."""
+        """Count a step. If samples were wanted, it has taken them."""
         if self.wanted:
             self._steps, self._asked = 0, False
         self._steps += 1
 
-    def take(
-        self, number: int, stage: Stage, index: int, batch: MatrixBatch, groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Sample the first matrix of a batch of which `direction` has just written the updates."""
-        if (number, index) in self._sampled:
+    def take(self, stage: Stage, index: int, batch: MatrixBatch, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Sample the first matrix of a batch, after `direction` has written its updates."""
+        if (stage.number, index) in self._sampled:
             position = stage.units[stage.batches[index].members[0].unit].position
             lr = next(groups[group]["lr"] for group, positions in stage.positions_by_group if position in positions)
             first = MatrixBatch(batch.matrices[:1], batch.update[:1], batch.options)
-            self._found[(number, index)] = measure(RULES[stage.rule], first, lr)
+            self._found[(stage.number, index)] = measure(RULES[stage.rule], first, lr)
 
 
 def measure(rule: Rule, batch: MatrixBatch, lr: float | Tensor) -> Sample:
@@ -78,16 +77,13 @@ def measure(rule: Rule, batch: MatrixBatch, lr: float | Tensor) -> Sample:
 
 
 def whole_samples(
-    stages: Sequence[Stage],
-    parameters: Sequence[Tensor],
-    states: Mapping[Tensor, State],
-    groups: Sequence[Mapping[str, Any]],
+    stages: Sequence[Stage], records: Sequence[ParameterRecord], states: Mapping[Tensor, State]
 ) -> Iterator[Sample]:
-    """Yield samples of matrices that are whole on this rank, of updates by momentum as it is now.
+    """Yield samples of the matrices that are whole on this rank, with the update that the present momentum gives.
 
-    Rules that need statistics of W are left out: these are found by all ranks together.
+    Rules that need statistics of W are left out: all ranks would have to compute them together.
     """
-    lrs = [group["lr"] for group in groups for _ in group["params"]]
+    parameters = [record.tensor for record in records]
     for stage in stages:
         rule = RULES[stage.rule]
         for batch in stage.batches if not rule.statistics else ():
@@ -105,7 +101,7 @@ def whole_samples(
             }
             of_one = MatrixBatch(momentum, torch.empty_like(momentum), batch.options, numbers)
             rule.direction(of_one)
-            yield measure(rule, of_one, lrs[unit.position])
+            yield measure(rule, of_one, records[unit.position].group["lr"])
 
 
 def numbers_of(samples: Sequence[Sample]) -> dict[str, float]:

@@ -1,69 +1,66 @@
-"""Running a plan: stages pass through prepare, gather, direction, scatter, forward and apply, and overlap."""
+"""Run the stages of a step, overlapped: prepare, gather, direction, scatter, forward and apply."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from muon_fsdp.comm.transfers import StageExchange
-from muon_fsdp.declarations.state import State, working_dtype
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.stages import Batch, Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step.fused import FusedStage
+from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 
 
-@dataclass
-class Work:
-    """One parameter that is updated in a step and not fused with others, as this rank's local tensors."""
+@dataclass(frozen=True)
+class StepContext:
+    """What all stages of one step share.
 
-    parameter: Tensor
-    state: State
-    dtype: torch.dtype  # working precision
-    grad: Tensor | None  # None: another rank has one, and it is zero here
-    divisor: int  # of the gradient: how many were added up in it
+    Args:
+        inputs: the tensors and options of the step.
+        fused: the fused lists of every stage.
+        single: the updated parameters that are not fused, by position.
+        settings: those of the optimizer.
+        recorder: notes what the host does between launches, for a CUDA graph.
+        matrices: per-matrix state, statistics and factors; None if no rule has any.
+        samples: takes samples of updates for `metrics()`; None in most steps.
+    """
 
-    def working_gradient(self) -> Tensor:
-        """Return the gradient in working precision; made when its stage begins, so that only a stage's worth exists."""
-        if self.grad is None:
-            return torch.zeros_like(self.parameter, dtype=self.dtype)
-        grad = self.grad.to(self.dtype)
-        return grad / self.divisor if self.divisor > 1 else grad
+    inputs: StepInputs
+    fused: Sequence[FusedStage]
+    single: Mapping[int, SingleUpdate]
+    settings: Settings
+    recorder: Recorder
+    matrices: MatrixStates | None = None
+    samples: Samples | None = None
 
 
-def run_stages(
-    stages: Sequence[Stage],
-    labels: Sequence[str],
-    groups: Sequence[Mapping[str, Any]],
-    fused: Sequence[FusedStage],
-    work: Mapping[int, Work],
-    updated: Collection[int],
-    settings: Settings,
-    recorder: Recorder,
-    matrices: MatrixStates | None = None,
-    samples: Samples | None = None,
-) -> None:
-    """Run every stage. While one computes, the next is being gathered, the one before it scattered and, where there are
-    replicas of several ranks, the one before that forwarded to them."""
+def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
+    """Run every stage, and overlap their transfers with computation.
+
+    While one stage computes, the next is being gathered and the one before it scattered. Where replicas consist of
+    several ranks, the one before that is being forwarded to the other replicas.
+    """
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
     forwarding: _StageRun | None = None
     num_travelling = 0
-    for number, (stage, label, part) in enumerate(zip(stages, labels, fused, strict=True)):
-        run = _StageRun(number, stage, label, groups, part, work, settings, recorder, matrices, samples)
+    for stage in stages:
+        run = _StageRun(stage, context)
         # All ranks of a stage must decide alike: by what they have agreed on. A captured step holds every stage.
-        if run.present.isdisjoint(updated) and not settings.cuda_graph:
+        if run.present.isdisjoint(context.inputs.updated) and not context.settings.cuda_graph:
             continue
         run.start(num_travelling)
-        if not run.travels:  # nothing to wait for, and nothing is gained by keeping it in memory
+        if not run.travels:  # there is no transfer to overlap with: finish at once, which frees its memory
             run.compute()
             run.forward()
             run.finish()
@@ -85,7 +82,11 @@ def run_stages(
 
 
 def _pass_on(scattering: _StageRun | None, forwarding: _StageRun | None) -> _StageRun | None:
-    """End the stage that is being forwarded and the scatter of the next; what is being forwarded then."""
+    """Finish the stage being forwarded, and start forwarding the one being scattered.
+
+    Returns:
+        The stage now being forwarded; None if there is nothing to forward, and the scattered stage is finished too.
+    """
     if forwarding is not None:
         forwarding.finish()
     if scattering is None:
@@ -98,48 +99,40 @@ def _pass_on(scattering: _StageRun | None, forwarding: _StageRun | None) -> _Sta
 
 
 class _StageRun:
-    """One stage on its way through a step. Parameters are updated in fused launches where they can, else one list
-    of tensors after another."""
+    """One stage on its way through a step: `start`, `compute`, `forward` and `finish`, in this order.
 
-    def __init__(
-        self,
-        number: int,
-        stage: Stage,
-        label: str,
-        groups: Sequence[Mapping[str, Any]],
-        fused: FusedStage,
-        work: Mapping[int, Work],
-        settings: Settings,
-        recorder: Recorder,
-        matrices: MatrixStates | None,
-        samples: Samples | None,
-    ) -> None:
-        self.number, self.stage, self.label, self.rule = number, stage, label, RULES[stage.rule]
-        self.fused, self.work = fused, work
-        single = [(groups[group], [i for i in positions if i in work]) for group, positions in stage.positions_by_group]
-        self.single = [(group, positions) for group, positions in single if positions]
+    Parameters are updated in fused launches where that is possible, and by lists of tensors elsewhere.
+    """
+
+    def __init__(self, stage: Stage, context: StepContext) -> None:
+        self.stage, self.rule, self.fused = stage, RULES[stage.rule], context.fused[stage.number]
+        self._context, self._groups, self._single = context, context.inputs.groups, context.single
+        lists = [
+            (self._groups[group], [i for i in positions if i in self._single])
+            for group, positions in stage.positions_by_group
+        ]
+        self._lists = [(group, positions) for group, positions in lists if positions]
         exchange = stage.exchange
         if exchange is not None:  # what travels does not depend on what is updated
             self.present = {i for _, positions in stage.positions_by_group for i in positions}
         else:
-            self.present = {i for _, positions in self.single for i in positions} | fused.positions
+            self.present = {i for _, positions in self._lists for i in positions} | self.fused.positions
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
-        self._groups, self._settings, self._recorder, self._samples = groups, settings, recorder, samples
-        self._matrices = matrices if self.rule.has_matrix_numbers else None
+        self._matrices = context.matrices if self.rule.has_matrix_numbers else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
         self._updates: dict[int, Tensor] = {}  # of an element-wise rule
 
     def start(self, number: int) -> None:
-        """Prepare, and send what has to be sent; `number` counts the stages that travel."""
-        with record_function(f"muon_fsdp.prepare {self.label}"):
+        """Prepare the shards and start gathering them; `number` counts the stages that travel."""
+        with record_function(f"muon_fsdp.prepare {self.stage.label}"):
             if self.rule.needs_matrices:
                 self._buffer = self._staging()
-                # What travels and is not updated must still be numbers: some directions refuse others.
-                idle = self.present - self.work.keys() - self.fused.positions
+                # Shards that travel without being updated are zeroed: garbage makes some directions raise.
+                idle = self.present - self._single.keys() - self.fused.positions
                 if idle:
                     torch._foreach_zero_([self.stage.shard_slots[i].of(self._buffer) for i in idle])
             partials = self.fused.new_partials()
@@ -148,72 +141,75 @@ class _StageRun:
                 self.rule.fused.prepare(self._groups[each.group], each.tensors, self._buffer, partials)
             if partials is not None:
                 self._inverse_norms = self.fused.inverse_norms(partials)
-            for options, positions in self.single:
-                works = [self.work[i] for i in positions]
-                prepared = self.rule.prepare(options, [w.working_gradient() for w in works], [w.state for w in works])
+            for options, positions in self._lists:
+                updates = [self._single[i] for i in positions]
+                gradients = [update.working_gradient() for update in updates]
+                prepared = self.rule.prepare(options, gradients, [update.state for update in updates])
                 if self.rule.needs_matrices:
                     slots = [self.stage.shard_slots[i].of(self._buffer) for i in positions]
                     torch._foreach_copy_(slots, prepared)
                 else:
                     self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
-            with record_function(f"muon_fsdp.gather {self.label}"):
-                self._exchange = StageExchange(self.stage, self._buffer, self._recorder, number)
+            with record_function(f"muon_fsdp.gather {self.stage.label}"):
+                self._exchange = StageExchange(self.stage, self._buffer, self._context.recorder, number)
                 self._exchange.start_gather()
             self._buffer = torch.empty(0)
 
     def _staging(self) -> Tensor:
-        single = (self.work[i].parameter for i in self.present if i in self.work)
+        single = (self._single[i].shard for i in self.present if i in self._single)
         like = self.fused.example if self.fused.example is not None else next(single)
-        dtype = self._settings.staging_dtype(like.device.type, working_dtype(like.dtype))
+        dtype = self._context.settings.staging_dtype(like.device.type, working_dtype(like.dtype))
         return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
 
     def compute(self) -> None:
+        """Wait for the gather, orthogonalize the units of this rank, and start scattering the results."""
         if not self.rule.needs_matrices:
             return
         units = self._buffer
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.gathered {self.label}"):
+            with record_function(f"muon_fsdp.gathered {self.stage.label}"):
                 units = self._exchange.finish_gather()
         results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
-        with record_function(f"muon_fsdp.orthogonalize {self.label}"):
+        with record_function(f"muon_fsdp.orthogonalize {self.stage.label}"):
             self._directions(units, results)
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.scatter {self.label}"):
+            with record_function(f"muon_fsdp.scatter {self.stage.label}"):
                 self._exchange.start_scatter(results)
         else:
             self._buffer = results
 
     def forward(self) -> None:
+        """Wait for the scatter, and start forwarding its results to the other replicas."""
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.scattered {self.label}"):
+            with record_function(f"muon_fsdp.scattered {self.stage.label}"):
                 self._exchange.finish_scatter()
 
     def finish(self) -> None:
+        """Wait for the last transfer, and apply the updates to the shards."""
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.forwarded {self.label}"):
+            with record_function(f"muon_fsdp.forwarded {self.stage.label}"):
                 self._buffer = self._exchange.finish_forward()
             self._exchange = None
-        with record_function(f"muon_fsdp.apply {self.label}"):
+        with record_function(f"muon_fsdp.apply {self.stage.label}"):
             for each in self.fused.lists:
                 assert self.rule.fused is not None
                 tensors, factors = each.tensors, None
                 if self._matrices is not None and self.rule.multiplies_weights:
                     tensors, factors = each.with_factor_chunks(), self._matrices.factors.flat()
                 self.rule.fused.apply(self._groups[each.group], tensors, self._buffer, factors)
-            for options, positions in self.single:
-                works = [self.work[i] for i in positions]
+            for options, positions in self._lists:
                 if self.rule.needs_matrices:
                     slots = self.stage.shard_slots
-                    updates = [slots[i].of(self._buffer).to(self.work[i].dtype) for i in positions]
+                    updates = [slots[i].of(self._buffer).to(self._single[i].dtype) for i in positions]
                 else:
                     updates = [self._updates[i] for i in positions]
-                parameters = [work.parameter for work in works]
+                shards = [self._single[i].shard for i in positions]
                 if self._matrices is not None and self.rule.multiplies_weights:
-                    of_parameters = map(self._matrices.factors.of, positions, parameters)
-                    self.rule.apply(options, parameters, updates, list(of_parameters))
+                    of_shards = map(self._matrices.factors.of, positions, shards)
+                    self.rule.apply(options, shards, updates, list(of_shards))
                 else:
-                    self.rule.apply(options, parameters, updates)
+                    self.rule.apply(options, shards, updates)
         self._buffer, self._updates = torch.empty(0), {}
 
     def _update_dtype(self, units: Tensor) -> torch.dtype:
@@ -225,7 +221,7 @@ class _StageRun:
         return self.rule.update_dtype or working_dtype(units.dtype)
 
     def _directions(self, units: Tensor, results: Tensor) -> None:
-        """Pass whole units through `direction`, batch by batch; units that are not there are left out."""
+        """Pass whole units through `direction`, batch by batch; units that are not present are left out."""
         stage, first_matrix = self.stage, 0
         for number, batch in enumerate(stage.batches):
             norms = self._inverse_norms
@@ -251,7 +247,7 @@ class _StageRun:
     def _direction(
         self,
         number: int,  # of the batch
-        members: Sequence[Member],  # those of the batch that are there
+        members: Sequence[Member],  # those of the batch that are present
         matrices: Tensor,
         update: Tensor,
         inverse_norms: Tensor | None,
@@ -262,16 +258,16 @@ class _StageRun:
             batch = MatrixBatch(matrices, update, options, inverse_norms=inverse_norms)
             self.rule.direction(batch)
         else:
-            place = self._matrices.place(self.number, stage, number, members)
+            place = self._matrices.place(stage, number, members)
             batch = self._matrices.batch(options, place, matrices, update, inverse_norms)
             self.rule.direction(batch)
             self._matrices.take(stage, stage.units[members[0].unit].owner, place, batch)
-        if self._samples is not None:
-            self._samples.take(self.number, stage, number, batch, self._groups)
+        if self._context.samples is not None:
+            self._context.samples.take(stage, number, batch, self._groups)
 
 
 def _start_of_run(stage: Stage, batch: Batch) -> int | None:
-    """Where the matrices of a batch begin, if they lie one after another in the buffer of units."""
+    """Return where the matrices of a batch begin, if they are contiguous in the buffer of units; else None."""
     matrix = batch.rows * batch.cols
     start = expected = stage.unit_slots[batch.members[0].unit].offset + batch.members[0].start * matrix
     for member in batch.members:
@@ -283,11 +279,5 @@ def _start_of_run(stage: Stage, batch: Batch) -> int | None:
 
 
 def _block(stage: Stage, unit: int, block: int, buffer: Tensor) -> Tensor:
-    """The matrices of one block of a unit, sharing memory with the buffer."""
+    """Return the matrices of one block of a unit, as a view of the buffer."""
     return stage.units[unit].view.split(stage.unit_slots[unit].of(buffer))[block]
-
-
-def stage_label(number: int, stage: Stage) -> str:
-    """What a profiler shows: the stage's number, its rule, and the shapes that it orthogonalizes on this rank."""
-    shapes = ", ".join(f"{batch.count}x{batch.rows}x{batch.cols}" for batch in stage.batches)
-    return f"stage {number} {stage.rule} [{shapes}]"

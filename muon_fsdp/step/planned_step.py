@@ -1,11 +1,10 @@
-"""A plan together with the live parameters it was made for: its fused lists, its graph, and one run of it."""
+"""A plan together with the live parameters it was made for, and one run of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,74 +12,81 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.process_groups import Ranks, make_group, my_rank
-from muon_fsdp.comm.transfers import layouts_of, local
-from muon_fsdp.declarations.state import State, working_dtype
-from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.comm.transfers import local
+from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
-from muon_fsdp.kernels.tables import FUSED_DTYPES
-from muon_fsdp.parameters.routing import Route
-from muon_fsdp.plan.layout import Layout, LayoutError, local_layout
-from muon_fsdp.plan.matrix_sets import Entry
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
-from muon_fsdp.step.fused import FusedStep, make_fused_step, not_fusable, signature_of
+from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
+from muon_fsdp.step.graph import CapturedStep, check_capturable
+from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.pipeline import Work, run_stages, stage_label
+from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.shared_sets import SharedSets
 
 
 class PlannedStep:
-    """What a step needs besides gradients. Holding the parameters keeps their identities from being re-used."""
+    """All that a step needs besides its inputs; made anew when parameters or planned options change.
+
+    It holds the parameters, which keeps their identities from being re-used by others.
+
+    Args:
+        key: what the plan depends on.
+        records: one per parameter.
+        settings: those of the optimizer.
+        accumulation_steps: calls of `step()` per update.
+        replicate_group: the process group over which plain parameters are replicas.
+        agreement_group: further ranks that decide about a step together.
+    """
 
     def __init__(
         self,
         key: object,
-        groups: Sequence[Mapping[str, Any]],
-        routes: Sequence[Sequence[Route]],
-        views: Sequence[Sequence[MatrixView | None]],
+        records: Sequence[ParameterRecord],
         settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
     ) -> None:
         self.key = key
+        self.records = records
         self.has_state = False  # whether the state of all parameters was found to fit
-        self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-        self.is_plain = [not isinstance(parameter, DTensor) for parameter in self.parameters]
-        self.layouts = layouts_of(self.parameters, replicate_group)
         self._settings = settings
-        self.names = names = [route.name for names in routes for route in names]
-        for name, parameter, layout in zip(names, self.parameters, self.layouts, strict=True):
-            _check_placed(name, parameter, layout)
-        specs = parameter_specs(groups, routes, views, self.layouts, settings)
+        for record in records:
+            _check_placed(record)
+        specs = parameter_specs(records, settings)
+        for record in records:
+            if record.view is not None:
+                _check_live(record)
         self._dtypes: list[torch.dtype] = [spec.dtype for spec in specs]
-        for spec in specs:
-            if spec.view is not None:
-                _check_live(names[spec.position], self.parameters[spec.position], spec.layout)
         self.outlines: list[StageOutline] = make_outline(
-            [_elementwise_is_local(spec, self.parameters[spec.position]) for spec in specs],
+            [_elementwise_is_local(spec, record.tensor) for spec, record in zip(specs, records, strict=True)],
             max_stage_bytes=settings.max_stage_bytes,
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank(), settings.max_stage_bytes)
-        entries = [_entry(spec) for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
-        self.matrices = MatrixStates(entries, self.plan.stages) if entries else None
-        self.samples = Samples(self.plan.stages, self.parameters, settings.cuda_graph)
-        self.labels = [stage_label(number, stage) for number, stage in enumerate(self.plan.stages)]
-        self.shared = SharedSets(
-            groups, routes, self.layouts, settings, accumulation_steps, replicate_group, agreement_group
-        )
+        numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
+        self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
+        self.samples = Samples(self.plan.stages, [record.tensor for record in records], settings.cuda_graph)
+        self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
         self._group_devices = self._find_group_devices()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
-        self.graph: GraphRecorder | None = None
-        self._graph_key: object = None
+        self._captured = CapturedStep()
+
+    @property
+    def graph(self) -> GraphRecorder | None:
+        """Return the CUDA graph of the step, once it has been captured."""
+        return self._captured.graph
 
     def make_groups(self) -> None:
-        """Make the process groups that the stages and the numbers of matrices need; all of their ranks must do so."""
+        """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
         for ranks, device in self._group_devices:
             make_group(ranks, device, self.shared.like(ranks))
 
@@ -88,7 +94,7 @@ class PlannedStep:
         devices: dict[tuple[Ranks, str], torch.device] = {}
         for stage in self.plan.stages:
             if stage.exchange is not None:
-                device = local(self.parameters[stage.units[0].position]).device
+                device = local(self.records[stage.units[0].position].tensor).device
                 devices[(stage.exchange.ranks, device.type)] = device
         for own in self.matrices.sets if self.matrices is not None else ():
             if len(own.ranks) > 1:
@@ -96,238 +102,159 @@ class PlannedStep:
                 devices[(tuple(sorted(own.ranks)), device.type)] = device
         return [(ranks, device) for (ranks, _), device in sorted(devices.items(), key=lambda item: item[0])]
 
-    def run(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        states: Sequence[State],
-        gradients: dict[int, Tensor],  # by position, local
-        updated: Collection[int],  # positions for which some rank has a gradient
-        divisor: int,  # of gradients
-    ) -> None:
-        """Run the stages, in fused launches where parameters allow it, and as a graph if that was asked for."""
-        shards = [p if plain else local(p) for p, plain in zip(self.parameters, self.is_plain, strict=True)]
-        fused = self._fuse(groups, shards, states, gradients)
-        for position, grad in gradients.items():
+    def run(self, inputs: StepInputs) -> None:
+        """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for."""
+        fused = self._fuse(inputs)
+        for position, grad in inputs.gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
-                gradients[position] = grad.contiguous()
-        fused.fill_tables(shards, states, gradients, groups, updated, divisor)
+                inputs.gradients[position] = grad.contiguous()
+        fused.fill_tables(inputs)
         if self.matrices is not None:
-            self.matrices.look_up(groups, states, updated)
-        work = self._work(fused, shards, states, gradients, updated, divisor)
+            self.matrices.look_up(inputs)
+        single = self._single_updates(fused, inputs)
+        takes_samples = self.samples.wanted
 
         def run(recorder: Recorder) -> None:
             if self.matrices is not None:
-                self.matrices.begin(shards, recorder)
+                self.matrices.begin(inputs.shards, recorder)
+            samples = self.samples if takes_samples else None
             run_stages(
                 self.plan.stages,
-                self.labels,
-                groups,
-                fused.stages,
-                work,
-                updated,
-                self._settings,
-                recorder,
-                self.matrices,
-                self.samples if self.samples.wanted else None,
+                StepContext(inputs, fused.stages, single, self._settings, recorder, self.matrices, samples),
             )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
 
-        if not self._settings.cuda_graph or self.samples.wanted:  # which what was captured does not take
+        if not self._settings.cuda_graph or takes_samples:  # a captured step takes no samples
             run(Recorder())
-            self.samples.end_step()
-            return
-        self.samples.end_step()
-        # What was captured holds for these tables and launches; anything else is done once and then captured anew.
-        key = (fused.variant, self.matrices.variant(shards) if self.matrices is not None else None)
-        if self.graph is not None and self._graph_key == key:
-            self.graph.replay()
-        elif self._graph_key == key:
-            recorder = GraphRecorder(fused.device)
-            try:
-                recorder.record(lambda: run(recorder))
-            except Exception as error:
-                rules = ", ".join(sorted({repr(stage.rule) for stage in self.plan.stages}))
-                reason = str(error).partition("\n")[0]
-                raise RuntimeError(
-                    f"cuda_graph=True can't capture the step: an operation of one of the rules {rules} can't be "
-                    f"captured ({reason}). Leave cuda_graph out, or avoid what makes the host wait for the GPU."
-                ) from error
-            self.graph = recorder
         else:
-            self._refuse_what_has_no_graph(groups, shards, states)
-            self.graph, self._graph_key = None, key
-            run(Recorder())  # compiles and tunes kernels, which a capture can't
+            self._captured.run(
+                (fused.variant, self.matrices.variant(inputs.shards) if self.matrices is not None else None),
+                run,
+                device=lambda: fused.device,
+                check=lambda: check_capturable(self.records, inputs, self._unfusable()),
+                rules=[stage.rule for stage in self.plan.stages],
+            )
+        self.samples.end_step()
 
-    def _fuse(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        shards: Sequence[Tensor],
-        states: Sequence[State],
-        gradients: Mapping[int, Tensor],
-    ) -> FusedStep:
-        """The fused lists, made anew when other tensors than before take part in them."""
-        if self._fused is None or not self._fused.fits(shards, states, gradients):
-            excluded = self.matrices.factors.unfusable if self.matrices is not None else ()
-            signature = signature_of(shards, states, gradients, groups, self._fused, excluded)
+    def _unfusable(self) -> dict[int, str]:
+        """Return the positions whose weights kernels can't multiply by factors, and why."""
+        return self.matrices.factors.unfusable if self.matrices is not None else {}
+
+    def _fuse(self, inputs: StepInputs) -> FusedStep:
+        """Return the fused lists, made anew when other tensors than before take part in them."""
+        if self._fused is None or not self._fused.fits(inputs):
+            rules = [record.rule for record in self.records]
+            signature = signature_of(rules, inputs, self._fused, self._unfusable())
             if self._fused is not None and self._fused.signature == signature:
-                self._fused.accept(states)  # other tensors of the same kind: the tables will say where
-                if self.matrices is not None:  # which reads some of them where they lie
-                    self.graph = self._graph_key = None
+                self._fused.accept(inputs.states)  # other tensors of the same kind: the tables hold their addresses
+                if self.matrices is not None:  # which reads some of them where they were
+                    self._captured.forget()
             else:
-                self._fused = make_fused_step(self.plan, shards, states, signature, self.matrices)
-                self.graph = self._graph_key = None
+                self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
+                self._captured.forget()
         return self._fused
 
-    def _work(
-        self,
-        fused: FusedStep,
-        shards: Sequence[Tensor],
-        states: Sequence[State],
-        gradients: Mapping[int, Tensor],
-        updated: Collection[int],
-        divisor: int,
-    ) -> dict[int, Work]:
-        """Return what is left to do one by one."""
-        work = {}
-        for position, shard in enumerate(shards):
-            if fused.signature[position] is None and position in updated:
-                state = states[position]
-                if not self.is_plain[position]:
+    def _single_updates(self, fused: FusedStep, inputs: StepInputs) -> dict[int, SingleUpdate]:
+        """Return the updated parameters that are not fused, by position."""
+        updates = {}
+        for record, shard in zip(self.records, inputs.shards, strict=True):
+            position = record.position
+            if fused.signature[position] is None and position in inputs.updated:
+                state = inputs.states[position]
+                if not record.is_plain:
                     state = {name: local(value) for name, value in state.items()}
-                work[position] = Work(shard, state, self._dtypes[position], gradients.get(position), divisor)
-        return work
-
-    def _refuse_what_has_no_graph(
-        self, groups: Sequence[Mapping[str, Any]], shards: Sequence[Tensor], states: Sequence[State]
-    ) -> None:
-        """Raise if some parameter can't be part of a captured step, naming it and the reason."""
-        devices = {shard.device for shard in shards}
-        unfusable = self.matrices.factors.unfusable if self.matrices is not None else {}
-        of_parameters = [group for group in groups for _ in group["params"]]
-        for position, (shard, group) in enumerate(zip(shards, of_parameters, strict=True)):
-            reason = self._obstacle(position, shard, group, states[position]) or unfusable.get(position)
-            if reason is None and len(devices) > 1:
-                reason = f"parameters lie on several devices: {', '.join(sorted(map(str, devices)))}"
-            if reason is not None:
-                raise RuntimeError(
-                    f"cuda_graph=True can't capture the step: parameter {self.names[position]!r}: {reason}. "
-                    "Leave cuda_graph out."
-                )
-
-    def _obstacle(self, position: int, shard: Tensor, group: Mapping[str, Any], state: State) -> str | None:
-        """Return why one parameter can't be part of a captured step, or None."""
-        rule, grad = RULES[group["rule"]], self.parameters[position].grad
-        if rule.fused is None:
-            return f"its rule {rule.name!r} has no kernels for prepare and apply"
-        reason = not_fusable(shard, [local(state[name]) for name in rule.fused.layout.states])
-        if reason is None and grad is not None and grad.dtype not in FUSED_DTYPES:
-            reason = f"its gradient is {grad.dtype}"
-        return reason or rule.not_capturable(group)
+                grad = inputs.gradients.get(position)
+                updates[position] = SingleUpdate(shard, state, self._dtypes[position], grad, inputs.divisor)
+        return updates
 
 
-def parameter_specs(
-    groups: Sequence[Mapping[str, Any]],
-    routes: Sequence[Sequence[Route]],
-    views: Sequence[Sequence[MatrixView | None]],
-    layouts: Sequence[Layout],
-    settings: Settings,
-) -> list[ParameterSpec]:
-    """What the planner needs to know of every parameter."""
+def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> list[ParameterSpec]:
+    """Return what the planner needs to know about every parameter."""
     specs: list[ParameterSpec] = []
-    for index, (group, group_routes, group_views) in enumerate(zip(groups, routes, views, strict=True)):
-        rule = RULES[group["rule"]]
-        options = rule.planned_options(group)
-        costs: dict[tuple[int, int], float] = {}  # by shape: thousands of matrices may share one
-        for parameter, route, view in zip(group["params"], group_routes, group_views, strict=True):
-            layout, shape = layouts[len(specs)], tuple(parameter.shape)
-            block_flops = []
-            if view is not None:
-                _check_layout(route.name, shape, layout)
-                for _, rows, cols in view.block_shapes:
-                    if (rows, cols) not in costs:
-                        costs[(rows, cols)] = rule.flops(options, rows, cols)
-                    block_flops.append(costs[(rows, cols)])
-            dtype = working_dtype(parameter.dtype)
-            staging = settings.staging_dtype(parameter.device.type, dtype)
-            specs.append(
-                ParameterSpec(
-                    position=len(specs),
-                    group=index,
-                    rule=rule.name,
-                    shape=shape,
-                    layout=layout,
-                    bytes_per_element=(dtype if view is None else staging).itemsize,
-                    device=parameter.device,
-                    dtype=dtype,
-                    view=view,
-                    options=options,
-                    block_flops=tuple(block_flops),
-                    wire_bytes=staging.itemsize,
-                )
+    options: dict[int, PlannedOptions] = {}  # by group
+    costs: dict[tuple[int, int, int], float] = {}  # by group and shape: thousands of matrices may share one
+    for record in records:
+        if record.group_index not in options:
+            options[record.group_index] = record.rule.planned_options(record.group)
+        block_flops = []
+        if record.view is not None:
+            _check_layout(record)
+            for _, rows, cols in record.view.block_shapes:
+                key = (record.group_index, rows, cols)
+                if key not in costs:
+                    costs[key] = record.rule.flops(options[record.group_index], rows, cols)
+                block_flops.append(costs[key])
+        dtype = working_dtype(record.tensor.dtype)
+        staging = settings.staging_dtype(record.tensor.device.type, dtype)
+        specs.append(
+            ParameterSpec(
+                position=record.position,
+                group=record.group_index,
+                rule=record.rule.name,
+                shape=record.shape,
+                layout=record.layout,
+                bytes_per_element=(dtype if record.view is None else staging).itemsize,
+                device=record.tensor.device,
+                dtype=dtype,
+                view=record.view,
+                options=options[record.group_index],
+                block_flops=tuple(block_flops),
+                wire_bytes=staging.itemsize,
+                is_observed=bool(record.rule.statistics),
             )
+        )
     return specs
 
 
-def _entry(spec: ParameterSpec) -> Entry:
-    assert spec.view is not None
-    is_observed = bool(RULES[spec.rule].statistics)
-    return Entry(
-        spec.position,
-        spec.view,
-        spec.layout,
-        spec.group,
-        spec.rule,
-        spec.options,
-        spec.device,
-        spec.dtype,
-        is_observed,
-    )
-
-
 def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
-    """An element-wise rule only sees this rank's shard, whatever the layout."""
+    """Return the spec of an element-wise rule as a local one: the rule sees this rank's shard, whatever the layout."""
     if spec.view is not None:
         return spec
     return replace(spec, shape=tuple(local(parameter).shape), layout=local_layout(my_rank()))
 
 
-def _check_placed(name: str, parameter: Tensor, layout: Layout) -> None:
-    if my_rank() not in layout.ranks:
-        raise RuntimeError(f"parameter {name!r} lies on ranks {layout.ranks}, not on this one: leave it out here")
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh.mesh
-        if any(bool((mesh.diff(dim=axis) <= 0).any()) for axis in range(mesh.ndim)):
-            # Process groups number their ranks in ascending order and FSDP2 goes by them; DTensor goes by the mesh.
-            raise RuntimeError(f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}")
-
-
-def _where(name: str, shape: Sequence[int], layout: Layout) -> str:
-    return f"parameter {name!r} of shape {tuple(shape)} with placements {layout.placements}"
-
-
-def _check_layout(name: str, shape: tuple[int, ...], layout: Layout) -> None:
-    try:
-        layout.boxes(shape)
-    except LayoutError as error:
-        where = _where(name, shape, layout)
+def _check_placed(record: ParameterRecord) -> None:
+    """Raise if this rank does not hold the parameter, or its mesh numbers ranks in an order that FSDP2 ignores."""
+    name, parameter = record.name, record.tensor
+    if my_rank() not in record.layout.ranks:
         raise RuntimeError(
-            f"{where} can't be orthogonalized: {error}; give it an element-wise rule, as {DEFAULT_OTHER_RULE!r}"
+            f"parameter {name!r} lies on ranks {record.layout.ranks}, not on this one: leave it out here"
+        )
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh.mesh
+    if any(bool((mesh.diff(dim=axis) <= 0).any()) for axis in range(mesh.ndim)):
+        # Process groups number their ranks in ascending order and FSDP2 follows them; DTensor follows the mesh.
+        raise RuntimeError(f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}")
+
+
+def _where(record: ParameterRecord) -> str:
+    return f"parameter {record.name!r} of shape {record.shape} with placements {record.layout.placements}"
+
+
+def _check_layout(record: ParameterRecord) -> None:
+    """Raise if the shards of a matrix are not boxes."""
+    try:
+        record.layout.boxes(record.shape)
+    except LayoutError as error:
+        raise RuntimeError(
+            f"{_where(record)} can't be orthogonalized: {error}; give it an element-wise rule, as "
+            f"{DEFAULT_OTHER_RULE!r}"
         ) from error
 
 
-def _check_live(name: str, parameter: Tensor, layout: Layout) -> None:
+def _check_live(record: ParameterRecord) -> None:
+    """Raise if FSDP2 offloads the parameter to the CPU, or its local tensor is not the box that its layout says."""
+    parameter = record.tensor
     if not isinstance(parameter, DTensor):
         return
-    where = _where(name, parameter.shape, layout)
     if parameter.device.type not in (parameter.device_mesh.device_type, "meta"):
         raise RuntimeError(
-            f"CPU offload is not supported: {where} lies on {parameter.device.type} and its mesh on "
+            f"CPU offload is not supported: {_where(record)} lies on {parameter.device.type} and its mesh on "
             f"{parameter.device_mesh.device_type}. Leave out offload_policy in fully_shard."
         )
-    held, expected = (
-        tuple(local(parameter).shape),
-        layout.boxes(tuple(parameter.shape))[layout.index_of[my_rank()]].shape,
-    )
+    held = tuple(local(parameter).shape)
+    expected = record.layout.boxes(record.shape)[record.layout.index_of[my_rank()]].shape
     if held != expected:
-        raise RuntimeError(f"{where} holds a local tensor of shape {held} where its layout says {expected}")
+        raise RuntimeError(f"{_where(record)} holds a local tensor of shape {held} where its layout says {expected}")

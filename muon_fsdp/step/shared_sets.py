@@ -1,4 +1,4 @@
-"""Which parameters a rank shares with which others, and what all of them must have alike."""
+"""Agree about a step with the ranks that share parameters: which ones they share, and what must be equal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.agreement import Line, fingerprint
-from muon_fsdp.comm.process_groups import Ranks, group_like
+from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
+from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
 from muon_fsdp.kernels.tables import is_on_device
-from muon_fsdp.parameters.routing import Route
-from muon_fsdp.plan.layout import Layout
+from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.options import Settings
 from muon_fsdp.rules import RULES
 
@@ -23,36 +22,31 @@ Group = Mapping[str, Any]
 
 
 class SharedSets:
-    """The parameters of a plan by the ranks that hold them, where these are several.
+    """The parameters of a plan that several ranks hold, by these ranks.
 
     Args:
-        groups: parameter groups.
-        routes: of their parameters.
-        layouts: of all parameters, one after another.
-        settings: options of the whole optimizer.
+        records: one per parameter.
+        settings: those of the optimizer.
         accumulation_steps: calls of `step()` per update.
-        replicate_group: over which plain parameters are replicas.
-        agreement_group: more ranks that decide about a step together, though they need not share a parameter.
+        replicate_group: the process group over which plain parameters are replicas.
+        agreement_group: further ranks that decide about a step together, though they need not share a parameter.
     """
 
     def __init__(
         self,
-        groups: Sequence[Group],
-        routes: Sequence[Sequence[Route]],
-        layouts: Sequence[Layout],
+        records: Sequence[ParameterRecord],
         settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
     ) -> None:
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        self._group_of = [record.group_index for record in records]
         members: dict[Ranks, list[int]] = defaultdict(list)
-        for position, layout in enumerate(layouts):
-            if len(layout.ranks) > 1:
-                members[tuple(sorted(layout.ranks))].append(position)
+        for record in records:
+            if len(record.layout.ranks) > 1:
+                members[tuple(sorted(record.layout.ranks))].append(record.position)
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
-            ranks: group_like(parameters[positions[0]], replicate_group) for ranks, positions in members.items()
+            ranks: group_like(records[positions[0]].tensor, replicate_group) for ranks, positions in members.items()
         }
         if agreement_group is not None and dist.get_world_size(agreement_group) > 1:
             ranks = tuple(sorted(dist.get_process_group_ranks(agreement_group)))
@@ -61,10 +55,8 @@ class SharedSets:
         self.positions: dict[Ranks, list[int]] = dict(sorted(members.items()))
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
-        flat = [route for names in routes for route in names]
         self._lines = {
-            ranks: [whole, *(_line(flat[i], parameters[i], layouts[i]) for i in positions)]
-            for ranks, positions in self.positions.items()
+            ranks: [whole, *(_line(records[i]) for i in positions)] for ranks, positions in self.positions.items()
         }
         self._prints = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
         self._groups_of = {
@@ -74,8 +66,8 @@ class SharedSets:
         self._options: list[tuple[object, ...]] = []  # of groups, when they were last looked at
         self._with_options: dict[Ranks, int] = {}
         self.counts = {ranks: len(positions) for ranks, positions in self.positions.items()}
-        shared = [parameters[i].device for positions in self.positions.values() for i in positions]
-        devices = [device for device in shared or [p.device for p in parameters] if device.type != "cpu"]
+        shared = [records[i].tensor.device for positions in self.positions.values() for i in positions]
+        devices = [device for device in shared or [r.tensor.device for r in records] if device.type != "cpu"]
         self.device = devices[0] if devices else torch.device("cpu")  # where numbers are reduced
 
     def __bool__(self) -> bool:
@@ -85,8 +77,16 @@ class SharedSets:
         """Return a process group whose backend serves the parameters of these ranks."""
         return self._likes.get(ranks)
 
+    def by_position(self, agreed: Agreed) -> dict[int, int]:
+        """Return the codes of gradients that ranks have agreed on, by the position of their parameter."""
+        return {
+            position: code
+            for ranks, positions in self.positions.items()
+            for position, code in zip(positions, agreed.codes[ranks], strict=True)
+        }
+
     def prints(self, groups: Sequence[Group]) -> dict[Ranks, int]:
-        """Return a hash per set of its parameters and of their options as they are now; without a wait for a device."""
+        """Return, per set, a hash of its parameters and their present options; never waits for a device."""
         options = [_options(group) for group in groups]
         if options != self._options:
             self._options = options
@@ -94,14 +94,15 @@ class SharedSets:
         return self._with_options
 
     def _print(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
-        """Return the hash of a set: of its parameters, of the options they have, and of which has which."""
-        numbers: dict[str, int] = {}  # groups with equal options are as one; by text, since a user may write a list
+        """Return the hash of a set, from its parameters, their options, and which parameter has which options."""
+        # Groups with equal options count as one. They are compared by text, since a user may write a list.
+        numbers: dict[str, int] = {}
         of_group = {group: numbers.setdefault(repr(options[group]), len(numbers)) for group in self._groups_of[ranks]}
         members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
         return fingerprint(self._prints[ranks], list(numbers), members)
 
     def describe(self, ranks: Ranks, groups: Sequence[Group]) -> list[Line]:
-        """Return what the hash of a set stands for."""
+        """Return what the hash of a set covers, line by line, for an error."""
         whole, *lines = self._lines[ranks]
         described = [whole]
         for position, (title, properties) in zip(self.positions[ranks], lines, strict=True):
@@ -112,20 +113,76 @@ class SharedSets:
         return described
 
 
+class StepAgreement:
+    """The agreement of one optimizer with other ranks, kept from step to step while they share the same parameters."""
+
+    def __init__(self) -> None:
+        self._agreement: Agreement | None = None
+
+    def before_step(
+        self, shared: SharedSets, groups: Sequence[Group], codes: Mapping[int, int], *, inert: bool, not_finite: bool
+    ) -> Agreed:
+        """Tell the other ranks about this rank's gradients, and find out about theirs.
+
+        Args:
+            shared: the parameters that other ranks hold too.
+            groups: the parameter groups, whose options must be equal.
+            codes: of the gradients that this rank has, by position.
+            inert: whether the step only asks for state.
+            not_finite: whether some gradient of this rank is not finite.
+        """
+        if self._agreement is not None and not self._agreement.is_alive:
+            self._agreement = None
+        if self._agreement is not None and self._agreement.counts != shared.counts:
+            self._agreement.leave()
+            self._agreement = None
+        if not shared:
+            return Agreed(inert, my_rank() if not_finite else None)
+        prints = shared.prints(groups)
+
+        def describe(ranks: Ranks) -> list[Line]:
+            return shared.describe(ranks, groups)
+
+        by_ranks = {
+            ranks: [codes.get(position, NO_GRADIENT) for position in positions]
+            for ranks, positions in shared.positions.items()
+        }
+        agreed = None
+        while agreed is None:
+            if self._agreement is None:
+                like = shared.like(max(shared.positions, key=len))
+                self._agreement = Agreement(shared.counts, prints, describe, shared.device, like)
+            agreed = self._agreement.before_step(prints, by_ranks, describe, inert=inert, not_finite=not_finite)
+            if agreed is None:  # another rank has other parameters than before
+                self._agreement = None
+        return agreed
+
+    def fail(self, error: Exception) -> bool:
+        """Tell the other ranks, which wait for this one, that it can't take the step.
+
+        Returns:
+            Whether there is an agreement by which they could be told.
+        """
+        if self._agreement is None or not self._agreement.is_alive:
+            return False
+        self._agreement.fail(error)
+        return True
+
+
 def _options(group: Group) -> tuple[object, ...]:
     """Return the rule of a group and the values of its options."""
     return group["rule"], *(_value(group.get(name)) for name in sorted(RULES[group["rule"]].all_options))
 
 
 def _value(option: object) -> object:
-    """Return an option as it can be compared: of one that lies on a device only that it does, without a wait for it."""
+    """Return an option as ranks compare it. One on a device is not read, which would wait for the device."""
     if isinstance(option, Tensor):
         return "on a device" if is_on_device(option) else float(option)
     return option
 
 
-def _line(route: Route, parameter: Tensor, layout: Layout) -> Line:
+def _line(record: ParameterRecord) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
-    which = "an unnamed parameter" if route.place is not None else f"parameter {route.name!r}"
-    title = f"{which} of shape {tuple(parameter.shape)}"
-    return title, {"dtype": str(parameter.dtype), "placements": str(layout.placements)}
+    which = "an unnamed parameter" if record.route.place is not None else f"parameter {record.name!r}"
+    title = f"{which} of shape {record.shape}"
+    return title, {"dtype": str(record.tensor.dtype), "placements": str(record.layout.placements)}

@@ -1,4 +1,4 @@
-"""Factors that rules multiply weights and updates by: of matrices, rows or columns, as kernels and lists read them."""
+"""Bring the factors by which rules multiply weights and updates into the form that kernels and lists read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.kernels.tables import cut_into_chunks
 from muon_fsdp.plan.layout import Box
-from muon_fsdp.plan.matrix_sets import Entry, MatrixClass
+from muon_fsdp.plan.matrix_sets import MatrixClass
+from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.parts import local_parts, segments_of
 from muon_fsdp.rules import RULES, MatrixNumbers, Rule
 from muon_fsdp.statistics.observer import STATISTICS
@@ -22,25 +23,27 @@ Factors: TypeAlias = tuple[Tensor, Tensor]  # of the weights and of the updates 
 
 
 class WeightFactors:
-    """Where the factors of every class belong in the parameters that have them, and the factors of this step."""
+    """The factors of this step, and which elements of each parameter they multiply."""
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        parameters: Sequence[ParameterSpec],
         boxes: Mapping[int, Box],  # by position
         classes: Sequence[MatrixClass],
         class_of: Mapping[tuple[int, int], tuple[int, int]],  # (position, block): class, first matrix there
     ) -> None:
-        self._entries = {entry.position: entry for entry in entries if RULES[entry.rule].multiplies_weights}
+        self._parameters = {p.position: p for p in parameters if RULES[p.rule].multiplies_weights}
         self._boxes, self._classes, self._class_of = boxes, classes, class_of
-        self._first = _running_sums([kind.count for kind in classes])  # numbers among all matrices
+        self._first = _running_sums(
+            [kind.count for kind in classes]
+        )  # the number of each class's first matrix among all
         self._kinds = [_factor_kinds(RULES[kind.rule], kind) for kind in classes]
         self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
         self._now: Sequence[Factors | None] = ()
         self._flat: Tensor | None = None
 
     def set(self, factors: Sequence[Factors | None]) -> None:
-        """Take the factors of this step, one pair per class."""
+        """Set the factors of this step, one pair per class."""
         for of_class, kind, kinds in zip(factors, self._classes, self._kinds, strict=True):
             for factor, of_what in zip(of_class or (), kinds, strict=False):
                 if factor.shape != _shapes(kind.count, kind.rows, kind.cols)[of_what]:
@@ -49,24 +52,28 @@ class WeightFactors:
 
     def multiply(self, position: int) -> bool:
         """Return whether the weights of a parameter are multiplied by factors."""
-        return position in self._entries
+        return position in self._parameters
 
     @property
     def unfusable(self) -> dict[int, str]:
-        """Positions whose weights kernels can't multiply by factors, and why."""
+        """Return the positions whose weights kernels can't multiply by factors, each with the reason."""
         reasons = {}
-        for position, entry in self._entries.items():
+        for position, parameter in self._parameters.items():
             if any(self._kinds[index] != ("matrix", "matrix") for index, _ in self._blocks(position)):
-                reasons[position] = f"rule {entry.rule!r} multiplies its rows or columns by factors"
-            elif segments_of(entry.view, self._boxes[position]) is None:
+                reasons[position] = f"rule {parameter.rule!r} multiplies its rows or columns by factors"
+            elif segments_of(parameter.matrices, self._boxes[position]) is None:
                 reasons[position] = "its matrices are not runs of memory"
         return reasons
 
     def chunks(self, positions: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
-        """Cut parameters into chunks of which each has one factor: the number of its matrix among all."""
+        """Cut parameters into chunks with one factor each, which is known by the number of its matrix among all.
+
+        Returns:
+            The chunks as kernels read them, and whether they are aligned.
+        """
         segments = []
         for tensor, position in enumerate(positions):
-            view = self._entries[position].view
+            view = self._parameters[position].matrices
             numbers = [
                 self._first[index] + first + i
                 for (index, first), (count, _, _) in zip(self._blocks(position), view.block_shapes, strict=True)
@@ -77,7 +84,7 @@ class WeightFactors:
         return cut_into_chunks(segments, device)
 
     def flat(self) -> Tensor:
-        """Return the factors (2, matrices) of weights and updates of all matrices, as kernels read them."""
+        """Return the factors of weights and of updates of all matrices, (2, matrices), as kernels read them."""
         if self._flat is None:
             columns: list[list[Tensor]] = [[], []]
             for kind, factors in zip(self._classes, self._now, strict=True):
@@ -89,8 +96,8 @@ class WeightFactors:
         return self._flat
 
     def of(self, position: int, shard: Tensor) -> Factors:
-        """Return the factors of a shard and of its update, broadcastable to it."""
-        blocks, shapes = self._blocks(position), self._entries[position].view.block_shapes
+        """Return the factors of a shard and of its update, both broadcastable to the shard."""
+        blocks, shapes = self._blocks(position), self._parameters[position].matrices.block_shapes
         result = []
         for which in range(2):
             kind = _common({self._kinds[index][which] for index, _ in blocks})
@@ -105,17 +112,17 @@ class WeightFactors:
         return result[0], result[1]
 
     def _blocks(self, position: int) -> list[tuple[int, int]]:
-        """Return, per block of a parameter's view, its class and the number of its first matrix there."""
-        return [self._class_of[(position, b)] for b in range(len(self._entries[position].view.block_shapes))]
+        """Return, per block of a parameter's view, its class and its first matrix there."""
+        return [self._class_of[(position, b)] for b in range(len(self._parameters[position].matrices.block_shapes))]
 
     def _map(self, position: int, shard: Tensor, kind: FactorKind) -> Tensor | None:
-        """Return the number of the factor of every element of a shard, broadcastable to it; None if there is one."""
+        """Return the index of each element's factor, broadcastable to the shard; None if there is a single factor."""
         if (position, kind) not in self._maps:
             self._maps[(position, kind)] = self._make_map(position, shard, kind)
         return self._maps[(position, kind)]
 
     def _make_map(self, position: int, shard: Tensor, kind: FactorKind) -> Tensor | None:
-        view = self._entries[position].view
+        view = self._parameters[position].matrices
         matrix_of, row_of = view.row_numbers()
         shapes = [(rows, cols) for count, rows, cols in view.block_shapes for _ in range(count)]
         if kind == "matrix" and len(shapes) == 1:
@@ -136,14 +143,14 @@ class WeightFactors:
                     num_cols = torch.tensor([cols for _, cols in shapes])[matrices]
                     numbers = (first_element[matrices] + row_of[part.rows] * num_cols)[:, None] + columns
             part.of(index).copy_(numbers)
-        for axis in range(index.ndim):  # a number that is the same along an axis is kept once
+        for axis in range(index.ndim):  # keep an index once if it is the same along an axis
             if index.shape[axis] > 1 and bool((index == index.narrow(axis, 0, 1)).all()):
                 index = index.narrow(axis, 0, 1)
         return index.contiguous().to(shard.device)
 
 
 class FactorOptions(dict[str, Any]):
-    """The options that `factors` may read: planned ones, and numbers that may change at every step."""
+    """The options that `factors` may read: planned ones, and numbers that may change from step to step."""
 
     def __init__(self, planned: PlannedOptions, per_step: Mapping[str, Tensor]) -> None:
         super().__init__({**planned, **per_step})
@@ -151,26 +158,26 @@ class FactorOptions(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(
-            f"factors of rule {self._rule!r} can't read {name!r}: it is no option, or a per_step option that is not a "
-            "number; declare it without per_step=True"
+            f"factors of rule {self._rule!r} can't read {name!r}: it is not one of its options, or a per_step option "
+            "that is not a number. Declare it without per_step=True"
         )
 
 
 def as_factor(value: Tensor | float, kind: MatrixClass) -> Tensor:
-    """Return a factor in working precision; one number serves all matrices of the class."""
-    if not isinstance(value, Tensor):  # filled on the device: a copy from the host could not be captured
+    """Return a factor in working precision; a single number is repeated for all matrices of the class."""
+    if not isinstance(value, Tensor):  # filled on the device, because a copy from the host can't be captured
         return torch.full((kind.count,), float(value), dtype=kind.dtype, device=kind.device)
     return (value.to(kind.device).expand(kind.count) if value.ndim == 0 else value).to(kind.dtype)
 
 
 def _common(kinds: set[FactorKind]) -> FactorKind:
-    """Return the kind that can express the factors of all blocks of a parameter."""
+    """Return the kind of factor that covers all blocks of a parameter."""
     kinds = kinds - {"matrix"} or kinds
     return kinds.pop() if len(kinds) == 1 else "elements"
 
 
 def _expanded(factor: Tensor, kind: FactorKind, rows: int, cols: int) -> Tensor:
-    """Return the factors of some matrices as numbers of another kind, flat."""
+    """Expand the factors of some matrices to another kind, and flatten them."""
     whole = factor.view(-1, 1, 1) if factor.ndim == 1 else factor
     shapes = {"matrix": (1, 1), "rows": (rows, 1), "columns": (1, cols), "elements": (rows, cols)}
     return whole.expand(-1, *shapes[kind]).reshape(-1)
@@ -185,7 +192,7 @@ def _running_sums(numbers: Sequence[int]) -> list[int]:
 
 
 def _factor_kinds(rule: Rule, kind: MatrixClass) -> tuple[FactorKind, FactorKind]:
-    """Find out, with one zero matrix, whether a rule's factors belong to matrices, rows or columns."""
+    """Find out, by calling the rule with zeros, whether its factors belong to matrices, rows or columns."""
     if not rule.multiplies_weights:
         return "matrix", "matrix"
     specs = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
