@@ -97,3 +97,22 @@ def test_every_folder_is_a_layer():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_is_too_long_to_read(path):
     assert len(path.read_text().splitlines()) <= 450
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_function_is_too_long_or_takes_too_much(path):
+    """At most 60 lines and 8 parameters. Kernels are one function each, and a constructor may list all its fields."""
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if any(ast.unparse(decorator).partition("(")[0].endswith(".jit") for decorator in node.decorator_list):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        given = node.args
+        count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
+        if length > 60:
+            wrong.append(f"{node.name} has {length} lines")
+        if count > 8 and node.name != "__init__":
+            wrong.append(f"{node.name} has {count} parameters")
+    assert not wrong, "\n".join(wrong)
