@@ -553,7 +553,7 @@ def _sections() -> list[tuple[str, str]]:
                     _first_line(spectral),
                     SPECTRAL_EXAMPLE,
                     *[_function(function, "###") for function in functions],
-                    *map(_record, (spectral.Triple, spectral.Tangent)),
+                    *map(_record, (spectral.Triple, spectral.Tangent, spectral.Known, spectral.Msign)),
                 ]
             ),
         )
@@ -581,7 +581,7 @@ def _sections() -> list[tuple[str, str]]:
                     KERNELS_INTRODUCTION,
                     _table(["variable", "meaning"], ENVIRONMENT),
                     _function(kernels.select, "###"),
-                    *map(_record, (kernels.Product, kernels.Choice)),
+                    *map(_record, (kernels.Product, kernels.Choice, kernels.Addend)),
                     *[_function(getattr(kernels, name), "###") for name in names[1:]],
                 ]
             ),

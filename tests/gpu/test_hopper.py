@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from muon_fsdp.kernels import Product, multiply_add, products, select
+from muon_fsdp.kernels import Addend, Product, multiply_add, products, select
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 
 CUDA = torch.device("cuda")
@@ -19,7 +19,8 @@ if HOPPER:
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
-KINDS = {"gram": (1.0, 0.0, 0.0), "c": (1.5, -0.5, 0.0), "c and e": (0.5, -2.0, 0.25)}  # alpha, beta, gamma
+# Factors of the product and of each addend.
+KINDS = {"gram": (1.0,), "one addend": (1.5, -0.5), "two addends": (0.5, -2.0, 0.25)}
 GUARD = 64  # elements before and behind a result that nothing may be written to
 
 
@@ -29,16 +30,22 @@ def full_precision(monkeypatch):
 
 
 def operands(kind, batch, rows, inner, dtype):
-    """a, b, c, e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
+    """Make operands whose product is symmetric: any matrix twice, a symmetric one twice, or two that commute.
+
+    Returns:
+        a, b, the addends, and alpha.
+    """
     generator = torch.Generator(CUDA).manual_seed(batch * rows + inner)
     a = torch.randn(batch, rows, inner, device=CUDA, generator=generator)
     if kind == "gram":
         a = a.to(dtype)
-        return a, a, None, None
+        return a, a, [], 1.0
     x = (a + a.mT) / rows**0.5
     y = (x @ x).to(dtype)
     x = x.to(dtype)
-    return (x, x, x, None) if kind == "c" else (x, y, x, y)
+    alpha, *factors = KINDS[kind]
+    addends = [Addend(matrices, factor) for matrices, factor in zip((x, y), factors, strict=False)]
+    return x, x if kind == "one addend" else y, addends, alpha
 
 
 def guarded(batch, rows, dtype):
@@ -63,14 +70,12 @@ def guarded(batch, rows, dtype):
     ],
 )
 def test_products(kind, batch, rows, inner, dtype):
-    a, b, c, e = operands(kind, batch, rows, inner if kind == "gram" else rows, dtype)
-    alpha, beta, gamma = KINDS[kind]
+    a, b, addends, alpha = operands(kind, batch, rows, inner if kind == "gram" else rows, dtype)
     memory, out = guarded(batch, rows, dtype)
-    triton_hopper.symmetric_product(a, b, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
+    triton_hopper.symmetric_product(a, b, addends, out, alpha=alpha)
     expected = alpha * a.double() @ b.double().mT
-    for added, factor in ((c, beta), (e, gamma)):
-        if added is not None:
-            expected += factor * added.double()
+    for addend in addends:
+        expected += addend.factor * addend.matrices.double()
     errors = torch.linalg.matrix_norm(out.double() - expected) / torch.linalg.matrix_norm(expected)
     assert errors.max() < TOLERANCE[dtype]
     assert torch.equal(out, out.mT)
@@ -81,13 +86,11 @@ def test_products(kind, batch, rows, inner, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_other_kernel_every_time(kind):
     """Ranks that run different kernels would still agree, and no race shows in a hundred runs."""
-    a, b, c, e = operands(kind, 20, 1000, 1000, torch.float16)
-    alpha, beta, gamma = KINDS[kind]
+    a, b, addends, alpha = operands(kind, 20, 1000, 1000, torch.float16)
     tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
-    factors = {"alpha": alpha, "beta": beta, "gamma": gamma}
-    expected = triton_products.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], tiles, **factors)
+    expected = triton_products.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], tiles, alpha=alpha)
     for _ in range(100):
-        out = triton_hopper.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], **factors)
+        out = triton_hopper.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], alpha=alpha)
         assert torch.equal(out, expected)
 
 
@@ -106,7 +109,7 @@ def test_large_products_take_it_and_others_do_not(launched):
     large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
     assert select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).path == "gluon"
     square = products.symmetric_product(large, large)
-    products.symmetric_product(square, square, square.mT, alpha=0.5, beta=2.0)  # any strides
+    products.symmetric_product(square, square, [Addend(square.mT, 2.0)], alpha=0.5)  # any strides
     assert launched == 2 * ["_symmetric_hopper_kernel"]
     launched.clear()
     unaligned = torch.randn(8 * 1024 * 1024 + 1, device=CUDA, dtype=torch.float16)[1:].view(8, 1024, 1024)
@@ -121,7 +124,7 @@ def test_large_products_take_it_and_others_do_not(launched):
         expected = a.double().mT @ a.double() if transposed else a.double() @ a.double().mT
         assert (result - expected).norm() < 1e-3 * expected.norm()
     x = torch.randn(24, 768, 768, device=CUDA, dtype=torch.float16)
-    products.symmetric_product(x, x, torch.ones(24, 768, 768, device=CUDA), beta=1.0)  # of another precision
+    products.symmetric_product(x, x, [Addend(torch.ones(24, 768, 768, device=CUDA))])  # of another precision
     multiply_add(large, large)
     assert launched == 6 * ["_symmetric_kernel"] + ["_multiply_add_kernel"]
 
