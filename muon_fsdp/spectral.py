@@ -1,4 +1,4 @@
-"""Compute spectral norms, retract to spheres of them, and find tangent updates, for batches of matrices."""
+"""Compute spectral norms, retract matrices to spheres of equal spectral norm, and find tangent updates, in batches."""
 
 from __future__ import annotations
 

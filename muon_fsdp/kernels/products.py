@@ -29,7 +29,7 @@ def symmetric_product(
 
     Rounding makes the product of two different matrices that commute slightly asymmetric, and the Gram form of the
     iteration amplifies the asymmetry: without a correction its float16 error on a Gaussian matrix is 40 times larger.
-    Every implementation therefore returns a matrix that is symmetric to the last bit.
+    All implementations therefore make the product of two different matrices exactly symmetric.
 
     Returns:
         A new (B, m, m) tensor with the dtype of a. Where `active` is 0, the matrix may hold arbitrary numbers.
@@ -39,8 +39,7 @@ def symmetric_product(
     def by_triton(tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
-        left = a.contiguous()
-        right = left if a is b else b.contiguous()
+        left, right = _contiguous_pair(a, b)
         out = a.new_empty(len(a), rows, rows)
         return triton_products.symmetric_product(
             left, right, contiguous(addends), out, tiles, alpha=alpha, transposed=transposed, active=active
@@ -57,10 +56,10 @@ def symmetric_product(
     def by_gluon() -> Tensor:
         from muon_fsdp.kernels import triton_hopper
 
-        left = a.contiguous()
-        right = left if a is b else b.contiguous()
+        left, right = _contiguous_pair(a, b)
+        c, beta, e, gamma = unpack(contiguous(addends))
         out = a.new_empty(len(a), rows, rows)
-        return triton_hopper.symmetric_product(left, right, contiguous(addends), out, alpha=alpha)
+        return triton_hopper.symmetric_product(left, right, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
 
     product = Product(
         "symmetric",
@@ -164,6 +163,12 @@ def _library_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta:
         product = torch.bmm(a, b)
         return product if alpha == 1.0 else product.mul_(alpha)
     return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+
+
+def _contiguous_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands contiguous, and the same tensor twice if they were: kernels then load it only once."""
+    left = a.contiguous()
+    return left, left if a is b else b.contiguous()
 
 
 def _are_uniform(*tensors: Tensor) -> bool:

@@ -153,7 +153,7 @@ def select(product: Product, device: torch.device) -> Choice:
         return _from_table(product, num_processors(device), gluon_unusable())
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Ranks with replicas of a weight must compute the same bits. Timings would let each rank choose another kernel.
-        return Choice("triton", _candidates(product)[0], "the same on all ranks")
+        return Choice("triton", _candidates(product)[0], "not timed, so that all ranks use the same kernel")
     known = _tuned(_device_name(device)).get(product.shape_class)
     if known is None:
         return Choice(None, None, "not timed yet on this device")
@@ -190,9 +190,9 @@ def _not_for_gluon(product: Product, processors: int) -> str | None:
     if product.transposed:
         return "operands are transposed"
     if product.masked:
-        return "matrices may be left out"
+        return "a mask may exclude matrices"
     if not product.uniform:
-        return "operands differ in precision or begin at odd addresses"
+        return "operands differ in dtype or are not aligned to 16 bytes"
     if not product.bulk or product.rows % 8:
         return "rows are not multiples of 16 bytes"
     # If all tiles run at the same time, the Triton kernel is as fast. If every matrix is one tile, no two tiles share
@@ -201,7 +201,7 @@ def _not_for_gluon(product: Product, processors: int) -> str | None:
     if product.rows <= 128 or _num_tiles(product, 128, 128) <= at_once:
         return "too few tiles"
     if product.rows >= NO_TILE * 128 or product.inner == 0:
-        return "sizes that it is not made for"
+        return "sizes are outside its range"
     return None
 
 

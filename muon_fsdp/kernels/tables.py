@@ -230,4 +230,6 @@ def refuse_capture(device: torch.device) -> None:
     Tables are copied from host memory that is reused later, so a replay would copy unrelated data.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("step() can't be part of a graph that you capture; MuonOptimizer has cuda_graph=True for it")
+        raise RuntimeError(
+            "step() can't be part of a graph that you capture; pass cuda_graph=True to MuonOptimizer instead"
+        )

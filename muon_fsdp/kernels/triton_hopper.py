@@ -17,8 +17,6 @@ Barriers come in pairs: `full` and `empty` for a place in the ring, `granted` an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from muon_fsdp.kernels.addends import Addend, unpack
 from muon_fsdp.kernels.launch import TiledTensor, launch
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
 from muon_fsdp.kernels.tiles import KernelError, num_processors
@@ -372,7 +369,10 @@ def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.devi
     table = _tables.get(key)
     if table is None:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a product can't be captured by its first call, which copies a schedule to the device")
+            raise RuntimeError(
+                "a product can't be captured by its first call, which copies a schedule to the device; compute it once "
+                "before the capture"
+            )
         lists = schedule(num_matrices, rows_of_tiles, num_processors(device), same)
         # Not pinned: the copy is then complete when this line returns, so any stream may read the table.
         table = _tables[key] = torch.tensor(packed(lists), dtype=torch.int32).to(device)
@@ -382,19 +382,21 @@ def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.devi
 def symmetric_product(
     a: Tensor,  # (B, m, k)
     b: Tensor,  # the same shape as a
-    addends: Sequence[Addend],  # at most two, (B, m, m), symmetric
+    c: Tensor | None,  # (B, m, m), symmetric
+    e: Tensor | None,  # (B, m, m), symmetric
     out: Tensor,  # (B, m, m)
     *,
     alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
 ) -> Tensor:
-    """Compute alpha * a @ b^T plus all addends into `out`, exactly symmetric.
+    """Compute alpha * a @ b^T + beta * c + gamma * e into `out`, exactly symmetric.
 
     `select` must have chosen "gluon" for the product: nothing is checked here.
 
     Returns:
         `out`.
     """
-    c, beta, e, gamma = unpack(addends)
     num_matrices, rows, inner = a.shape
     table = _table(num_matrices, -(-rows // SIDE), a is b, a.device)
     num_steps = -(-inner // INNER)

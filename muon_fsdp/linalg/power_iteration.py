@@ -63,7 +63,8 @@ def spectral_norm(matrices: Tensor, right: Tensor | None = None, steps: int = 10
 
 def _as_batch(matrices: Tensor) -> Tensor:
     if not isinstance(matrices, Tensor) or matrices.ndim < 2:
-        raise ValueError(f"a matrix or a batch of matrices is needed, got {getattr(matrices, 'shape', type(matrices))}")
+        found = getattr(matrices, "shape", type(matrices))
+        raise ValueError(f"expected a matrix or a batch of matrices, a tensor (..., m, n), got {found}")
     batch = matrices.detach().reshape(-1, *matrices.shape[-2:])
     return batch.to(torch.promote_types(batch.dtype, torch.float32))
 

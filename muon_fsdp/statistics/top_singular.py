@@ -227,7 +227,7 @@ class Survey:
         return _packed(self._add_up(split(flat))) if adds else flat
 
     def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Add parts up over the ranks with one all-reduce. Several ranks may hold the same part; only one of them counts it."""
+        """Add parts up over the ranks. Several ranks may hold the same part, and only one of them counts it."""
         weighted = [
             part * weight.view(-1, *[1] * (part.ndim - 1)).to(part.dtype)
             for weight, part in zip(self._weights, parts, strict=True)

@@ -19,8 +19,7 @@ if HOPPER:
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
-# Factors of the product and of each addend.
-KINDS = {"gram": (1.0,), "one addend": (1.5, -0.5), "two addends": (0.5, -2.0, 0.25)}
+KINDS = {"gram": (1.0, 0.0, 0.0), "c": (1.5, -0.5, 0.0), "c and e": (0.5, -2.0, 0.25)}  # alpha, beta, gamma
 GUARD = 64  # elements before and behind a result that nothing may be written to
 
 
@@ -30,22 +29,16 @@ def full_precision(monkeypatch):
 
 
 def operands(kind, batch, rows, inner, dtype):
-    """Make operands whose product is symmetric: any matrix twice, a symmetric one twice, or two that commute.
-
-    Returns:
-        a, b, the addends, and alpha.
-    """
+    """a, b, c, e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
     generator = torch.Generator(CUDA).manual_seed(batch * rows + inner)
     a = torch.randn(batch, rows, inner, device=CUDA, generator=generator)
     if kind == "gram":
         a = a.to(dtype)
-        return a, a, [], 1.0
+        return a, a, None, None
     x = (a + a.mT) / rows**0.5
     y = (x @ x).to(dtype)
     x = x.to(dtype)
-    alpha, *factors = KINDS[kind]
-    addends = [Addend(matrices, factor) for matrices, factor in zip((x, y), factors, strict=False)]
-    return x, x if kind == "one addend" else y, addends, alpha
+    return (x, x, x, None) if kind == "c" else (x, y, x, y)
 
 
 def guarded(batch, rows, dtype):
@@ -70,12 +63,14 @@ def guarded(batch, rows, dtype):
     ],
 )
 def test_products(kind, batch, rows, inner, dtype):
-    a, b, addends, alpha = operands(kind, batch, rows, inner if kind == "gram" else rows, dtype)
+    a, b, c, e = operands(kind, batch, rows, inner if kind == "gram" else rows, dtype)
+    alpha, beta, gamma = KINDS[kind]
     memory, out = guarded(batch, rows, dtype)
-    triton_hopper.symmetric_product(a, b, addends, out, alpha=alpha)
+    triton_hopper.symmetric_product(a, b, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
     expected = alpha * a.double() @ b.double().mT
-    for addend in addends:
-        expected += addend.factor * addend.matrices.double()
+    for added, factor in ((c, beta), (e, gamma)):
+        if added is not None:
+            expected += factor * added.double()
     errors = torch.linalg.matrix_norm(out.double() - expected) / torch.linalg.matrix_norm(expected)
     assert errors.max() < TOLERANCE[dtype]
     assert torch.equal(out, out.mT)
@@ -86,11 +81,14 @@ def test_products(kind, batch, rows, inner, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_other_kernel_every_time(kind):
     """Ranks that run different kernels would still agree, and no race shows in a hundred runs."""
-    a, b, addends, alpha = operands(kind, 20, 1000, 1000, torch.float16)
+    a, b, c, e = operands(kind, 20, 1000, 1000, torch.float16)
+    alpha, beta, gamma = KINDS[kind]
     tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
+    factors = {"alpha": alpha, "beta": beta, "gamma": gamma}
+    addends = [Addend(added, factor) for added, factor in ((c, beta), (e, gamma)) if added is not None]
     expected = triton_products.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], tiles, alpha=alpha)
     for _ in range(100):
-        out = triton_hopper.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], alpha=alpha)
+        out = triton_hopper.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], **factors)
         assert torch.equal(out, expected)
 
 
