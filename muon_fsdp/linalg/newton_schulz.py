@@ -173,13 +173,14 @@ def _iteration_dtype(batch: Tensor) -> torch.dtype:
 
 
 def _refresh_steps(rows: int, cols: int, steps: int, form: Form, dtype: torch.dtype) -> frozenset[int]:
-    """Return the steps, counted from 1, after which X is refreshed: multiplied by the accumulated factor.
+    """Return the steps, counted from 1, after which X is refreshed.
 
+    A refresh multiplies X by the accumulated factor and computes X X^T again.
     A refresh after every step gives the standard iteration. Fewer refreshes give the Gram form, in which the steps in
     between need only m x m products. Some refreshes are necessary: rounding makes small eigenvalues of the iterated
     Gram matrix negative, and later steps amplify them.
-    In half precision X is never refreshed after the first step, because rounding X there would lose small singular
-    values. Small matrices are refreshed more often, because rounding errors weigh more in them.
+    In half precision, form "auto" does not refresh X after the first step, because rounding X there would lose small
+    singular values. It refreshes small matrices more often, because rounding errors weigh more in them.
     """
     if form not in get_args(Form):
         raise ValueError(f"Unknown form {form!r}; valid names are {', '.join(get_args(Form))}")

@@ -274,7 +274,9 @@ class _Search:
         self.f_low, self.f_high = -torch.ones_like(component), torch.ones_like(component)
         self.seen_low = torch.zeros_like(component, dtype=torch.bool)
         self.seen_high = torch.zeros_like(self.seen_low)
-        guess = torch.full_like(component, math.sqrt(rank))  # exact if all singular values are equal
+        guess = torch.full_like(
+            component, math.sqrt(rank)
+        )  # a guess that suits matrices with nearly equal singular values
         slope, start = known.slope, known.multiplier
         self.slope = guess if slope is None else torch.where(slope > 0, slope.to(guess.dtype), guess)
         point = torch.zeros_like(component) if start is None else start.to(component.dtype)
@@ -301,8 +303,8 @@ class _Search:
             self.slope = torch.where(active & (secant > 0) & torch.isfinite(secant), secant, self.slope)
         self._before = (x, value)
         below, above = active & (value < 0), active & ~(value < 0)
-        # Illinois method: halve f at an end of the bracket that did not move twice in a row. Otherwise secants would
-        # never move that end and converge slowly.
+        # Illinois method: halve f at an end of the bracket that stayed fixed in two successive steps. Otherwise secants
+        # could leave that end fixed forever.
         self.f_high = torch.where(below & (self._last_side < 0) & self.seen_high, self.f_high / 2, self.f_high)
         self.f_low = torch.where(above & (self._last_side > 0) & self.seen_low, self.f_low / 2, self.f_low)
         self.low, self.f_low = torch.where(below, x, self.low), torch.where(below, value, self.f_low)
