@@ -206,7 +206,7 @@ def _not_for_gluon(product: Product, processors: int) -> str | None:
 
 
 def _hopper_tiles(product: Product, processors: int) -> TileConfig:
-    """Return the fastest tiles on Hopper GPUs; source: timings of Newton-Schulz products on an H200."""
+    """Return the fastest tiles on Hopper GPUs; source: measured on an H200."""
     rows, cols = product.rows, product.cols
     tiles = _num_tiles(product, 128, 128)
     if product.dtype == torch.float32:  # each tf32x3 product needs three times the operands, so registers are the limit
