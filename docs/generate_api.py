@@ -34,7 +34,7 @@ from muon_fsdp.declarations.state import NUM_VECTORS
 from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.plan.options import SETTINGS, FOREIGN_KEYS
+from muon_fsdp.plan.options import FOREIGN_KEYS, SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
 from muon_fsdp.statistics.observer import STATISTICS
 
@@ -553,7 +553,7 @@ def _sections() -> list[tuple[str, str]]:
                     _first_line(spectral),
                     SPECTRAL_EXAMPLE,
                     *[_function(function, "###") for function in functions],
-                    *map(_record, (spectral.Triple, spectral.Tangent)),
+                    *map(_record, (spectral.Triple, spectral.Tangent, spectral.Known, spectral.Msign)),
                 ]
             ),
         )
@@ -581,7 +581,7 @@ def _sections() -> list[tuple[str, str]]:
                     KERNELS_INTRODUCTION,
                     _table(["variable", "meaning"], ENVIRONMENT),
                     _function(kernels.select, "###"),
-                    *map(_record, (kernels.Product, kernels.Choice)),
+                    *map(_record, (kernels.Product, kernels.Choice, kernels.Addend)),
                     *[_function(getattr(kernels, name), "###") for name in names[1:]],
                 ]
             ),

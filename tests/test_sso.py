@@ -21,7 +21,7 @@ from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.linalg.power_iteration import COLD_STEPS, power_iteration
 from muon_fsdp.linalg.sphere import retract, target_radius
 from muon_fsdp.linalg.subspaces import num_products
-from muon_fsdp.linalg.tangent import MAX_CALLS, solve_lambda
+from muon_fsdp.linalg.tangent import MAX_CALLS, Known, Msign, solve_lambda
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.parts import blocks_of, segments_of
 from muon_fsdp.spectral import compute_spectral_norm
@@ -138,7 +138,7 @@ def test_the_root_is_that_of_the_reference(method, shape, sign):
     unit, outer = momentum / np.linalg.norm(momentum), np.outer(u, v)
     expected = ReferenceSphere(np.ones(shape)).solve(unit, outer)
     left, right = torch.tensor(u)[None], torch.tensor(v)[None]
-    found = solve_lambda(torch.tensor(momentum)[None], left, right, method=method, orthogonalization="exact")
+    found = solve_lambda(torch.tensor(momentum)[None], left, right, method=method, msign=Msign("exact"))
     assert not found.failed.any()
     assert int(found.calls) <= MAX_CALLS[method]
     assert abs(float(found.residual)) <= 2e-4
@@ -171,7 +171,7 @@ def test_a_batch_is_searched_as_its_matrices_are():
         torch.testing.assert_close(alone.multiplier, together.multiplier[i : i + 1])
         assert torch.equal(alone.calls, together.calls[i : i + 1])
         torch.testing.assert_close(alone.direction[0], together.direction[i])
-    warm = solve_lambda(momentum, left, right, start=together.multiplier, slope=together.slope)
+    warm = solve_lambda(momentum, left, right, known=Known(together.multiplier, together.slope))
     assert int(warm.calls.max()) == 1
 
 
@@ -184,7 +184,8 @@ def test_what_is_not_found_falls_back_to_zero(monkeypatch):
     assert found.failed.all()
     assert float(found.multiplier) == 0
     assert int(found.calls) == 2
-    torch.testing.assert_close(found.direction, solve_lambda(*arguments, searched=torch.tensor([False])).direction)
+    at_zero = solve_lambda(*arguments, known=Known(searched=torch.tensor([False])))
+    torch.testing.assert_close(found.direction, at_zero.direction)
     p = nn.Parameter(torch.tensor(problem(16, 24, 1)[0]))
     optimizer = SpectralSphereOptimizer([p])
     p.grad = torch.randn_like(p) - 100 * p.detach()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muon_fsdp.kernels import symmetric_product
+from muon_fsdp.kernels import Addend, symmetric_product
 from muon_fsdp.linalg import newton_schulz
 from muon_fsdp.linalg.newton_schulz import ORTHOGONALIZATIONS, normalize, orthogonalize
 from muon_fsdp.utils import zeropower_via_newtonschulz5
@@ -166,8 +166,8 @@ def test_the_gram_form_holds_the_contract_when_products_are_rounded_to_half(monk
 def test_symmetric_products_are_exactly_symmetric():
     x = torch.randn(3, 60, 90, generator=torch.Generator().manual_seed(0))
     gram = symmetric_product(x, x)
-    square = symmetric_product(gram, gram, gram, alpha=0.5, beta=-1.0)
-    product = symmetric_product(gram, square, gram, beta=2.0)  # both are polynomials of one matrix
+    square = symmetric_product(gram, gram, [Addend(gram, -1.0)], alpha=0.5)
+    product = symmetric_product(gram, square, [Addend(gram, 2.0)])  # both are polynomials of one matrix
     assert torch.equal(product, product.mT)
     expected = gram.double() @ square.double() + 2.0 * gram.double()
     assert relative_difference(product, expected) < 1e-5

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muon_fsdp import MuonOptimizer, __version__
-from muon_fsdp.kernels import multiply_add, symmetric_product
+from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import KERNELS_VARIABLE, Product, select, unusable
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 
@@ -263,7 +263,7 @@ def _kernels(device: torch.device) -> tuple[float, float, str]:
         x = torch.randn(2, 384, 512, generator=generator).mul_(512**-0.5).to(device, dtype)
         gram = symmetric_product(x, x)
         worst = max(worst, _relative(gram, x.double() @ x.double().mT))
-        found = multiply_add(gram, x, x, beta=1.0)
+        found = multiply_add(gram, x, Addend(x))
         worst = max(worst, _relative(found, gram.double() @ x.double() + x.double()))
     return worst, 1e-2, "from float64, relative"
 

@@ -1,7 +1,7 @@
-"""Launching Triton kernels with little host time.
+"""Launch Triton kernels with little host time.
 
-At every launch Triton inspects all arguments to find the compiled kernel that fits them, which takes longer than many
-of ours run. What it found is remembered here, by what the caller says can differ.
+At every launch Triton inspects all arguments to find the compiled kernel for them, which takes longer than many of our
+kernels run. `launch` caches the compiled kernel instead, under a key that the caller provides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _compiled: dict[Hashable, Any] = {}
 
 
 class TiledTensor:
-    """A tensor that is read and written in tiles: a TensorDescriptor, checked only when a kernel is compiled."""
+    """A tensor that kernels read and write in tiles: a stand-in for Triton's TensorDescriptor.
+
+    It skips the checks of TensorDescriptor, which cost host time. They run only when a kernel is compiled.
+    """
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
@@ -29,11 +32,15 @@ class TiledTensor:
         self.round_f32_to_tf32 = False
 
     def checked(self) -> TensorDescriptor:
+        """Return a TensorDescriptor of the same tensor, which checks shape, strides and alignment."""
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape))
 
 
 def is_aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Whether each begins at a multiple of 16 bytes, which kernels are compiled for."""
+    """Return for each tensor whether its data pointer is a multiple of 16 bytes; True for None.
+
+    Triton compiles different kernels for aligned and unaligned pointers, so this belongs to the key of `launch`.
+    """
     return tuple([tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
@@ -48,10 +55,19 @@ def launch(
     num_stages: int = 3,
     maxnreg: int | None = None,
 ) -> None:
-    """Run a kernel whose first parameters take `args` and whose last ones are `constants`, in their order.
+    """Launch a Triton kernel on a one-dimensional grid, and compile it at the first launch of its kind.
 
-    `kind` is all that a compiled kernel depends on besides constants: the device, precisions, alignment, which
-    arguments are None. Numbers must be declared `do_not_specialize`: a compiled kernel is used again for others.
+    Args:
+        kernel: a function with `@triton.jit` or `@gluon.jit`.
+        programs: size of the grid.
+        args: the first arguments of the kernel. The kernel must declare numbers among them `do_not_specialize`, because
+            a compiled kernel is reused for other numbers.
+        constants: the last arguments of the kernel by name, in the order of its parameters.
+        kind: everything besides the constants that the compiled kernel depends on: the device, dtypes, alignment, and
+            which arguments are None.
+        num_warps: warps per program.
+        num_stages: depth of Triton's software pipeline.
+        maxnreg: most registers per thread; None lets the compiler choose.
     """
     key = (kernel, kind, tuple(constants.values()), num_warps, num_stages, maxnreg)
     compiled = _compiled.get(key)
@@ -59,7 +75,7 @@ def launch(
         compiled[(programs, 1, 1)](*args, *key[2])
         return
     args = tuple(arg.checked() if isinstance(arg, TiledTensor) else arg for arg in args)
-    limits = {} if maxnreg is None else {"maxnreg": maxnreg}  # not every backend knows it
+    limits = {} if maxnreg is None else {"maxnreg": maxnreg}  # not every backend supports it
     compiled = kernel[(programs,)](*args, **constants, num_warps=num_warps, num_stages=num_stages, **limits)
-    if compiled is not None:  # the interpreter compiles nothing
+    if compiled is not None:  # Triton's interpreter returns None
         _compiled[key] = compiled

@@ -1,13 +1,14 @@
-"""The two batched products of the Newton-Schulz iteration; `select` says what computes them."""
+"""Compute the two batched products of the Newton-Schulz iteration with the kernel that `select` chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from muon_fsdp.kernels.addends import Addend, contiguous, unpack
 from muon_fsdp.kernels.select import Product, give_up_gluon, select, tune, unusable
 from muon_fsdp.kernels.tiles import KernelError
 
@@ -17,35 +18,35 @@ if TYPE_CHECKING:
 
 def symmetric_product(
     a: Tensor,  # (B, m, k), or (B, k, m) if transposed
-    b: Tensor,  # as a
-    c: Tensor | None = None,  # (B, m, m), symmetric
-    e: Tensor | None = None,  # (B, m, m), symmetric
+    b: Tensor,  # the same shape as a
+    addends: Sequence[Addend] = (),  # at most two, (B, m, m), symmetric
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
-    gamma: float = 0.0,
     transposed: bool = False,
-    active: Tensor | None = None,  # (B,) int32: where 0, the result may be anything
+    active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """alpha * a @ b^T + beta * c + gamma * e, where the caller knows that the result is symmetric; it comes out so.
+    """Compute alpha * a @ b^T plus all addends, for operands whose product is symmetric in exact arithmetic.
 
-    Rounding makes a product of two different matrices that commute slightly asymmetric, and the Gram form amplifies
-    that: in float16 its error is 40 times larger on a Gaussian matrix if nothing is done about it.
+    Rounding makes the product of two different matrices that commute slightly asymmetric, and the Gram form of the
+    iteration amplifies the asymmetry: without a correction its float16 error on a Gaussian matrix is 40 times larger.
+    All implementations therefore make the product of two different matrices exactly symmetric.
+
+    Returns:
+        A new (B, m, m) tensor with the dtype of a. Where `active` is 0, the matrix may hold arbitrary numbers.
     """
     rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
 
     def by_triton(tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
-        left = a.contiguous()
-        right = left if a is b else b.contiguous()
-        options = {"alpha": alpha, "beta": beta, "gamma": gamma}
+        left, right = _contiguous_pair(a, b)
         out = a.new_empty(len(a), rows, rows)
         return triton_products.symmetric_product(
-            left, right, _contiguous(c), _contiguous(e), out, tiles, transposed=transposed, active=active, **options
+            left, right, contiguous(addends), out, tiles, alpha=alpha, transposed=transposed, active=active
         )
 
     def by_library() -> Tensor:
+        c, beta, e, gamma = unpack(addends)
         left, right = (a.mT, b) if transposed else (a, b.mT)
         product = _library_product(left, right, c, alpha, beta)
         if e is not None:
@@ -55,12 +56,10 @@ def symmetric_product(
     def by_gluon() -> Tensor:
         from muon_fsdp.kernels import triton_hopper
 
-        left = a.contiguous()
-        right = left if a is b else b.contiguous()
+        left, right = _contiguous_pair(a, b)
+        c, beta, e, gamma = unpack(contiguous(addends))
         out = a.new_empty(len(a), rows, rows)
-        return triton_hopper.symmetric_product(
-            left, right, _contiguous(c), _contiguous(e), out, alpha=alpha, beta=beta, gamma=gamma
-        )
+        return triton_hopper.symmetric_product(left, right, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
 
     product = Product(
         "symmetric",
@@ -71,8 +70,8 @@ def symmetric_product(
         a.dtype,
         _rows_are_aligned(a, b),
         transposed=transposed,
-        # Where no kernel runs, tensors may have no address.
-        uniform=unusable(a.device) is None and _are_uniform(a, b, c, e),
+        # Checked only where kernels run: elsewhere a tensor may have no data pointer.
+        uniform=unusable(a.device) is None and _are_uniform(a, b, *(addend.matrices for addend in addends)),
         masked=active is not None,
     )
     return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad, by_gluon)
@@ -81,15 +80,20 @@ def symmetric_product(
 def multiply_add(
     a: Tensor,  # (B, m, k)
     b: Tensor,  # (B, k, n)
-    c: Tensor | None = None,  # (B, m, n), in any precision
+    c: Addend | None = None,  # (B, m, n), in any precision
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
     c_scale: Tensor | None = None,  # (B,)
-    out: Tensor | None = None,  # (B, m, n), in any precision; not a or b
-    active: Tensor | None = None,  # (B,) int32: where 0, the result may be anything, and `out` stays
+    out: Tensor | None = None,  # (B, m, n), in any precision; neither a nor b
+    active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """alpha * a @ b + beta * c_scale * c, a new tensor of a's precision or `out`."""
+    """Compute alpha * a @ b + c.factor * c_scale * c.matrices.
+
+    Returns:
+        `out`, or a new tensor with the dtype of a. Where `active` is 0, a matrix of `out` keeps its numbers, and a
+        matrix of a new tensor may hold arbitrary ones.
+    """
+    summand, beta = (None, 0.0) if c is None else c
 
     def by_triton(tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
@@ -98,11 +102,10 @@ def multiply_add(
         triton_products.multiply_add(
             a.contiguous(),
             b.contiguous(),
-            _contiguous(c),
+            None if summand is None else Addend(summand.contiguous(), beta),
             result,
             tiles,
             alpha=alpha,
-            beta=beta,
             c_scale=c_scale,
             active=active,
         )
@@ -117,15 +120,15 @@ def multiply_add(
         return multiply_all(out)
 
     def multiply_all(out: Tensor | None) -> Tensor:
-        scaled = c if c is None or c_scale is None else c * c_scale[:, None, None]
-        summand = None if scaled is None else scaled.to(a.dtype)
+        scaled = summand if summand is None or c_scale is None else summand * c_scale[:, None, None]
+        added = None if scaled is None else scaled.to(a.dtype)
         if out is None or alpha == 0:
-            product = _library_product(a, b, summand, alpha, beta)
+            product = _library_product(a, b, added, alpha, beta)
             return product if out is None else out.copy_(product)
-        # Times alpha in the precision of `out`: a half-precision result might not hold it.
-        return out.copy_(_library_product(a, b, summand, 1.0, beta / alpha)).mul_(alpha)
+        # Multiply by alpha in the precision of `out`: alpha times the product may overflow in half precision.
+        return out.copy_(_library_product(a, b, added, 1.0, beta / alpha)).mul_(alpha)
 
-    wide = any(tensor is not None and tensor.element_size() > 2 for tensor in (c, out))
+    wide = any(tensor is not None and tensor.element_size() > 2 for tensor in (summand, out))
     product = Product(
         "multiply_add", len(a), a.shape[1], b.shape[2], a.shape[2], a.dtype, _rows_are_aligned(a, b), wide
     )
@@ -141,7 +144,7 @@ def _compute(
     by_gluon: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled() and requires_grad:
-        return by_library()  # kernels know nothing of autograd
+        return by_library()  # the kernels have no backward pass
     choice = select(product, device)
     if choice.path == "gluon":
         assert by_gluon is not None
@@ -162,13 +165,14 @@ def _library_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta:
     return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _contiguous_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands contiguous, and the same tensor twice if they were: kernels then load it only once."""
+    left = a.contiguous()
+    return left, left if a is b else b.contiguous()
 
 
-def _are_uniform(first: Tensor, *others: Tensor | None) -> bool:
-    tensors = [first, *(tensor for tensor in others if tensor is not None)]
-    return all(tensor.dtype == first.dtype and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def _are_uniform(*tensors: Tensor) -> bool:
+    return all(tensor.dtype == tensors[0].dtype and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _rows_are_aligned(*tensors: Tensor) -> bool:

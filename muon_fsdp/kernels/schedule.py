@@ -1,6 +1,6 @@
-"""Which tiles of a batch of symmetric matrices each program of the Hopper kernel computes, and in which order.
+"""Schedule the Hopper kernel: which tiles of a batch of symmetric matrices each program computes, in which order.
 
-A task is two tiles of the lower triangle that share a row or a column, so that they share an operand, or one tile.
+A task is one tile of the lower triangle, or a pair of tiles in one row or column, which share an operand.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NO_TILE = 1023  # the largest index that fits into a packed task
-GROUP = 8  # pairs of rows of tiles that are walked side by side, so that operands are found in the cache
-CUT_STEP = 4  # how many tasks more are left whole at each attempt
+GROUP = 8  # pairs of rows of tiles that are walked together, so that their operands stay in the L2 cache
+CUT_STEP = 4  # by how many tasks two attempts of `schedule` differ
 
 
 class Task(NamedTuple):
-    """Tiles (`first`, `shared`) and (`second`, `shared`) of a matrix, or (`shared`, ...) if they share their row."""
+    """One or two tiles (row, column) of a matrix: (first, shared) and (second, shared).
+
+    If the tiles share their row, they are (shared, first) and (shared, second).
+    """
 
     matrix: int
     first: int
-    second: int  # NO_TILE: only one
+    second: int  # NO_TILE if the task is a single tile
     shared: int
     shares_row: bool = False
 
@@ -28,25 +31,35 @@ class Task(NamedTuple):
         return self.second != NO_TILE
 
     def tiles(self) -> list[tuple[int, int, int]]:
-        """(matrix, row, column) of each."""
+        """Return (matrix, row, column) of each tile."""
         others = (self.first, self.second) if self.is_pair else (self.first,)
         return [(self.matrix, *((self.shared, i) if self.shares_row else (i, self.shared))) for i in others]
 
     def singles(self) -> list[Task]:
+        """Return the same tiles as tasks of one tile each."""
         if not self.is_pair:
             return [self]
         return [self._replace(second=NO_TILE), self._replace(first=self.second, second=NO_TILE)]
 
     def packed(self) -> tuple[int, int]:
-        """Two words of 32 bits, as the kernel reads them."""
+        """Return the task as the two 32-bit words that the kernel reads."""
         return self.matrix, self.first | self.second << 10 | self.shared << 20 | self.shares_row << 30
 
 
 def schedule(num_matrices: int, rows_of_tiles: int, programs: int, same: bool) -> list[list[Task]]:
-    """The tasks of every program: the next one goes to whichever is free first.
+    """Assign every task to the program that is free first.
 
-    A pair costs less than two tiles, but at the end, where programs would wait for one that has begun a pair, tiles
-    are handed out one by one. How many pairs are divided so is tried. `same`: both operands of the product are one.
+    A pair costs less than two single tiles. At the end of the schedule, however, other programs would wait for one that
+    has just begun a pair, so the last pairs are divided into single tiles. Several numbers of divided pairs are tried.
+
+    Args:
+        num_matrices: size of the batch.
+        rows_of_tiles: tiles along one side of a matrix.
+        programs: number of programs, one per multiprocessor.
+        same: whether both operands of the product are the same tensor.
+
+    Returns:
+        The tasks of every program, in their order.
     """
     triangle = _triangle(rows_of_tiles)
     tasks = [task._replace(matrix=matrix) for matrix in range(num_matrices) for task in triangle]
@@ -68,7 +81,10 @@ def schedule(num_matrices: int, rows_of_tiles: int, programs: int, same: bool) -
 
 
 def packed(lists: Sequence[Sequence[Task]]) -> list[list[tuple[int, int]]]:
-    """A table with one line per program: the number of its tasks, the tasks, and at least one more, which is empty."""
+    """Return the schedule as the table that the kernel reads, one line per program.
+
+    A line holds the number of tasks, the tasks, and at least one empty task: the kernel loads a task ahead.
+    """
     length = max(map(len, lists))
     return [
         [(len(tasks), 0), *(task.packed() for task in tasks), *[(0, 0)] * (length - len(tasks) + 1)] for tasks in lists
@@ -76,12 +92,13 @@ def packed(lists: Sequence[Sequence[Task]]) -> list[list[tuple[int, int]]]:
 
 
 def _triangle(rows_of_tiles: int) -> list[Task]:
-    """Tasks of one matrix: GROUP pairs of rows are walked column by column.
+    """Return the tasks of one matrix. Each group of GROUP pairs of rows is walked column by column.
 
-    Rows `top` and `top` + 1 have an odd number of tiles: columns 1 to `top` in pairs, the diagonal of the lower row
-    with its column 0 (they share a row), and column 0 of `top`, which is paired with that of the next such rows.
+    The pair of rows `top` and `top` + 1 has an odd number of tiles. In columns 1 to `top`, its two tiles are one task.
+    The diagonal tile of the lower row and the tile in its column 0 are another task, which shares a row. The tile in
+    column 0 of row `top` is left over and forms a task with the left-over tile of the next pair of rows.
     """
-    first_top = -(rows_of_tiles % 2)  # row 0 is alone if their number is odd
+    first_top = -(rows_of_tiles % 2)  # if the number of rows is odd, row 0 has no partner
     tasks, left_over = [], []
     for start in range(first_top, rows_of_tiles, 2 * GROUP):
         tops = range(start, min(start + 2 * GROUP, rows_of_tiles), 2)
@@ -95,7 +112,7 @@ def _triangle(rows_of_tiles: int) -> list[Task]:
 
 
 def _assign(tasks: Sequence[Task], free_at: list[tuple[float, int]], same: bool) -> list[int]:
-    """The program of every task; `free_at` is kept up to date."""
+    """Return the program of every task, and update the heap `free_at` of (time, program)."""
     owners = []
     for task in tasks:
         time, program = free_at[0]
@@ -105,7 +122,10 @@ def _assign(tasks: Sequence[Task], free_at: list[tuple[float, int]], same: bool)
 
 
 def _cost(task: Task, same: bool) -> float:
-    """Alone a tile is limited by loads, and on the diagonal of a Gram matrix it has only one operand."""
+    """Return the measured cost of a task, relative to a tile of a pair.
+
+    A single tile is limited by its loads. A diagonal tile of a Gram matrix loads only one operand.
+    """
     if task.is_pair:
         return 2.0
     return 1.1 if same and task.first == task.shared else 1.3

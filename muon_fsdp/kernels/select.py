@@ -1,7 +1,7 @@
-"""Which kernel computes a product, and why: PyTorch's library or one of ours, and with which tiles.
+"""Select the kernel that computes a product, PyTorch's library or one of ours, with its tiles, and report why.
 
-For Hopper the tiles come from a table that was measured once and is part of the package. On other GPUs a few
-candidates, the library among them, are timed at the first product of a class of shapes, and the result is kept on disk.
+For Hopper GPUs the tiles come from a table that was measured once and is part of the package. On other GPUs the first
+product of a class of shapes times a few candidates, including PyTorch's library, and the result is kept on disk.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from muon_fsdp.kernels.tiles import KernelError, TileConfig, num_processors
 
 Operation = Literal["symmetric", "multiply_add"]
 
-# "torch" switches our kernels off, "auto" uses them wherever they run.
+# The environment variable: "torch" switches our kernels off, "auto" uses them wherever they can run.
 KERNELS_VARIABLE = "MUON_FSDP_KERNELS"
 CACHE_VARIABLE = "MUON_FSDP_CACHE"
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# Versions of Triton whose Gluon, which is not a stable interface, compiles our kernel.
+# Versions of Triton that compile our Gluon kernel. Gluon is not a stable interface, so other versions may not.
 GLUON_VERSIONS = ("3.6", "3.7")
 _gluon_failure: str | None = None
 
 
 class Product(NamedTuple):
-    """What is computed: a batch of (rows x inner) times (inner x cols).
+    """A batch of matrix products, (rows x inner) times (inner x cols), for which a kernel is selected.
 
     Args:
         operation: "symmetric", a product whose result is symmetric, or "multiply_add".
         num_matrices: size of the batch.
-        rows: of the result.
-        cols: of the result.
-        inner: the side that is summed over.
-        dtype: precision of the operands.
-        bulk: rows of the operands are multiples of 16 bytes.
-        wide_result: what is added, or the result, takes four bytes an element.
-        transposed: operands are stored with `inner` as rows.
-        uniform: all operands have this precision and begin at multiples of 16 bytes.
-        masked: some matrices may be left out.
+        rows: rows of the result.
+        cols: columns of the result.
+        inner: the dimension that is summed over.
+        dtype: dtype of the operands.
+        bulk: whether the rows of the operands are multiples of 16 bytes.
+        wide_result: whether an addend or the result has four or more bytes per element.
+        transposed: whether the operands are stored with `inner` as rows.
+        uniform: whether all operands and addends have the same dtype and begin at multiples of 16 bytes.
+        masked: whether a mask can exclude matrices of the batch.
     """
 
     operation: Operation
@@ -69,7 +69,7 @@ class Product(NamedTuple):
 
     @property
     def shape_class(self) -> str:
-        """Products that share a choice of tiles."""
+        """Return the name of the class of products that share a choice of tiles; sizes are rounded to powers of 2."""
         sizes = "x".join(str(1 << max(4, (size - 1).bit_length())) for size in (self.rows, self.cols, self.inner))
         many = 1 << min(6, (self.num_matrices - 1).bit_length())
         kind = str(self.dtype).removeprefix("torch.")
@@ -79,12 +79,12 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a product.
+    """The kernel that `select` chose for a product.
 
     Args:
-        path: "gluon", "triton", or "torch", PyTorch's library; None where candidates have to be timed first.
-        config: the tiles of "triton".
-        reason: why.
+        path: "gluon", "triton", or "torch" for PyTorch's library; None if the candidates have not been timed yet.
+        config: the tiles of a Triton kernel.
+        reason: why this kernel was chosen.
     """
 
     path: Literal["gluon", "triton", "torch"] | None
@@ -93,7 +93,7 @@ class Choice:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device; make that the one their tensors are on."""
+    """Return a context manager that makes `device` the current CUDA device, on which Triton launches its kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -102,14 +102,14 @@ def triton_available() -> bool:
 
 
 def triton_version() -> str:
-    """Without patches: 3.7."""
+    """Return the version of Triton without its patch number, such as 3.7."""
     import triton
 
     return ".".join(triton.__version__.split(".")[:2])
 
 
 def unusable(device: torch.device) -> str | None:
-    """Why Triton kernels can't run on a device; None if they can."""
+    """Return why Triton kernels can't run on a device, or None if they can."""
     return _unusable(device, os.environ.get(KERNELS_VARIABLE, "auto"))
 
 
@@ -138,11 +138,11 @@ def _from_table(product: Product, processors: int, no_gluon: str | None) -> Choi
 
 
 def select(product: Product, device: torch.device) -> Choice:
-    """The kernel for a product on a device, and why; nothing is run.
+    """Select the kernel for a product on a device, without running anything.
 
     Args:
-        product: what is to be computed.
-        device: where.
+        product: the product to compute.
+        device: the device of its operands.
     """
     reason = unusable(device)
     if reason is None and product.dtype not in (*_HALF, torch.float32):
@@ -152,8 +152,8 @@ def select(product: Product, device: torch.device) -> Choice:
     if _capability(device)[0] == 9 and torch.version.hip is None:
         return _from_table(product, num_processors(device), gluon_unusable())
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Ranks that hold replicas must round alike, and would not if each chose for itself.
-        return Choice("triton", _candidates(product)[0], "the same on all ranks")
+        # Ranks with replicas of a weight must compute the same bits. Timings would let each rank choose another kernel.
+        return Choice("triton", _candidates(product)[0], "not timed, so that all ranks use the same kernel")
     known = _tuned(_device_name(device)).get(product.shape_class)
     if known is None:
         return Choice(None, None, "not timed yet on this device")
@@ -161,12 +161,12 @@ def select(product: Product, device: torch.device) -> Choice:
 
 
 def gluon_unusable() -> str | None:
-    """Why the Gluon kernel can't be compiled here; None if it can, as far as is known."""
+    """Return why the Gluon kernel can't be used, or None if no reason is known yet."""
     return _gluon_failure or _gluon_import_failure()
 
 
 def give_up_gluon(error: KernelError) -> None:
-    """From now on another kernel computes what the Gluon kernel would have."""
+    """Stop selecting the Gluon kernel for the rest of the process, because it raised this error."""
     global _gluon_failure
     _gluon_failure = f"it failed with {error}"
 
@@ -184,30 +184,32 @@ def _gluon_import_failure() -> str | None:
 
 
 def _not_for_gluon(product: Product, processors: int) -> str | None:
-    """Why the Gluon kernel does not compute a symmetric product; None if it does."""
+    """Return why the Gluon kernel does not compute a symmetric product, or None if it does."""
     if product.dtype not in _HALF:
         return f"operands are {product.dtype}"
     if product.transposed:
         return "operands are transposed"
     if product.masked:
-        return "matrices may be left out"
+        return "a mask may exclude matrices"
     if not product.uniform:
-        return "operands differ in precision or begin at odd addresses"
+        return "operands differ in dtype or are not aligned to 16 bytes"
     if not product.bulk or product.rows % 8:
         return "rows are not multiples of 16 bytes"
-    # What the other kernel computes at once it computes as fast; and nothing is shared among tiles of several matrices.
+    # If all tiles run at the same time, the Triton kernel is as fast. If every matrix is one tile, no two tiles share
+    # an operand.
     at_once = processors * (2 if product.rows < 1024 else 1)
     if product.rows <= 128 or _num_tiles(product, 128, 128) <= at_once:
         return "too few tiles"
     if product.rows >= NO_TILE * 128 or product.inner == 0:
-        return "sizes that it is not made for"
+        return "sizes are outside its range"
     return None
 
 
 def _hopper_tiles(product: Product, processors: int) -> TileConfig:
+    """Return the fastest tiles on Hopper GPUs; source: measured on an H200."""
     rows, cols = product.rows, product.cols
     tiles = _num_tiles(product, 128, 128)
-    if product.dtype == torch.float32:  # three products each: registers are the limit
+    if product.dtype == torch.float32:  # each tf32x3 product needs three times the operands, so registers are the limit
         return TileConfig(64, 64, 32, 4, 3)
     if min(rows, cols) <= 64 or tiles < processors // 2:
         return TileConfig(64, 64, 64, 4, 4)
@@ -246,10 +248,13 @@ def _candidates(product: Product) -> list[TileConfig]:
 
 
 def tune(product: Product, device: torch.device, run: Callable[[TileConfig | None], object]) -> Choice:
-    """Time `run` with every candidate (None: the library), and remember the fastest, here and on disk."""
+    """Time `run` with every candidate and store the fastest one in memory and on disk.
+
+    `run` gets the tiles of a candidate, or None for PyTorch's library.
+    """
     milliseconds: dict[TileConfig | None, float] = {None: _milliseconds(lambda: run(None))}
     for config in _candidates(product):
-        with suppress(Exception):  # a candidate that needs more shared memory or registers than the device has
+        with suppress(Exception):  # a candidate may need more shared memory or registers than the device has
             milliseconds[config] = _milliseconds(lambda config=config: run(config))  # type: ignore[misc]
     fastest = min(milliseconds, key=lambda config: milliseconds[config])
     shown = ", ".join(f"{'library' if c is None else tuple(c)} {t:.3f} ms" for c, t in milliseconds.items())
@@ -281,6 +286,7 @@ def _milliseconds(run: Callable[[], object]) -> float:
 
 
 def cache_file(device_name: str) -> Path:
+    """Return the file that stores the timings of a device."""
     root = (
         os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "muon_fsdp"
     )
@@ -301,9 +307,9 @@ def _read_cache(device_name: str) -> dict[str, dict[str, object]]:
 
 
 def _write_cache(device_name: str) -> None:
-    """Replace the file as a whole: other processes may read or write it."""
+    """Write the timings to a new file and rename it, because other processes may read or write the file."""
     path = cache_file(device_name)
-    with suppress(OSError):  # a home that can't be written to costs a second at the next start
+    with suppress(OSError):  # without a writable cache the candidates are timed again in the next process
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump({**_read_cache(device_name), **_tuned(device_name)}, file, indent=1, sort_keys=True)

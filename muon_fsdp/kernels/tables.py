@@ -1,8 +1,8 @@
-"""The tables through which kernels find many tensors: their layout, named once for host and kernels, and their builder.
+"""Build the tables of addresses through which one kernel launch updates many tensors.
 
 A table has a row of addresses for the gradients, the parameters and every state of a list of tensors, a flag per
-tensor, and a few scalars. It is written anew at every step, so gradients, states and weights may move and lr may change
-without anything being planned or captured again.
+tensor, and a few scalars. The host writes it at every step. Gradients, states and weights may therefore move in memory
+and lr may change, and neither the plan nor a captured CUDA graph has to be renewed.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # elements: what starts at multiples of it is read and written 16 bytes at a time
-CHUNK = 8192  # elements that one program works on; matrices are never mixed in a chunk
+ALIGNMENT = 16  # elements: data at multiples of it is read and written 16 bytes at a time
+CHUNK = 8192  # elements that one program works on; a chunk never contains elements of two matrices
 
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The rows of addresses and the scalars of one kind of update, by name.
+    """The names of the rows and scalars in the tables of one kind of update, shared by the host and the kernels.
 
     Every layout begins with the rows `gradient` and `parameter`, and with the scalars `lr`, `weight_decay` and
-    `gradient_factor`. The first row is that of gradients: an address of 0 stands for a gradient of zeros.
+    `gradient_factor`. An address of 0 in the row of gradients stands for a gradient of zeros.
     """
 
     states: tuple[str, ...]
     scalars: tuple[str, ...]
 
     def row(self, name: str) -> int:
-        """Return the number of a row of addresses."""
+        """Return the index of a row of addresses."""
         return ("gradient", "parameter", *self.states).index(name)
 
     def scalar(self, name: str) -> int:
-        """Return the place of a scalar."""
+        """Return the index of a scalar."""
         return self.all_scalars.index(name)
 
     @property
@@ -61,29 +61,29 @@ PAIR_LAYOUT = TableLayout(
 
 @dataclass
 class TensorList:
-    """Tensors of one group and one pair of precisions, as kernels see them."""
+    """A list of tensors with the same parameter group and dtypes, as kernels read it."""
 
     num_tensors: int
     parameter_dtype: torch.dtype
     gradient_dtype: torch.dtype
-    chunks: Tensor  # (num_chunks, 4) int64: tensor, first element, number of elements, number of the partial norm
+    chunks: Tensor  # (num_chunks, 4) int64: tensor, first element, number of elements, index of the partial norm
     aligned_chunks: bool
     slots: Tensor | None  # (num_tensors,) int64: where a tensor begins in a staging buffer
     addresses: Tensor  # (rows, num_tensors) int64
-    # (num_tensors,) int64: whether it is updated at all; its gradient may still be missing (zero)
+    # (num_tensors,) int64: whether the tensor is updated in this step; its gradient may still be missing (zero)
     updated: Tensor
     scalars: Tensor  # (num_scalars,) float32
-    aligned: bool = True  # all addresses, in this step
+    aligned: bool = True  # whether all addresses of this step are multiples of 16 bytes
 
     @property
     def tables(self) -> tuple[Tensor | None, ...]:
-        """The first arguments of a kernel that works on slots."""
+        """Return the first arguments of a kernel that reads or writes a staging buffer."""
         return (self.chunks, self.addresses, self.updated, self.scalars, self.slots)
 
 
 @dataclass(frozen=True)
 class ListSpec:
-    """Describe a list of tensors; it holds as long as they keep their sizes and precisions."""
+    """The properties of a list of tensors that stay the same as long as sizes and dtypes do."""
 
     layout: TableLayout
     num_tensors: int
@@ -96,18 +96,18 @@ class ListSpec:
 
 @dataclass(frozen=True)
 class ListValues:
-    """Hold the tensors and scalars of a list in one step."""
+    """The tensors and scalars of a list in one step."""
 
-    gradients: Sequence[Tensor | None]  # None: zero
+    gradients: Sequence[Tensor | None]  # None stands for zeros
     updated: Sequence[bool]
     parameters: Sequence[Tensor]
     states: Sequence[Sequence[Tensor]]  # in the order of the layout
     lr: float | Tensor
-    scalars: Mapping[str, float]  # all but lr
+    scalars: Mapping[str, float]  # all scalars of the layout except lr
 
 
 class Tables:
-    """The tables of several lists in two buffers on the device, which a step fills with two copies."""
+    """The tables of several lists, in two buffers on the device that a step fills with two copies."""
 
     def __init__(self, specs: Sequence[ListSpec], device: torch.device) -> None:
         self.device = device
@@ -120,7 +120,7 @@ class Tables:
         self.lists = [_tensor_list(spec, ints, scalars) for spec, ints, scalars in parts]
 
     def fill(self, values: Sequence[ListValues]) -> None:
-        """Write where everything lies and what this step's numbers are; without a wait for the device."""
+        """Write the addresses and scalars of a step to the tables, without waiting for the device."""
         refuse_capture(self.device)
         ints: list[int] = []
         scalars: list[float] = []
@@ -164,14 +164,14 @@ def make_chunks(
     """Cut tensors into chunks that never mix two matrices of a tensor.
 
     Returns:
-        the chunks, and whether all begin and end aligned.
+        The chunks, (num_chunks, 4), and whether all of them begin and end at multiples of `ALIGNMENT`.
     """
     counts = torch.tensor([n // max(1, m) for n, m in zip(numels, matrix_numels, strict=True)])
-    tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)  # of every matrix
+    tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)  # the tensor of every matrix
     size = torch.tensor(matrix_numels, dtype=torch.int64)[tensor]
     start = _position_in_run(counts) * size
     each = (size + CHUNK - 1) // CHUNK
-    matrix = torch.repeat_interleave(torch.arange(len(tensor)), each)  # of every chunk
+    matrix = torch.repeat_interleave(torch.arange(len(tensor)), each)  # the matrix of every chunk
     offset = _position_in_run(each) * CHUNK
     chunk_start = start[matrix] + offset
     length = torch.minimum(size[matrix] - offset, torch.tensor(CHUNK))
@@ -182,20 +182,21 @@ def make_chunks(
 
 
 def num_chunks(numel: int, matrix_numel: int) -> int:
+    """Return the number of chunks of a tensor that consists of matrices of `matrix_numel` elements."""
     return numel // max(1, matrix_numel) * -(-matrix_numel // CHUNK)
 
 
 def _position_in_run(lengths: Tensor) -> Tensor:
-    """0, 1, .. for every run: (2, 3) -> 0 1 0 1 2."""
+    """Return 0, 1, .. for every run: lengths (2, 3) give 0 1 0 1 2."""
     ends = torch.cumsum(lengths, 0)
     return torch.arange(int(ends[-1]) if len(ends) else 0) - torch.repeat_interleave(ends - lengths, lengths)
 
 
 def cut_into_chunks(segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> tuple[Tensor, bool]:
-    """Cut segments (tensor, first element, number of elements, number of the matrix) into chunks.
+    """Cut segments (tensor, first element, number of elements, index of the matrix) into chunks.
 
     Returns:
-        the chunks, and whether all begin and end aligned.
+        The chunks, (num_chunks, 4), and whether all of them begin and end at multiples of `ALIGNMENT`.
     """
     chunks = [
         (tensor, first, min(CHUNK, start + length - first), matrix)
@@ -210,18 +211,25 @@ def cut_into_chunks(segments: Sequence[tuple[int, int, int, int]], device: torch
 
 
 def pinned(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on the host, in memory that a GPU copies from without a wait."""
+    """Return numbers as a tensor on the host, in pinned memory if the device is a GPU.
+
+    Copies from pinned memory do not make the host wait.
+    """
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def is_on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
-    """Return whether an lr is a tensor that the host can't read without a wait."""
+    """Return whether lr is a tensor on a device, which the host could only read by waiting for the device."""
     return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise if the user captures a graph: tables are copied from host memory that is used again, so a graph around
-    that would read what is there later."""
+    """Raise an error if a CUDA graph is being captured around `step()`.
+
+    Tables are copied from host memory that is reused later, so a replay would copy unrelated data.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("step() can't be part of a graph that you capture; MuonOptimizer has cuda_graph=True for it")
+        raise RuntimeError(
+            "step() can't be part of a graph that you capture; pass cuda_graph=True to MuonOptimizer instead"
+        )

@@ -1,7 +1,7 @@
-"""Element-wise updates of many tensors in one launch.
+"""Update many tensors element-wise in one kernel launch.
 
-A kernel finds its tensors through a table of addresses in device memory, so a captured launch works on whatever
-gradients, states and weights the table names when it runs, and on an lr that was changed meanwhile.
+A kernel finds its tensors through a table of addresses in device memory. A captured launch therefore uses the
+gradients, states, weights and lr that are in the table when it runs, not those at the time of the capture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muon_fsdp.kernels.triton_norms import partial_norm
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# Places in tables that all layouts share.
+# Indices in tables that are the same in all layouts.
 GRADIENT_ROW = tl.constexpr(MUON_LAYOUT.row("gradient"))
 PARAMETER_ROW = tl.constexpr(MUON_LAYOUT.row("parameter"))
 LR = tl.constexpr(MUON_LAYOUT.scalar("lr"))
@@ -43,7 +43,7 @@ def tensor_chunk(chunks, index, ALIGNED: tl.constexpr):  # type: ignore[no-untyp
     tensor = tl.load(chunks + 4 * index)
     start = tl.load(chunks + 4 * index + 1)
     length = tl.load(chunks + 4 * index + 2)
-    if ALIGNED:  # without this the compiler reads element by element
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
         start = tl.multiple_of(start, 16)
         length = tl.multiple_of(length, 16)
     return tensor, start, length
@@ -61,7 +61,7 @@ def tensor_pointer(addresses, row, tensor, num_tensors, TYPE: tl.constexpr, ALIG
 def gradient_chunk(  # type: ignore[no-untyped-def]
     addresses, scalars, tensor, num_tensors, start, offset, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """The gradient times its factor; zero where there is none."""
+    """Return a chunk of the gradient times the gradient factor, or zeros if the gradient is missing."""
     there = tl.load(addresses + GRADIENT_ROW * num_tensors + tensor) != 0
     pointer = tensor_pointer(addresses, GRADIENT_ROW, tensor, num_tensors, TYPE, ALIGNED)
     return tl.load(pointer + start + offset, mask=mask & there, other=0.0).to(tl.float32) * tl.load(
@@ -149,14 +149,14 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["addresses", "updated", "scalars", "corrections"]
 )
 def _adamw_count_kernel(addresses, updated, scalars, corrections, num_tensors, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count a step of every tensor, and 1 - beta^t for both betas."""
+    """Increment the step count t of every updated tensor, and store 1 - beta^t for both betas."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < num_tensors
     counts = mask & (tl.load(updated + tensor, mask=mask, other=0) != 0)
     pointer = tl.load(addresses + _STEP_ROW * num_tensors + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(pointer, mask=counts, other=0.0) + 1.0
     tl.store(pointer, step, mask=counts)
-    # In float64: at beta = 0.999 and t = 1 float32 loses three digits.
+    # In float64, because float32 would lose three digits at beta = 0.999 and t = 1.
     first = 1.0 - tl.exp(step.to(tl.float64) * tl.load(scalars + _LOG_BETA1).to(tl.float64))
     second = 1.0 - tl.exp(step.to(tl.float64) * tl.load(scalars + _LOG_BETA2).to(tl.float64))
     tl.store(corrections + tensor, first.to(tl.float32), mask=mask)
@@ -202,7 +202,11 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
 
 
 def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, *, nesterov: bool) -> None:
-    """buf = momentum * buf + grad; buf, or grad + momentum * buf, and its partial norms into the buffers given."""
+    """Update momentum buffers, buf <- momentum * buf + grad, and write the input of the orthogonalization to `staging`.
+
+    The input is buf, or grad + momentum * buf with Nesterov momentum. Unless `partials` is None, the kernel also
+    stores the partial norm of every chunk of the input there.
+    """
     if len(tensors.chunks) == 0:
         return
     launch(
@@ -222,9 +226,10 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
 
 
 def apply_updates(tensors: TensorList, updates: Tensor, factors: Tensor | None = None) -> None:
-    """W <- W (1 - lr * weight_decay) - lr * U; with factors (2, matrices), W <- f W - lr * R * U.
+    """Apply updates U to weights: W <- W (1 - lr * weight_decay) - lr * U.
 
-    The last column of the chunks is the number of the matrix then.
+    With factors, (2, num_matrices), of rows f and R, it is W <- f W - lr * R * U, without weight decay. The last
+    column of the chunks must then be the index of the matrix.
     """
     if len(tensors.chunks) == 0:
         return
@@ -244,6 +249,7 @@ def apply_updates(tensors: TensorList, updates: Tensor, factors: Tensor | None =
 
 
 def adamw_update(tensors: TensorList) -> None:
+    """Run one AdamW step: count it, update both moments, and update the weights."""
     corrections = torch.empty(2 * tensors.num_tensors, dtype=torch.float32, device=tensors.scalars.device)
     device = tensors.scalars.device
     launch(
@@ -253,7 +259,7 @@ def adamw_update(tensors: TensorList) -> None:
         {"BLOCK": 128},
         device,
     )
-    if len(tensors.chunks) == 0:  # empty shards count their steps all the same
+    if len(tensors.chunks) == 0:  # ranks with empty shards count steps too, so that state is the same on all ranks
         return
     launch(
         _adamw_kernel,

@@ -1,13 +1,14 @@
-"""The symmetric product for Hopper, in Gluon: Triton's dialect in which layouts, barriers and warps are explicit.
+"""Compute the symmetric product on Hopper GPUs, in Gluon: Triton's dialect with explicit layouts, barriers and warps.
 
-One program per multiprocessor computes the tasks that the host's schedule gives it (`schedule.py`), with warps that
-each do one thing:
+The kernel computes alpha * A B^T + beta * C + gamma * E. One program per multiprocessor computes the tasks that the
+host assigned to it (`schedule.py`). Its warps are specialized:
 
-- Two consumers, four warps each, multiply a 128 x 128 tile each. Their tiles share an operand, so that a step of the
-  inner dimension loads three blocks and not four; nothing but the ring of blocks keeps them together.
-- The producer, one warp, loads blocks into that ring, and behind the blocks of a task its tiles of E.
-- A courier per consumer, one warp, moves the consumer's buffer: brings the tile of C, takes away the result and its
-  mirror. The mirror is written into the buffer when the consumer already multiplies for its next tile.
+- Two consumers of four warps multiply one 128 x 128 tile each. Their tiles share an operand, so a step of the inner
+  dimension loads three blocks instead of four. Only the ring of blocks synchronizes the two consumers.
+- The producer, one warp, loads blocks into the ring. After the blocks of a task it loads the tiles of E.
+- One courier per consumer, one warp, moves data between global memory and the consumer's buffer: it loads the tile of
+  C, and stores the result and its mirror. The consumer writes the mirror to the buffer while it already multiplies its
+  next tile.
 
 Barriers come in pairs: `full` and `empty` for a place in the ring, `granted` and `filled` for a buffer.
 """
@@ -33,21 +34,21 @@ from muon_fsdp.kernels.launch import TiledTensor, launch
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
 from muon_fsdp.kernels.tiles import KernelError, num_processors
 
-SIDE = 128  # of a tile
-INNER = 32  # of a block of an operand: 128 x 32, and a step of the inner dimension
-STAGES = 6  # places in the ring, three blocks each
+SIDE = 128  # rows and columns of a tile
+INNER = 32  # columns of a block of an operand, 128 x 32, and the step along the inner dimension
+STAGES = 6  # places in the ring, with three blocks each
 _SIDE, _INNER, _STAGES, _NO_TILE = map(gl.constexpr, (SIDE, INNER, STAGES, NO_TILE))
 _BLOCK_BYTES, _TILE_BYTES = gl.constexpr(SIDE * INNER * 2), gl.constexpr(SIDE * SIDE * 2)
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=3)
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-# 12 warps (the last is idle) of 168 registers; those of consumers take over what the others don't need.
+# 12 warps (the last one is idle) start with 168 registers per thread. Consumers then get registers from the others.
 MAX_REGISTERS = 168
 _CONSUMER_REGISTERS, _OTHER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
 @gluon.jit  # pragma: no cover
 def _tiles(word):  # type: ignore[no-untyped-def]
-    """Two indices of tiles, the index they share, and whether that is their row."""
+    """Return two indices of tiles, the index that the tiles share, and whether they share their row."""
     return word & 1023, (word >> 10) & 1023, (word >> 20) & 1023, (word >> 30) != 0
 
 
@@ -66,13 +67,17 @@ def _next(stage, phase):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # pragma: no cover
 def _previous(stage):  # type: ignore[no-untyped-def]
-    """Not a variable of its own: Triton 3.6 takes one that begins as a copy of another for invariant in a loop."""
+    """Return the place before `stage` in the ring.
+
+    The loop must not keep this in a variable of its own: Triton 3.6 treats a variable that starts as a copy of another
+    one as invariant in a loop.
+    """
     return gl.where(stage == 0, _STAGES - 1, stage - 1)
 
 
 @gluon.jit  # pragma: no cover
 def _half_tile(ring, stage):  # type: ignore[no-untyped-def]
-    """The first two blocks of a place as one: half of a tile of E."""
+    """Return the first two blocks of a place in the ring as one block, which holds half of a tile of E."""
     return ring.index(3 * stage)._reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], ring.layout)
 
 
@@ -84,7 +89,7 @@ def _produce(a, b, e, ring, full, empty, table, num_tasks, num_steps, SAME: gl.c
         matrix, first, second, shared, shares_row = _task(table, number)
         has_first = first != _NO_TILE
         has_second = second != _NO_TILE
-        if SAME:  # on the diagonal both operands are one
+        if SAME:  # on the diagonal both operands are the same block
             has_first = has_first & (first != shared)
             has_second = has_second & (second != shared)
         blocks = 1 + has_first.to(gl.int32) + has_second.to(gl.int32)
@@ -102,7 +107,7 @@ def _produce(a, b, e, ring, full, empty, table, num_tasks, num_steps, SAME: gl.c
             else:
                 _load_blocks(a, b, matrix, first, second, shared, x, loaded, ring, stage, has_first, has_second)
             stage, phase = _next(stage, phase)
-        if HAS_E:  # two halves for each consumer; of a tile that is none: zeros, from outside of the matrix
+        if HAS_E:  # two halves for each consumer; for a missing tile TMA loads zeros from outside the matrix
             for half in gl.static_range(4):
                 index = first if half < 2 else second
                 row = gl.where(shares_row, shared, index) * _SIDE
@@ -123,9 +128,9 @@ def _load_blocks(own, common, matrix, first, second, shared, x, loaded, ring, st
 
 @gluon.jit  # pragma: no cover
 def _carry(c, d, buffers, granted, filled, table, num_tasks, HAS_C: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Grants the buffer twice per tile: for the mirror of the tile before, and for the tile, with C in it.
+    """Grant the buffer twice per tile: for the mirror of the previous tile, and for the tile itself, with C loaded.
 
-    The first mirror of a program belongs to no tile and is not stored; the last one follows after all tiles.
+    The first mirror of a program belongs to no tile and is not stored. The last mirror is stored after all tiles.
     """
     buffer = buffers.index(WHICH)
     grant = granted.index(WHICH)
@@ -162,7 +167,7 @@ def _carry(c, d, buffers, granted, filled, table, num_tasks, HAS_C: gl.constexpr
 
 @gluon.jit  # pragma: no cover
 def _pass_by(full, empty, stage, phase, count):  # type: ignore[no-untyped-def]
-    """Blocks that are for the other consumer only."""
+    """Skip blocks that only the other consumer needs."""
     for _ in range(count):
         mbarrier.wait(full.index(stage), phase)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -182,7 +187,7 @@ def _multiply_block(ring, full, acc, left, right, stage, phase):  # type: ignore
 def _multiply(ring, full, empty, acc, left, right, stage, phase, steps):  # type: ignore[no-untyped-def]
     for _ in range(steps):
         acc = _multiply_block(ring, full, acc, left, right, stage, phase)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # for the step before
+        acc = warpgroup_mma_wait(1, deps=[acc])  # wait for the previous step
         mbarrier.arrive(empty.index(_previous(stage)), count=1)
         stage, phase = _next(stage, phase)
     return acc, stage, phase
@@ -237,7 +242,7 @@ def _consume(  # type: ignore[no-untyped-def]
     word = gl.load(table + 1)
     for number in range(num_tasks):
         first, second, shared, shares_row = _tiles(word)
-        word = gl.load(table + 2 * number + 3)  # of the next task, long before it is needed
+        word = gl.load(table + 2 * number + 3)  # load the next task long before it is needed
         index = second if WHICH else first
         if index == _NO_TILE:
             stage, phase = _pass_by(full, empty, stage, phase, num_steps + (4 if HAS_E else 0))
@@ -249,12 +254,12 @@ def _consume(  # type: ignore[no-untyped-def]
             right = gl.where(shares_row, own, 2)
             acc = gl.zeros((_SIDE, _SIDE), gl.float32, layout)
             acc = _multiply_block(ring, full, acc, left, right, stage, phase)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # nothing to wait for: a matter of types
+            acc = warpgroup_mma_wait(1, deps=[acc])  # no wait: this only gives `acc` the type that the loop needs
             stage, phase = _next(stage, phase)
             steps = steps_before_mirror - 1
             acc, stage, phase = _multiply(ring, full, empty, acc, left, right, stage, phase, steps)
             mbarrier.wait(grant, 0)
-            _fill(mirror, result, fill)  # of the tile before
+            _fill(mirror, result, fill)  # the mirror of the previous tile
             steps = num_steps - steps_before_mirror
             acc, stage, phase = _multiply(ring, full, empty, acc, left, right, stage, phase, steps)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -272,8 +277,8 @@ def _consume(  # type: ignore[no-untyped-def]
                 added = gl.join(first_half, second_half).permute(0, 2, 1).reshape([_SIDE, _SIDE])
                 acc += gamma * gl.convert_layout(added, layout, assert_trivial=True).to(gl.float32)
             result = acc.to(ring.dtype)
-            if not SAME:  # noqa: SIM102 - only this is known when the kernel is compiled
-                if index == shared:  # rounding makes products of different matrices asymmetric
+            if not SAME:  # noqa: SIM102 - a constant when the kernel is compiled, unlike the next condition
+                if index == shared:  # rounding makes the product of two different matrices asymmetric
                     buffer.store(result)
                     mirrored = mirror.load(layout)
                     i = gl.arange(0, _SIDE, gl.SliceLayout(1, layout))[:, None]
@@ -340,7 +345,7 @@ def _symmetric_hopper_kernel(  # type: ignore[no-untyped-def]
 
 
 class _SharedTile(TiledTensor):
-    """A tensor whose tiles lie in shared memory in a layout of ours."""
+    """A tensor whose tiles have an explicit layout in shared memory."""
 
     __slots__ = ("layout",)
 
@@ -353,27 +358,30 @@ class _SharedTile(TiledTensor):
         return TensorDescriptor(self.base, shape, strides, block, self.layout)
 
 
-# By number of matrices, rows of tiles, whether operands are one, and device. A captured graph keeps the address of a
-# table, so none is ever thrown away; they are small.
+# Schedules by number of matrices, rows of tiles, whether both operands are the same tensor, and device. A captured CUDA
+# graph holds the address of its table, so tables are never freed. They are small.
 _tables: dict[tuple[int, int, bool, torch.device], Tensor] = {}
 
 
 def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.device) -> Tensor:
-    """The schedule, (programs, tasks, 2)."""
+    """Return the schedule on the device, (programs, tasks, 2) int32."""
     key = (num_matrices, rows_of_tiles, same, device)
     table = _tables.get(key)
     if table is None:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a product can't be captured by its first call, which copies a schedule to the device")
+            raise RuntimeError(
+                "a product can't be captured by its first call, which copies a schedule to the device; compute it once "
+                "before the capture"
+            )
         lists = schedule(num_matrices, rows_of_tiles, num_processors(device), same)
-        # From memory that is not pinned: the copy is done when this returns, whichever stream reads the table.
+        # Not pinned: the copy is then complete when this line returns, so any stream may read the table.
         table = _tables[key] = torch.tensor(packed(lists), dtype=torch.int32).to(device)
     return table
 
 
 def symmetric_product(
     a: Tensor,  # (B, m, k)
-    b: Tensor,
+    b: Tensor,  # the same shape as a
     c: Tensor | None,  # (B, m, m), symmetric
     e: Tensor | None,  # (B, m, m), symmetric
     out: Tensor,  # (B, m, m)
@@ -382,7 +390,13 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Tensor:
-    """out = alpha * a @ b^T + beta * c + gamma * e, exactly symmetric; for what `select` sends here."""
+    """Compute alpha * a @ b^T + beta * c + gamma * e into `out`, exactly symmetric.
+
+    `select` must have chosen "gluon" for the product: nothing is checked here.
+
+    Returns:
+        `out`.
+    """
     num_matrices, rows, inner = a.shape
     table = _table(num_matrices, -(-rows // SIDE), a is b, a.device)
     num_steps = -(-inner // INNER)
@@ -395,7 +409,8 @@ def symmetric_product(
         table,
         table.shape[1],
         num_steps,
-        # The result's store must have been read from the buffer by then, or the consumer waits for it.
+        # Steps before the consumer writes the mirror. If the courier has not yet stored the result from the buffer by
+        # then, the consumer has to wait.
         min(8 if inner >= 1024 else 4, num_steps),
         float(alpha),
         float(beta),
@@ -404,7 +419,7 @@ def symmetric_product(
     constants = {"SAME": a is b, "HAS_C": c is not None, "HAS_E": e is not None}
     try:
         launch(_symmetric_hopper_kernel, len(table), args, constants, (a.device, a.dtype), maxnreg=MAX_REGISTERS)
-    except Exception as error:  # Gluon's interface is not a stable one
+    except Exception as error:  # Gluon's interface is not stable
         raise KernelError(f"{type(error).__name__}: {error}") from error
     return out
 

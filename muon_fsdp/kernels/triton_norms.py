@@ -1,4 +1,4 @@
-"""Norms of batches of matrices, and the cast to half precision at norm 1: one read, then one read and one write."""
+"""Compute Frobenius norms of batches of matrices (one read), and scaled casts of them (one read and one write)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor
 from muon_fsdp.kernels.launch import is_aligned, launch
 from muon_fsdp.kernels.tables import ALIGNMENT, CHUNK
 
-INT32_MAX = 2**31 - 1  # a kernel is compiled anew for larger numbers
+INT32_MAX = 2**31 - 1  # Triton compiles another kernel for larger integer arguments
 
 
 @triton.jit
 def partial_norm(values):  # type: ignore[no-untyped-def]
-    """(largest, sum of squares of values / largest): squares alone would leave the range of float32."""
+    """Return the largest absolute value and the sum of squares of values / largest.
+
+    The squares of the values themselves could leave the range of float32.
+    """
     largest = tl.max(tl.abs(values), axis=0)
     relative = values / tl.where(largest == 0, 1.0, largest)
     return largest, tl.sum(relative * relative, axis=0)
@@ -26,7 +29,7 @@ def _partials_kernel(matrices, partials, numel, chunks, CHUNK: tl.constexpr, ALI
     index = tl.program_id(0)
     offset = (index % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     start = (index // chunks).to(tl.int64) * numel
-    if ALIGNED:  # without this the compiler reads element by element
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
         start = tl.multiple_of(start, 16)
         offset_end = numel // 16 * 16
     else:
@@ -55,7 +58,7 @@ def _inverse_norms_kernel(partials, first_chunk, inverse_norms, BLOCK: tl.conste
         squares += ratio * ratio * tl.load(partials + 2 * index + 1, mask=index < stop, other=0.0)
     total = tl.sum(squares, axis=0)
     inverse = 1.0 / unit / tl.sqrt(tl.where(total == 0, 1.0, total))
-    # Of a norm below the smallest normal number the inverse is infinite; NaN stays.
+    # The inverse of a norm below the smallest normal number would be infinite, so it is limited. NaN stays NaN.
     tl.store(inverse_norms + matrix, tl.where(inverse > 3.0e38, 3.0e38, inverse))
 
 
@@ -65,7 +68,7 @@ def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.
     matrix = index // chunks
     offset = (index % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     start = matrix.to(tl.int64) * numel
-    if ALIGNED:  # without this the compiler reads element by element
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
         start = tl.multiple_of(start, 16)
         offset_end = numel // 16 * 16
     else:
@@ -76,8 +79,12 @@ def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.
     tl.store(out + position, values.to(out.dtype.element_ty), mask=offset < offset_end)
 
 
-def inverse_norms(batch: Tensor) -> Tensor:  # (B, m, n) contiguous -> (B,)
-    """1 / Frobenius norm of every matrix, 1 for a zero matrix."""
+def inverse_norms(batch: Tensor) -> Tensor:
+    """Return one over the Frobenius norm of every matrix of a contiguous (B, m, n) batch.
+
+    Returns:
+        (B,), float32, with 1 for a zero matrix.
+    """
     count, numel = len(batch), batch[0].numel()
     chunks = triton.cdiv(numel, CHUNK)
     partials = torch.empty(count * chunks, 2, dtype=torch.float32, device=batch.device)
@@ -94,15 +101,24 @@ def inverse_norms(batch: Tensor) -> Tensor:  # (B, m, n) contiguous -> (B,)
     return inverse_norms_of_partials(partials, first_chunk)
 
 
-def inverse_norms_of_partials(partials: Tensor, first_chunk: Tensor) -> Tensor:  # (C, 2), (B + 1,) -> (B,)
+def inverse_norms_of_partials(
+    partials: Tensor,  # (num_chunks, 2), as `partial_norm` returns them
+    first_chunk: Tensor,  # (B + 1,), the first chunk of every matrix, and the number of chunks
+) -> Tensor:
+    """Return one over the Frobenius norm of every matrix, (B,), from the partial norms of its chunks."""
     count = len(first_chunk) - 1
     result = torch.empty(count, dtype=torch.float32, device=partials.device)
     launch(_inverse_norms_kernel, count, (partials, first_chunk, result), {"BLOCK": 1024}, partials.device)
     return result
 
 
-def scaled_cast(batch: Tensor, scales: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """batch * scales * factor, matrix by matrix, in another precision."""
+def scaled_cast(
+    batch: Tensor,  # (B, m, n), contiguous
+    scales: Tensor,  # (B,)
+    factor: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return batch * scales * factor, (B, m, n), in another dtype."""
     out = torch.empty_like(batch, dtype=dtype)
     count, numel = len(batch), batch[0].numel()
     chunks = triton.cdiv(numel, CHUNK)

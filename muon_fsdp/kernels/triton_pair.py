@@ -1,4 +1,4 @@
-"""Kernels of the element-wise pair (`muon_fsdp.optimizers.elementwise`): norms of whole tensors, and the update."""
+"""Run the kernels of the element-wise pair (`muon_fsdp.optimizers.elementwise`): gradient norms and the update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from muon_fsdp.kernels.triton_norms import partial_norm
 
 EPSILON = tl.constexpr(1e-8)
 PARTIALS_AT_ONCE = 1024
-BLOCK = 4096  # elements at once: as many as registers hold without starving the memory
+BLOCK = 4096  # elements at a time: more would use so many registers that fewer loads are in flight
 WARPS = 16
 _TABLES = ["chunks", "addresses", "scalars"]
 
@@ -52,7 +52,11 @@ def _sums_of_squares_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whoever finishes the last chunk of a tensor adds them up, in their order: the result does not depend on who."""
+    """Sum the squares of every chunk, and of every tensor.
+
+    The program that finishes the last chunk of a tensor adds up all its chunks in a fixed order, so the result does not
+    depend on which program that is.
+    """
     index = tl.program_id(0)
     tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
     offset = tl.arange(0, CHUNK)
@@ -66,7 +70,7 @@ def _sums_of_squares_kernel(  # type: ignore[no-untyped-def]
     largest, squares = partial_norm(grad)
     tl.store(partials + index, squares.to(tl.float64) * largest.to(tl.float64) * largest.to(tl.float64))
     first, stop = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
-    tl.debug_barrier()  # all of the partial sum is written before it is counted
+    tl.debug_barrier()  # the partial sum must be written before the chunk counts as finished
     if tl.atomic_add(counters + tensor, 1) == stop - first - 1:
         total = tl.zeros((BLOCK,), dtype=tl.float64)
         for chunk in range(first, stop, BLOCK):
@@ -96,7 +100,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     there = tl.load(addresses + GRADIENT_ROW * num_tensors + tensor) != 0
     lr, weight_decay = tl.load(scalars + LR), tl.load(scalars + WEIGHT_DECAY)
     beta1, beta2 = tl.load(scalars + _MOMENTUM), tl.load(scalars + _VELOCITY)
-    # 1 - beta, which float32 would round.
+    # 1 - beta comes from the host, because computing it in float32 would lose digits.
     rest1, rest2 = tl.load(scalars + _ONE_MINUS_MOMENTUM), tl.load(scalars + _ONE_MINUS_VELOCITY)
     for begin in range(0, CHUNK, BLOCK):
         offset = begin + tl.arange(0, BLOCK)
@@ -127,7 +131,10 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, *, coupled: bool) -> Tensor:
-    """The sum of squares of every gradient, with the decay that is coupled to it, as float64."""
+    """Return the sum of squares of every gradient, (num_tensors,) in float64.
+
+    If `coupled`, weight_decay * W is part of the gradient. `counters` must be zeros; the kernel resets them.
+    """
     device = tensors.scalars.device
     sums = torch.zeros(tensors.num_tensors, dtype=torch.float64, device=device)
     if len(tensors.chunks) == 0:
@@ -161,6 +168,7 @@ def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, 
 
 
 def update(tensors: TensorList, sums: Tensor | None, *, coupled: bool, nesterov: bool) -> None:
+    """Update both moments and the weights; gradients are divided by their norms unless `sums` is None."""
     if len(tensors.chunks) == 0:
         return
     launch(

@@ -1,11 +1,12 @@
-"""The two products of the iteration as Triton kernels: a symmetric one that computes one triangle, and a multiply-add.
+"""Compute the two products of the iteration in Triton: a symmetric one that computes one triangle, and a multiply-add.
 
 Both work on batches of contiguous matrices and accumulate in float32. Tiles are read and written through tensor
-descriptors (the bulk copy engine of Hopper and later) where rows allow it, and through masked pointers elsewhere.
+descriptors (the bulk copy engine of Hopper and later GPUs) if rows are aligned, and through masked pointers otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,15 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muon_fsdp.kernels.addends import Addend, unpack
 from muon_fsdp.kernels.launch import TiledTensor, is_aligned, launch
 from muon_fsdp.kernels.tiles import TileConfig, num_processors
 
-INTERPRETED_PROGRAMS = 4  # in place of a number of multiprocessors
+INTERPRETED_PROGRAMS = 4  # programs of a persistent kernel in Triton's interpreter, which has no multiprocessors
 
 
 @triton.jit
 def _load(source, batch, row, col, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BULK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of matrix `batch`; zero outside of it."""
+    """Load a tile of matrix number `batch`, with zeros outside the matrix."""
     if BULK:
         tile = source.load([batch, row, col]).reshape(BLOCK_R, BLOCK_C)
     else:
@@ -46,7 +48,10 @@ def _store(target, tile, batch, row, col, rows, cols, BLOCK_R: tl.constexpr, BLO
 
 @triton.jit
 def _triangle_row(index):  # type: ignore[no-untyped-def]
-    """The row of the index-th element of a lower triangle; the square root may be one off in float32."""
+    """Return the row of the index-th element of a lower triangle.
+
+    The square root in float32 may be off by one row, which the last two lines correct.
+    """
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
     return tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
@@ -54,11 +59,11 @@ def _triangle_row(index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _triangle_tile(index, rows_of_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The index-th tile (i, j), j <= i, of a lower triangle; `GROUP` rows are walked column by column."""
+    """Return the index-th tile (i, j), j <= i, of a lower triangle; `GROUP` rows are walked column by column."""
     first = _triangle_row(index) // GROUP * GROUP
     height = tl.minimum(GROUP, rows_of_tiles - first)
     within = index - first * (first + 1) // 2
-    # A group is a rectangle of `first` columns, then a triangle.
+    # A group consists of a rectangle with `first` columns and a triangle to the right of it.
     rest = within - height * first
     corner = _triangle_row(tl.maximum(rest, 0))
     in_rectangle = rest < 0
@@ -120,14 +125,13 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
             if HAS_E:
                 acc += gamma * _load(e, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT).to(tl.float32)
             result = acc.to(d.dtype if BULK_OUT else d.dtype.element_ty)
-            if SYMMETRIZE:  # noqa: SIM102 - only this is known when the kernel is compiled
+            if SYMMETRIZE:  # noqa: SIM102 - a constant when the kernel is compiled, unlike the next condition
                 if row == col:
                     below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
                     result = tl.where(below, result, result.T)
             _store(d, result, batch, row, col, rows, rows, BLOCK, BLOCK, BULK_OUT)
-            _store(
-                d, result.T, batch, col, row, rows, rows, BLOCK, BLOCK, BULK_OUT
-            )  # on the diagonal once more the same
+            # On the diagonal this stores the same tile again.
+            _store(d, result.T, batch, col, row, rows, rows, BLOCK, BLOCK, BULK_OUT)
 
 
 @triton.jit(
@@ -158,7 +162,7 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
     BULK_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    HALF: tl.constexpr = BLOCK_N // 2  # the result is written in two parts, which saves shared memory
+    HALF: tl.constexpr = BLOCK_N // 2  # the result is written in two halves to save shared memory
     tile_rows, tile_cols = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     tiles_each = tile_rows * tile_cols
     for tile in tl.range(tl.program_id(0), tiles_each * num_matrices, tl.num_programs(0), flatten=PERSISTENT):
@@ -179,7 +183,9 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
             acc *= alpha
             scale = 1.0
-            if HAS_SCALE:  # of tiny matrices so large that beta must not be multiplied to it
+            if HAS_SCALE:
+                # c_scale is near the largest float32 for tiny matrices, so beta * scale could overflow. The kernel
+                # therefore multiplies c by the scale first, which gives a number of ordinary size.
                 scale = tl.load(c_scale + batch)
             first_half, second_half = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
             if HAS_C:
@@ -197,19 +203,21 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
 
 def symmetric_product(
     a: Tensor,  # (B, m, k), or (B, k, m) if transposed
-    b: Tensor,
-    c: Tensor | None,  # (B, m, m), symmetric
-    e: Tensor | None,  # (B, m, m), symmetric
+    b: Tensor,  # the same shape as a
+    addends: Sequence[Addend],  # at most two, (B, m, m), symmetric
     out: Tensor,  # (B, m, m)
     config: TileConfig,
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
-    gamma: float = 0.0,
     transposed: bool = False,
-    active: Tensor | None = None,  # (B,) int32: where 0, nothing is computed
+    active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """out = alpha * a @ b^T + beta * c + gamma * e, exactly symmetric; all operands contiguous."""
+    """Compute alpha * a @ b^T plus all addends into `out`, exactly symmetric. All operands must be contiguous.
+
+    Returns:
+        `out`. Where `active` is 0, its matrices keep their numbers.
+    """
+    c, beta, e, gamma = unpack(addends)
     config = config if active is None else config._replace(persistent=False)
     rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
     side, block = config.rows, (config.inner, config.rows) if transposed else (config.rows, config.inner)
@@ -234,7 +242,7 @@ def symmetric_product(
         ),
         {
             "SAME": a is b,
-            # Rounding makes products of different matrices asymmetric, and of any in three parts.
+            # Rounding makes the product of two different matrices asymmetric, and every product in tf32x3.
             "SYMMETRIZE": a is not b or _precision(a) == "tf32x3",
             "TRANSPOSED": transposed,
             "HAS_C": c is not None,
@@ -258,19 +266,23 @@ def symmetric_product(
 def multiply_add(
     a: Tensor,  # (B, m, k)
     b: Tensor,  # (B, k, n)
-    c: Tensor | None,  # (B, m, n)
+    c: Addend | None,  # (B, m, n)
     out: Tensor,  # (B, m, n)
     config: TileConfig,
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
     c_scale: Tensor | None = None,  # (B,) float32
-    active: Tensor | None = None,  # (B,) int32: where 0, nothing is computed and `out` stays
+    active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """out = alpha * a @ b + beta * c_scale * c; all operands contiguous."""
+    """Compute alpha * a @ b + c.factor * c_scale * c.matrices into `out`. All operands must be contiguous.
+
+    Returns:
+        `out`. Where `active` is 0, its matrices keep their numbers.
+    """
+    summand, beta = (None, 0.0) if c is None else c
     config = config if active is None else config._replace(persistent=False)
     (num_matrices, rows, inner), cols = a.shape, b.shape[2]
-    bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, c)
+    bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, summand)
     half = (config.rows, config.cols // 2)
     tiles = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols) * num_matrices
     launch(
@@ -279,7 +291,7 @@ def multiply_add(
         (
             _operand(a, (config.rows, config.inner), bulk_in),
             _operand(b, (config.inner, config.cols), bulk_in),
-            _operand(c, half, bulk_out),
+            _operand(summand, half, bulk_out),
             _operand(out, half, bulk_out),
             c_scale,
             active,
@@ -291,7 +303,7 @@ def multiply_add(
             float(beta),
         ),
         {
-            "HAS_C": c is not None,
+            "HAS_C": summand is not None,
             "HAS_SCALE": c_scale is not None,
             "HAS_ACTIVE": active is not None,
             "BLOCK_M": config.rows,
@@ -303,7 +315,7 @@ def multiply_add(
             "BULK_OUT": bulk_out,
             "PRECISION": _precision(a),
         },
-        (a.device, _dtypes(a, b, c, out), (bulk_in and bulk_out) or is_aligned(a, b, c, out)),
+        (a.device, _dtypes(a, b, summand, out), (bulk_in and bulk_out) or is_aligned(a, b, summand, out)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -323,12 +335,15 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 
 def _precision(tensor: Tensor) -> str:
-    """float32 operands are split in three tensor-core products each: as accurate as float32 arithmetic."""
+    """Return the precision of tl.dot: for float32 operands three TF32 products, as accurate as float32 arithmetic."""
     return "tf32x3" if tensor.dtype == torch.float32 else "tf32"
 
 
 def _can_be_tiled(*tensors: Tensor | None) -> bool:
-    """Whether descriptors can address all of them: 16-byte rows at a 16-byte address, on Hopper or later."""
+    """Return whether tensor descriptors can address all tensors.
+
+    This needs a Hopper or later GPU, rows of multiples of 16 bytes, and 16-byte aligned addresses.
+    """
     for tensor in tensors:
         if tensor is None:
             continue

@@ -1,4 +1,4 @@
-"""Kernels of a step on the spectral sphere: u^T A v and A + c u v^T for batches, W x and W^T y for lists of weights."""
+"""Run kernels of the spectral sphere rule: u^T A v and A + c u v^T for batches, W x and W^T y for lists of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muon_fsdp.kernels.tables import ALIGNMENT
 from muon_fsdp.kernels.triton_elementwise import TYPES
 from muon_fsdp.kernels.triton_norms import INT32_MAX
 
-MAX_VECTORS = 16  # per matrix; the least that a tensor core takes, so fewer cost as much
+MAX_VECTORS = 16  # per matrix: the smallest dimension of a tensor-core product, so fewer vectors cost as much
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "programs_each"], do_not_specialize_on_alignment=["partials", "active"])
@@ -67,8 +67,13 @@ def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + at, values.to(out.dtype.element_ty), mask=mask)
 
 
-def bilinear(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | None = None) -> Tensor:
-    """u^T A v of every matrix (B, m, n), for float32 vectors; where not active, anything."""
+def bilinear(
+    left: Tensor,  # (B, m) float32
+    matrices: Tensor,  # (B, m, n)
+    right: Tensor,  # (B, n) float32
+    active: Tensor | None = None,  # (B,) int32
+) -> Tensor:
+    """Return u^T A v of every matrix, (B,), and 0 for matrices that are not active."""
     count, rows, cols = matrices.shape
     each, options = _grid(rows, cols, matrices)
     partials = torch.zeros(count, each, dtype=torch.float32, device=matrices.device)
@@ -89,9 +94,13 @@ def shifted_cast(
     right: Tensor,  # (B, n)
     shifts: Tensor,  # (B,)
     out: Tensor,  # (B, m, n), in any precision; may be `matrices`
-    active: Tensor | None = None,
+    active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """scales * matrices + shifts * left right^T, into `out`; where not active, it stays."""
+    """Compute scales * matrices + shifts * left right^T into `out`. Matrices that are not active do not change.
+
+    Returns:
+        `out`.
+    """
     count, rows, cols = matrices.shape
     each, options = _grid(rows, cols, matrices)
     launch(
@@ -118,15 +127,16 @@ def _grid(rows: int, cols: int, matrices: Tensor) -> tuple[int, dict[str, int | 
 
 # ------------------------------------------------------------------------------------------- products with all weights
 #
-# In TF32: W is rounded to 11 bits. That moves its norm by at most 2^-11 of that of |W|, far less where the errors
-# of entries do not conspire (1e-5 for Gaussian ones); spectral norms are needed to 0.5%. Tensor cores by themselves cut
-# bits off, which makes all of W smaller by 3e-4 on average: in W x, of which norms are taken, it is rounded before.
+# Products use TF32, which has 11 significant bits. Rounding W to TF32 changes its spectral norm by at most 2^-11 of the
+# norm of |W|, and by 1e-5 if the errors are independent, as in a Gaussian matrix. The rule needs norms to 0.5%.
+# Tensor cores truncate float32 operands instead of rounding them, which makes W smaller by 3e-4 on average. The norms
+# come from W x, so the kernels round W before that product.
 
 
 class Operand(NamedTuple):
-    """One part of a weight in memory, and where the vectors along its two sides are in flat buffers of them.
+    """One part of a weight in memory, and the positions of the vectors along its rows and columns in flat buffers.
 
-    A part of W^T whose entries along a column lie side by side is given as that of W, with sides swapped.
+    A weight that is stored by columns is described as its transpose, with rows and columns swapped.
     """
 
     address: int
@@ -134,25 +144,28 @@ class Operand(NamedTuple):
     col_stride: int
     rows: int
     cols: int
-    row_start: int  # of the first vector's number for the first row
-    row_step: int  # from one row to the next
-    row_vector: int  # from one vector to the next
-    col_start: int
+    row_start: int  # index of the first vector's entry for the first row
+    row_step: int  # distance of the entries for two successive rows
+    row_vector: int  # distance of two successive vectors
+    col_start: int  # the same for columns
     col_step: int
     col_vector: int
     num_vectors: int
 
     @property
     def unit(self) -> bool:
+        """Return whether entries along a row, of the weight and of the vectors, are adjacent in memory."""
         return self.col_stride == self.col_step == 1
 
     @property
     def aligned(self) -> bool:
+        """Return whether rows of the weight and vectors along the columns allow aligned loads."""
         numbers = (self.address, self.row_stride, self.cols, self.col_start, self.col_vector)
         return self.unit and not any(number % ALIGNMENT for number in numbers)
 
     @property
     def aligned_rows(self) -> bool:
+        """Return whether vectors along the rows allow aligned loads."""
         return self.row_step == 1 and self.row_start % ALIGNMENT == 0 and self.row_vector % ALIGNMENT == 0
 
 
@@ -161,7 +174,7 @@ FIELDS = len(Operand._fields)
 
 @triton.jit
 def rounded(values):  # type: ignore[no-untyped-def]
-    """To the nearest number of TF32; NaN stays."""
+    """Round float32 values to the nearest TF32 number; NaN stays NaN."""
     bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
 
@@ -171,7 +184,7 @@ def _operand(operands, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr, FIELDS
     at = operands + FIELDS * number
     base = tl.load(at).to(tl.pointer_type(TYPE))
     row_stride, cols = tl.load(at + 1), tl.load(at + 4)
-    if ALIGNED:  # without this the compiler reads element by element
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
         base, row_stride, cols = tl.multiple_of(base, 16), tl.multiple_of(row_stride, 16), tl.multiple_of(cols, 16)
     return base, row_stride, tl.load(at + 2), tl.load(at + 3), cols
 
@@ -256,22 +269,22 @@ def _along_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 class Multiplication(NamedTuple):
-    """Products of vectors with parts of weights in one launch; no two of them write to the same place."""
+    """Products of vectors with many parts of weights, in one launch. No two of them write to the same result."""
 
     operands: Tensor  # (P, fields of `Operand`) int64
     programs: Tensor  # (num_programs, 2) int32: operand, first row or column of the result
     dtype: torch.dtype
     along_rows: bool
-    adds: bool  # to what is there
-    rounds: bool
-    unit: bool
+    adds: bool  # add to the result instead of overwriting it
+    rounds: bool  # round the weights to TF32 first
+    unit: bool  # as in `Operand`, for all operands
     aligned: bool
     aligned_rows: bool
 
     @classmethod
     def of(
         cls,
-        operands: Sequence[Operand],  # all alike in what the other fields say
+        operands: Sequence[Operand],  # with the same values of unit, aligned and aligned_rows
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -279,6 +292,7 @@ class Multiplication(NamedTuple):
         adds: bool,
         rounds: bool,
     ) -> Multiplication:
+        """Build the tables of a launch on the host and copy them to the device."""
         rows, cols = (torch.tensor([getattr(each, name) for each in operands]) for name in ("rows", "cols"))
         length, tile = (cols, _tiles(along_rows)["COLS"]) if along_rows else (rows, _tiles(along_rows)["ROWS"])
         longest_first = torch.argsort(rows if along_rows else cols, descending=True, stable=True)
@@ -300,7 +314,10 @@ class Multiplication(NamedTuple):
         )
 
     def run(self, vectors: Tensor, out: Tensor) -> None:
-        """Both flat and float32; `vectors` have 11 bits where the result is to be rounded only once."""
+        """Multiply flat float32 `vectors` with the weights into flat float32 `out`.
+
+        Tensor cores truncate vectors that are not TF32 numbers, so round them first if that matters.
+        """
         constants = {
             "TYPE": TYPES[self.dtype],
             "ADD": self.adds,

@@ -1,7 +1,7 @@
-"""Kernels that find the best vectors of subspaces of all matrices at once: inner products, small factors, combinations.
+"""Find the best vectors in subspaces for matrices of all shapes at once: inner products, small factors, combinations.
 
-Vectors are rows of flat float32 buffers, 16 or fewer per matrix; matrices of all shapes share a buffer and a launch.
-Small matrices are float64: what is nearly dependent is blown up when it is made orthonormal, and its rounding with it.
+Vectors are rows of flat float32 buffers, at most 16 per matrix. Matrices of all shapes share a buffer and a launch.
+Small matrices are float64, because making nearly dependent vectors orthonormal amplifies their rounding errors.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from torch import Tensor
 from muon_fsdp.kernels.launch import is_aligned, launch
 from muon_fsdp.kernels.triton_spectral import MAX_VECTORS, rounded
 
-CHUNK = 512  # columns of which one program computes inner products
+CHUNK = 512  # columns for which one program computes inner products
 BLOCK = 64
-SQUARINGS = 24  # S^(2^24): all but the top eigenvalue have died out, or are as large but for 1e-7
-# What is left of a unit vector without those before it is rounding if its square is no more: of vectors in memory,
-# which are float32, and of small ones in float64.
+SQUARINGS = 24  # in S^(2^24) only eigenvalues remain that are equal to the top one to about 1e-7
+# After the components along earlier vectors are subtracted from a unit vector, a squared norm up to this is rounding
+# error: for vectors in memory, which are float32, and for small vectors in float64.
 DEPENDENT, DEPENDENT_SMALL = tl.constexpr(1e-10), tl.constexpr(1e-20)
 FIELDS = 5
 
 
 @dataclass(frozen=True)
 class Space:
-    """Where the vectors along one side of all matrices are in a flat buffer: class by class, matrix by matrix."""
+    """The positions of the vectors along one side of all M matrices in a flat buffer, ordered by class and matrix."""
 
-    shapes: tuple[tuple[int, int, int], ...]  # (count, vectors of each, length) of every class
-    # (M, 5) int64: start, vectors, length, start among single vectors, start among those of classes
+    shapes: tuple[tuple[int, int, int], ...]  # (count, vectors per matrix, length) of every class
+    # (M, 5) int64: start, vectors, length, start in a buffer of one vector per matrix, start in a buffer of one set of
+    # vectors per class
     matrices: Tensor
     programs: Tensor  # (P, 2) int32: matrix, first column
-    first_program: Tensor  # (M + 1,) int32
-    each: Tensor  # (M + 1,) int32: 0, 1, ..
+    first_program: Tensor  # (M + 1,) int32: first program of every matrix
+    each: Tensor  # (M + 1,) int32: 0, 1, .., the same for one program per matrix
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[int, int, int]], device: torch.device) -> Space:
+        """Build the tables for classes of the given shapes, (count, vectors per matrix, length)."""
         matrices: list[tuple[int, ...]] = []
         programs: list[tuple[int, int]] = []
         first_program = [0]
@@ -60,11 +62,16 @@ class Space:
         )
 
     def empty(self, *, single: bool = False) -> Tensor:
+        """Return an uninitialized buffer for all vectors, or for one vector per matrix if `single`."""
         numel = sum(count * (1 if single else vectors) * length for count, vectors, length in self.shapes)
         return torch.empty(numel, dtype=torch.float32, device=self.matrices.device)
 
     def split(self, flat: Tensor, *, single: bool = False) -> list[Tensor]:
-        """(count, vectors, length) of every class; (count, length) of single ones."""
+        """Split a buffer into views, one per class.
+
+        Returns:
+            Views of shape (count, vectors, length), or (count, length) if `single`.
+        """
         sizes = [(c, n) if single else (c, b, n) for c, b, n in self.shapes]
         parts = torch.split(flat, [torch.Size(size).numel() for size in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
@@ -74,7 +81,7 @@ class Space:
 def _rows(  # type: ignore[no-untyped-def]
     at, first, second, col, HAS_SECOND: tl.constexpr, VECTORS: tl.constexpr
 ):
-    """(rows, cols) of a matrix's vectors in `first`, and below them those in `second`."""
+    """Load a block of a matrix's vectors in `first`, (rows, cols), and below them those in `second`."""
     start, count, length = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     row = tl.arange(0, 2 * VECTORS if HAS_SECOND else VECTORS)
     offset = start + (row % VECTORS)[:, None] * length + col[None, :]
@@ -123,7 +130,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _summed(partials, first_program, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inner products of the matrix of this program."""
+    """Return the sum of all partial inner products of this program's matrix."""
     row = tl.arange(0, SIZE)
     start, stop = tl.load(first_program + tl.program_id(0)), tl.load(first_program + tl.program_id(0) + 1)
     total = tl.zeros((SIZE, SIZE), dtype=tl.float64)
@@ -141,7 +148,10 @@ def _sum_kernel(partials, first_program, sums, SIZE: tl.constexpr):  # type: ign
 
 @triton.jit
 def _orthonormal_kernel(partials, first_program, factors, KNOWN: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows T of which T A is orthonormal and spans A, from A A^T: the Gram-Schmidt process. The first KNOWN are."""
+    """Compute factors T from A A^T such that the rows of T A are an orthonormal basis of the rows of A.
+
+    This is the Gram-Schmidt process. The first KNOWN rows of A are already orthonormal; their factors are not stored.
+    """
     inner = _summed(partials, first_program, SIZE)
     row, col = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     squares = tl.sum(tl.where(row == col, inner, 0.0), axis=0)
@@ -149,10 +159,12 @@ def _orthonormal_kernel(partials, first_program, factors, KNOWN: tl.constexpr, S
     inner = inner * scales[:, None] * scales[None, :]
     combined = tl.where(row == col, 1.0, 0.0).to(tl.float64)
     for step in range(SIZE):
-        inner_row = tl.sum(tl.where(row == step, inner, 0.0), axis=0)  # and column: what is left to do is symmetric
+        inner_row = tl.sum(
+            tl.where(row == step, inner, 0.0), axis=0
+        )  # equal to the column, because the remaining block is symmetric
         combined_row = tl.sum(tl.where(row == step, combined, 0.0), axis=0)
         pivot = tl.sum(tl.where(tl.arange(0, SIZE) == step, inner_row, 0.0), axis=0)
-        depends = pivot <= DEPENDENT  # NaN does not
+        depends = pivot <= DEPENDENT  # False for NaN
         scale = tl.where(depends, 0.0, 1.0 / tl.sqrt(tl.where(depends, 1.0, pivot)))
         below = tl.where(row > step, (inner_row * scale)[:, None], 0.0)
         inner -= below * (inner_row * scale)[None, :]
@@ -172,7 +184,10 @@ def _scaled(square):  # type: ignore[no-untyped-def]
 def _ritz_kernel(  # type: ignore[no-untyped-def]
     partials, first_program, best, better, SQUARINGS: tl.constexpr, VECTORS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Of S = A A^T the top eigenvector; and rows of S^8, where what is far from the top dies out, made orthonormal."""
+    """Compute the top eigenvector of S = A A^T, and an orthonormal basis of the first VECTORS rows of S^8.
+
+    In S^8, directions with small eigenvalues have nearly vanished.
+    """
     row, col = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     power = _scaled(_summed(partials, first_program, SIZE))
     for _ in range(3):
@@ -182,7 +197,7 @@ def _ritz_kernel(  # type: ignore[no-untyped-def]
     filtered = filtered / tl.sqrt(tl.where(squares == 0, 1.0, squares))[:, None]
     index = tl.arange(0, SIZE)
     kept = tl.zeros((SIZE,), dtype=tl.int32)
-    for step in range(2 * VECTORS):  # twice: rounding leaves a part of the others in a row
+    for step in range(2 * VECTORS):  # twice, because rounding leaves components along the other rows
         at = step % VECTORS
         this = tl.sum(tl.where(row == at, filtered, 0.0), axis=0)
         square = tl.sum(this * this, axis=0)
@@ -192,13 +207,13 @@ def _ritz_kernel(  # type: ignore[no-untyped-def]
         parts = tl.sum(filtered * this[None, :], axis=1)
         filtered -= tl.where(row > at, parts[:, None] * this[None, :], 0.0)
         filtered = tl.where(row == at, this[None, :], filtered)
-    # A vector that no row has taken the place of stays.
+    # Where a row depends on others, the old vector is kept.
     filtered = tl.where((kept == 0)[:, None], tl.where(row == col, 1.0, 0.0), filtered)
     at = better + tl.program_id(0) * VECTORS * SIZE + row * SIZE + col
     tl.store(at, filtered, mask=(row < VECTORS) & (col < SIZE))
     for _ in range(SQUARINGS - 3):
         power = _scaled(tl.dot(power, power, out_dtype=tl.float64))
-    # All columns are multiples of the eigenvector by now, but some may be zero.
+    # Every column is now a multiple of the eigenvector, but some columns may be zero.
     squares = tl.sum(power * power, axis=0)
     largest = tl.argmax(squares, axis=0)
     vector = tl.sum(tl.where(col == largest, power, 0.0), axis=1)
@@ -236,7 +251,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unit_kernel(rights, lefts, right, left, norms, BLOCK: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Norms of W v for v that may not have a norm of 1, and both made unit vectors."""
+    """Scale v and W v to unit vectors in place, and store ||W v|| / ||v||."""
     matrix = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     right_at, left_at = rights + FIELDS * matrix, lefts + FIELDS * matrix
@@ -267,14 +282,18 @@ def _scale(values, length, norm, lane, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 def fill(space: Space, vectors: Tensor, starts: Tensor) -> None:
-    """Put `starts`, one set per class, where vectors are zero."""
+    """Replace vectors that are zero by `starts`, which has one set of vectors per class."""
     constants = {"VECTORS": MAX_VECTORS, "BLOCK": 1024, "FIELDS": FIELDS}
     programs = len(space.matrices) * MAX_VECTORS
     launch(_fill_kernel, programs, (space.matrices, vectors, starts), constants, _kind(space, vectors, starts))
 
 
 def _inner(space: Space, first: Tensor, second: Tensor | None) -> Tensor:
-    """Parts of the inner products of all vectors of a matrix, (P, q, q)."""
+    """Compute partial inner products of all vectors of a matrix.
+
+    Returns:
+        (P, q, q) float64, one part per program, with q = 16, or 32 if there are `second` vectors.
+    """
     size = _size(second)
     partials = torch.empty(len(space.programs), size, size, dtype=torch.float64, device=first.device)
     args = (space.matrices, space.programs, first, second, partials)
@@ -286,7 +305,10 @@ def _inner(space: Space, first: Tensor, second: Tensor | None) -> Tensor:
 def _combine(
     space: Space, factors: Tensor, first: Tensor, second: Tensor | None, *, single: bool = False, rounds: bool = False
 ) -> Tensor:
-    """Factors (M, 16, q) times all vectors of a matrix; or (M, q), to a single one."""
+    """Multiply factors with all vectors of every matrix.
+
+    Factors are (M, 16, q), or (M, q) if `single`, for one combined vector per matrix. `rounds` rounds results to TF32.
+    """
     out = space.empty(single=single)
     args = (space.matrices, space.programs, factors, first, second, out)
     constants = {"SINGLE": single, "ROUND": rounds, "HAS_SECOND": second is not None, "VECTORS": MAX_VECTORS}
@@ -296,9 +318,9 @@ def _combine(
 
 
 def orthonormal(space: Space, vectors: Tensor, known: Tensor | None = None) -> Tensor:
-    """The vectors of every matrix made orthonormal, and orthogonal to known ones; what depends on others becomes 0.
+    """Make the vectors of every matrix orthonormal to each other and to known vectors. Dependent vectors become zero.
 
-    In TF32, so that products with them are exact in them; inner products take them as they are.
+    The result is rounded to TF32, so that tensor cores do not truncate it in products with weights.
     """
     first, second = (vectors, None) if known is None else (known, vectors)
     partials, size = _inner(space, first, second), _size(second)
@@ -316,22 +338,22 @@ def orthonormal(space: Space, vectors: Tensor, known: Tensor | None = None) -> T
 
 
 class Refined(NamedTuple):
-    """Flat: the best vector of every subspace, W times it, and a better subspace."""
+    """The results of `refine` in flat buffers: best vectors, W times them, and subspaces for the next call."""
 
-    right: Tensor  # single vectors, not yet of norm 1
-    left: Tensor  # single vectors, or parts of them on this rank
-    subspace: Tensor
+    right: Tensor  # one vector per matrix, not yet scaled to norm 1
+    left: Tensor  # one vector per matrix, or the part of it on this rank
+    subspace: Tensor  # all vectors
 
 
 def refine(
-    left: Callable[[Tensor], Tensor],
-    right: Callable[[Tensor], Tensor],
-    inner: Callable[[Tensor], Tensor],  # sums (M, q, q) over the ranks; the same tensor if there is nothing to add
+    left: Callable[[Tensor], Tensor],  # W x
+    right: Callable[[Tensor], Tensor],  # W^T y
+    inner: Callable[[Tensor], Tensor],  # the sum of (M, q, q) over the ranks; the same tensor if there is only one part
     cols: Space,
     rows: Space,
     subspaces: Tensor,
 ) -> Refined:
-    """`muon_fsdp.linalg.subspaces.refine` with two products W x, for vectors in flat buffers."""
+    """Do the same as `muon_fsdp.linalg.subspaces.refine` with two products W x, for vectors in flat buffers."""
     known = orthonormal(cols, subspaces)
     known_left = left(known)
     new = orthonormal(cols, right(known_left), known)
@@ -354,7 +376,11 @@ def refine(
 
 
 def make_unit(cols: Space, rows: Space, right: Tensor, left: Tensor) -> Tensor:
-    """Vectors v and W v made unit vectors, in place; the norms ||W v|| (M,) for unit v."""
+    """Scale vectors v, in `right`, and W v, in `left`, to unit vectors, in place.
+
+    Returns:
+        (M,), the norms ||W v|| of unit vectors v.
+    """
     norms = torch.empty(len(cols.matrices), dtype=torch.float32, device=right.device)
     args = (cols.matrices, rows.matrices, right, left, norms)
     launch(_unit_kernel, len(norms), args, {"BLOCK": 1024, "FIELDS": FIELDS}, _kind(cols, right, left))

@@ -1,1 +1,1 @@
-"""Mathematics on whole tensors."""
+"""Compute with whole matrices: orthogonalization, singular values, spheres. Nothing here knows parameters or ranks."""

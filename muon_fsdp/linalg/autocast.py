@@ -1,4 +1,4 @@
-"""Compute as if autocast were off: it would move products to bfloat16, in which iterations do not converge."""
+"""Switch autocast off around iterations: they do not converge when autocast moves their products to bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_autocast(function: Function) -> Function:
-    """Let a function compute in the precision of its first tensor, whatever autocast says around it."""
+    """Wrap a function so that autocast is off while it runs, on the device of its first argument."""
 
     @functools.wraps(function)
     def wrapped(matrices: Tensor, *args: Any, **options: Any) -> Any:
@@ -26,7 +26,7 @@ def outside_autocast(function: Function) -> Function:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Return a context in which autocast is off."""
+    """Return a context manager that switches autocast off for a device type."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

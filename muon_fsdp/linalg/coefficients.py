@@ -1,7 +1,7 @@
-"""Coefficients of the odd quintic iteration X <- aX + (bA + cA^2)X, A = XX^T: named sets and a minimax solver.
+"""Provide coefficients of the iteration X <- aX + (bA + cA^2)X, A = XX^T: named sets and a minimax solver.
 
-One step maps every singular value s of X to p(s) = as + bs^3 + cs^5 and leaves the singular vectors alone, so a set
-of coefficients is a recipe for bringing all singular values in [lower, 1] close to 1 in a given number of steps.
+One step maps every singular value s of X to p(s) = as + bs^3 + cs^5 and does not change the singular vectors. A good
+set of coefficients therefore brings all singular values in [lower, 1] close to 1 in a given number of steps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ Triple: TypeAlias = tuple[float, float, float]  # (a, b, c)
 CoefficientSet = Literal["default", "keller", "polar_express", "quintic"]
 COEFFICIENT_SETS: tuple[str, ...] = get_args(CoefficientSet)
 
-# Singular values (of a matrix of Frobenius norm at most 1) from here up are brought to 1; smaller ones are lifted.
+# For matrices of Frobenius norm at most 1, the default set brings singular values of at least this to 1 and lifts
+# smaller ones.
 DEFAULT_LOWER = 4e-3
-# Every step but the last is contracted by this factor, so that rounding can't push a singular value above the
+# Every step but the last is contracted by this factor. Otherwise rounding could push a singular value above the
 # interval on which the next step was fitted.
 DEFAULT_SAFETY = 1.01
 
-# minimax(5, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY), stored so that a first step needs no solver.
+# Source: minimax(5, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) below, stored so that a first step needs no solver.
 _DEFAULT_FIVE_STEPS: tuple[Triple, ...] = (
     (8.258396701015812, -23.87396291899517, 17.338582871956927),
     (3.941174747635559, -2.8799927658750537, 0.5370833783883427),
@@ -32,12 +33,12 @@ _DEFAULT_FIVE_STEPS: tuple[Triple, ...] = (
     (1.8961964395557744, -1.2733552408604187, 0.3773430886343292),
 )
 
-# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024: the steepest slope at zero; singular
-# values end between about 0.7 and 1.2 and never converge.
+# Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. The slope at zero is as steep
+# as possible. Singular values end between about 0.7 and 1.2 and do not converge to 1.
 _KELLER: Triple = (3.4445, -4.7750, 2.0315)
 
-# Amsel, Persson, Musco, Gower, "The Polar Express", arXiv 2505.16932: minimax for [1e-3, 1]. As in the paper's own
-# use, all but the last are contracted by 1.01 (done in `_polar_express`).
+# Source: Amsel, Persson, Musco, Gower, "The Polar Express", arXiv 2505.16932: minimax for [1e-3, 1]. As in the paper,
+# all triples but the last are contracted by 1.01, which `coefficients` does.
 _POLAR_EXPRESS: tuple[Triple, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -49,7 +50,8 @@ _POLAR_EXPRESS: tuple[Triple, ...] = (
     (1.875, -1.25, 0.375),
 )
 
-# Franz Cesista, "Squeezing 1-2% efficiency gains out of Muon by optimizing the Newton-Schulz coefficients", 2025.
+# Source: Franz Cesista, "Squeezing 1-2% efficiency gains out of Muon by optimizing the Newton-Schulz coefficients",
+# 2025.
 _QUINTIC: tuple[Triple, ...] = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -59,12 +61,12 @@ _QUINTIC: tuple[Triple, ...] = (
 )
 
 
-# The input's Frobenius norm is brought to 1 over this: 1 where the set was published so.
+# The input is scaled to a Frobenius norm of 1 / margin. The margin is 1 for sets that were published without one.
 NORM_MARGINS: dict[str, float] = {"default": 1.01, "keller": 1.0, "polar_express": 1.01, "quintic": 1.0}
 
 
 def coefficients(name: str, steps: int) -> tuple[Triple, ...]:
-    """The `steps` triples of the named set. Published lists are cut, or continued with their last triple."""
+    """Return one triple per step of the named set; a published list is cut, or continued with its last triple."""
     check_steps(steps)
     if name == "default":
         return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) if steps != 5 else _DEFAULT_FIVE_STEPS
@@ -78,7 +80,7 @@ def coefficients(name: str, steps: int) -> tuple[Triple, ...]:
 
 
 def check_steps(steps: object) -> None:
-    """Refuse anything but an int of at least 1."""
+    """Raise an error unless `steps` is an int of at least 1."""
     if isinstance(steps, bool) or not isinstance(steps, Integral):
         raise TypeError(f"Invalid ns_steps: {steps!r} (must be an int >= 1)")
     if int(steps) < 1:
@@ -87,12 +89,17 @@ def check_steps(steps: object) -> None:
 
 @lru_cache(maxsize=64)
 def minimax(steps: int, *, lower: float, safety: float = 1.0, cushion: float = 0.0) -> tuple[Triple, ...]:
-    """Greedy composition of minimax odd quintics for singular values in [lower, 1] (Polar Express).
+    """Compose minimax odd quintics for singular values in [lower, 1], as in "The Polar Express" (arXiv 2505.16932).
 
-    Each step is the best approximation of 1 on the interval the previous one left; the greedy choice is optimal for
-    the composition. `safety` divides the argument of every step but the last. `cushion` fits a step on
-    [max(lower, cushion * upper), upper] instead, which keeps small singular values from costing accuracy elsewhere,
-    and recentres the result around 1.
+    Each step is the best approximation of 1 on the interval that the previous step maps to. This greedy choice is
+    optimal for the composition.
+
+    Args:
+        steps: number of triples.
+        lower: the smallest singular value that is brought close to 1.
+        safety: divides the argument of every step but the last.
+        cushion: fits a step on [max(lower, cushion * upper), upper] and recentres it around 1. Without a cushion, very
+            small singular values cost accuracy for all others.
     """
     check_steps(steps)
     if not 0.0 < lower < 1.0:
@@ -114,12 +121,12 @@ def minimax(steps: int, *, lower: float, safety: float = 1.0, cushion: float = 0
 
 
 def best_quintic(lower: float, upper: float) -> Triple:
-    """The odd quintic p that minimizes max |1 - p(x)| over [lower, upper], by Remez exchange.
+    """Return the odd quintic p that minimizes max |1 - p(x)| over [lower, upper], found by Remez exchange.
 
-    The error equioscillates on four points: both ends and the two inner extrema of p, which are the roots of a
+    The error equioscillates on four points: both ends and the two inner extrema of p. The extrema are the roots of a
     quadratic in x^2, so an exchange is one 4x4 solve and one square root.
     """
-    if 1.0 - lower / upper < 5e-6:  # the linear system is singular to rounding; this is the limit of the solution
+    if 1.0 - lower / upper < 5e-6:  # the linear system would be numerically singular; this is the limit of its solution
         return (1.875 / upper, -1.25 / upper**3, 0.375 / upper**5)
     inner_low, inner_high = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
     error = math.inf
@@ -144,7 +151,7 @@ def _evaluate(triple: Triple, x: float) -> float:
 
 
 def _contract(triple: Triple, factor: float) -> Triple:
-    """p(x / factor)."""
+    """Return the triple of the polynomial p(x / factor)."""
     a, b, c = triple
     return (a / factor, b / factor**3, c / factor**5)
 

@@ -1,14 +1,14 @@
-"""Orthogonalization of batches of matrices: the polar factor, by Newton-Schulz iteration or by SVD."""
+"""Orthogonalize batches of matrices: compute their polar factors by Newton-Schulz iteration or by SVD."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.kernels import multiply_add, on_device, symmetric_product, unusable
+from muon_fsdp.kernels import Addend, multiply_add, on_device, symmetric_product, unusable
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.coefficients import NORM_MARGINS, Triple, check_steps, coefficients
 
@@ -16,11 +16,11 @@ Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "ex
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 Form = Literal["auto", "standard", "gram"]
 
-# n/m from which iterating on the m x m Gram matrix is cheaper than iterating on the m x n matrix.
+# From this n/m on, iterating on the m x m Gram matrix is cheaper than iterating on the m x n matrix.
 GRAM_ASPECT_RATIO = 1.5
-# Up to this many rows the Gram matrix is formed anew after every second step in half precision, not every third.
+# Up to this many rows, the Gram form in half precision refreshes X after every second step, otherwise every third.
 SMALL_ROWS = 512
-# Up to this many rows everything is float32, on GPUs too.
+# Up to this many rows, GPUs iterate in float32 instead of float16.
 TINY_ROWS = 64
 
 
@@ -32,15 +32,25 @@ def orthogonalize(
     form: Form = "auto",
     factor: float = 1.0,
     inverse_norms: Tensor | None = None,  # (B,)
-    out: Tensor | None = None,
+    out: Tensor | None = None,  # (..., m, n)
 ) -> Tensor:
-    """The polar factor U V^T of every matrix U S V^T of a batch; same shape and dtype, the input is not changed.
+    """Return `factor` times the polar factor U V^T of every matrix U S V^T of a batch.
 
-    `method` names a set of coefficients, or is "exact" for an SVD in float64. The iterative methods bring singular
-    values above 4e-3 of the Frobenius norm ("default", five steps) to 1 and lift smaller ones towards 1; directions
-    with singular value 0 stay 0 in every method. `form` selects how the same iteration is evaluated. The result is
-    multiplied by `factor`. `inverse_norms` are used where the caller has them, and `out`, which may have another
-    dtype, takes the result.
+    The iterative methods bring singular values above 4e-3 of the Frobenius norm ("default", five steps) to 1 and lift
+    smaller ones towards 1. A singular value of 0 stays 0 in every method. The input is not changed.
+
+    Args:
+        matrices: (..., m, n), the matrices, in any floating-point precision.
+        method: the name of a set of coefficients, or "exact" for an SVD in float64.
+        steps: number of iterations.
+        form: how the iteration is evaluated: on the matrices ("standard"), on their Gram matrices ("gram"), or
+            whichever is cheaper for the shape ("auto").
+        factor: a number that the result is multiplied by.
+        inverse_norms: (B,), one over the Frobenius norms, if the caller has computed them already.
+        out: (..., m, n), a tensor for the result, which may have another dtype.
+
+    Returns:
+        `out`, or a new tensor with the shape and dtype of `matrices`.
     """
     if not isinstance(matrices, Tensor) or matrices.layout != torch.strided:
         raise TypeError("orthogonalize needs a dense tensor")
@@ -64,25 +74,32 @@ def orthogonalize(
     return result
 
 
+class Shifted(NamedTuple):
+    """The batch of matrices scales * matrices + shifts * left right^T, in parts: the sum is not stored."""
+
+    matrices: Tensor  # (B, m, n)
+    scales: Tensor  # (B,)
+    left: Tensor  # (B, m)
+    right: Tensor  # (B, n)
+    shifts: Tensor  # (B,)
+
+
 def orthogonalize_shifted(
-    matrices: Tensor,  # (B, m, n)
-    scales: Tensor,  # (B,)
-    left: Tensor,  # (B, m)
-    right: Tensor,  # (B, n)
-    shifts: Tensor,  # (B,)
-    norms: Tensor,  # (B,)
+    shifted: Shifted,
+    norms: Tensor,  # (B,), the Frobenius norms of the sums
     *,
     method: str,
     steps: int,
-    out: Tensor,
+    out: Tensor,  # (B, m, n)
     active: Tensor,  # (B,) bool
 ) -> None:
-    """Into `out` the polar factors of scales * matrices + shifts * left right^T, whose Frobenius norms are given.
+    """Compute the polar factors of shifted matrices into `out`, with the Triton kernels of a GPU.
 
-    By kernels, on a GPU: what is not active costs no time and stays.
+    The kernels skip matrices that are not active: those cost no time and keep their numbers in `out`.
     """
     from muon_fsdp.kernels import triton_spectral
 
+    matrices, scales, left, right, shifts = shifted
     rows, cols = matrices.shape[-2:]
     triples, margin = coefficients(method, steps), NORM_MARGINS[method]
     flags = active.to(torch.int32)
@@ -100,8 +117,8 @@ def _polar_by_iteration(
     margin: float,
     form: Form,
     factor: float,
-    inverse_norms: Tensor | None,
-    out: Tensor,
+    inverse_norms: Tensor | None,  # (B,)
+    out: Tensor,  # (B, rows, cols)
 ) -> None:
     rows, cols = batch.shape[-2:]
     batch = batch.contiguous()
@@ -114,13 +131,18 @@ def normalize(
     batch: Tensor,  # (B, m, n)
     margin: float,
     dtype: torch.dtype,
-    inverse_norms: Tensor | None = None,  # (B,), where they are known
+    inverse_norms: Tensor | None = None,  # (B,), if the caller has computed them already
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Every matrix at a Frobenius norm of 1/margin in `dtype`; what that was rounded from; and by what to multiply it.
+    """Scale every matrix to a Frobenius norm of 1/margin; a zero matrix stays zero.
 
-    Zero stays zero. Norms are taken relative to the largest entry, because the square of 1e-20 or 1e+20 is not a
-    float32. A margin keeps the largest singular value inside the interval of the coefficients when a norm or a
-    product is rounded up.
+    Norms are computed relative to the largest entry, because the squares of 1e-20 and 1e+20 are outside the normal
+    range of float32. The margin keeps the largest singular value inside the interval of the coefficients even if
+    rounding increases a norm or a product.
+
+    Returns:
+        A tuple (x, original, scale). x, (B, m, n), holds the scaled matrices in `dtype`. original, (B, m, n), and
+        scale, (B,), give the same matrices before they were rounded to `dtype`: original * scale, or original alone
+        where scale is None.
     """
     differentiable = torch.is_grad_enabled() and batch.requires_grad
     if dtype != torch.float64 and not differentiable and unusable(batch.device) is None:
@@ -139,9 +161,11 @@ def _one_where_zero(x: Tensor) -> Tensor:
 
 
 def _iteration_dtype(batch: Tensor) -> torch.dtype:
-    """float16 on GPUs: the tensor-core rate of bfloat16 with eight times its precision, safe after `normalize`.
+    """Return the dtype of the iteration: float16 on GPUs, float32 on CPUs, and float64 for float64 matrices.
 
-    Of matrices with few rows it would round single entries that decide a singular value; float32 costs little there.
+    float16 is as fast as bfloat16 on tensor cores and eight times as precise, and its range suffices after
+    `normalize`. Matrices with few rows are iterated in float32, which costs little: there a single entry can decide a
+    singular value, so rounding that entry to float16 would change the result.
     """
     if batch.dtype == torch.float64:
         return torch.float64
@@ -149,12 +173,14 @@ def _iteration_dtype(batch: Tensor) -> torch.dtype:
 
 
 def _refresh_steps(rows: int, cols: int, steps: int, form: Form, dtype: torch.dtype) -> frozenset[int]:
-    """After which steps (counted from 1) the accumulated factor is multiplied into X and X X^T is formed anew.
+    """Return the steps, counted from 1, after which X is refreshed.
 
-    Always: the standard iteration. Seldom: the Gram form, which costs only m x m products in between. It can't be
-    never: rounding makes small eigenvalues of the iterated Gram matrix negative, and later steps blow them up.
-    In half precision the first two steps are always taken together, because X would lose small singular values when
-    it is rounded after the first; and small matrices, whose rounding errors weigh more, are refreshed more often.
+    A refresh multiplies X by the accumulated factor and computes X X^T again.
+    A refresh after every step gives the standard iteration. Fewer refreshes give the Gram form, in which the steps in
+    between need only m x m products. Some refreshes are necessary: rounding makes small eigenvalues of the iterated
+    Gram matrix negative, and later steps amplify them.
+    In half precision, form "auto" does not refresh X after the first step, because rounding X there would lose small
+    singular values. It refreshes small matrices more often, because rounding errors weigh more in them.
     """
     if form not in get_args(Form):
         raise ValueError(f"Unknown form {form!r}; valid names are {', '.join(get_args(Form))}")
@@ -169,30 +195,32 @@ def _refresh_steps(rows: int, cols: int, steps: int, form: Form, dtype: torch.dt
 
 @lru_cache(maxsize=4096)
 def orthogonalization_flops(rows: int, cols: int, steps: int) -> float:
-    """Floating-point operations of one matrix in float32, with every product counted in full."""
+    """Return the floating-point operations for one matrix in float32, counting symmetric products in full."""
     small, large = min(rows, cols), max(rows, cols)
     refreshes = len(_refresh_steps(small, large, steps, "auto", torch.float32))
-    between = steps - refreshes  # steps that only touch m x m matrices
-    # Per step Z; per step in between R twice; the factor once per step but the first after a refresh; XX^T and QX.
+    between = steps - refreshes  # steps that only need m x m matrices
+    # Every step computes Z. A step without a refresh also computes R in two products and the factor Q in one.
+    # Every refresh computes X X^T and Q X.
     square = steps + 2 * between + between
     return 2.0 * small * small * (square * small + 2 * refreshes * large)
 
 
 def _iterate(
-    x: Tensor,  # (B, m, n), or (B, n, m): the Gram matrix is the small one
-    original: Tensor,  # what x was rounded from,
-    scale: Tensor | None,  # (B,), before it was multiplied by this
+    x: Tensor,  # (B, m, n), or (B, n, m) with m <= n
+    original: Tensor,  # the same shape: x before it was rounded, divided by `scale`
+    scale: Tensor | None,  # (B,)
     triples: tuple[Triple, ...],
     refresh_steps: frozenset[int],
     result_factor: float,
-    out: Tensor,
+    out: Tensor,  # the same shape as x
     active: Tensor | None = None,  # (B,) int32: where 0, `out` need not be computed
 ) -> None:
-    """X <- aX + (bR + cR^2)X with R = XX^T, for every triple; the last X times `result_factor` into `out`.
+    """Run X <- aX + (bR + cR^2)X with R = XX^T for every triple, and write the last X times `result_factor` to `out`.
 
-    Between two refreshes X is not touched: the factor Q with X_now = Q X and R_now = Q R Q are iterated in its place.
-    All of them are polynomials in R, so they commute and every product among them is symmetric. Q is kept as
-    q I + F: where singular values are small Q is nearly q I, and F X + q X is accurate there though F is rounded.
+    Between two refreshes X does not change. Instead, the iteration updates R and a factor Q: the current iterate is
+    Q X, and its Gram matrix is Q R Q. All of these are polynomials in R, so they commute and every product among them
+    is symmetric. Q is stored as q I + F. Where singular values are small, Q is nearly q I, so F X + q X is accurate
+    there although F is rounded.
     """
     tall = x.shape[-2] > x.shape[-1]
     gram = symmetric_product(x, x, transposed=tall, active=active)  # R, (B, m, m)
@@ -200,21 +228,21 @@ def _iterate(
     f: Tensor | None = None
     q = 1.0
     for step, (a, b, c) in enumerate(triples, start=1):
-        z = symmetric_product(gram, gram, gram, alpha=c, beta=b, active=active)  # bR + cR^2
-        f = z if f is None else symmetric_product(f, z, f, z, beta=a, gamma=q, active=active)  # (F + qI)(Z + aI) - qaI
+        z = symmetric_product(gram, gram, [Addend(gram, b)], alpha=c, active=active)  # bR + cR^2
+        # (F + qI)(Z + aI) - qaI
+        f = z if f is None else symmetric_product(f, z, [Addend(f, a), Addend(z, q)], active=active)
         q *= a
         if step not in refresh_steps:
-            half = symmetric_product(gram, z, gram, beta=a, active=active)  # R(Z + aI)
-            gram = symmetric_product(z, half, half, beta=a, active=active)  # (Z + aI) R (Z + aI)
+            half = symmetric_product(gram, z, [Addend(gram, a)], active=active)  # R(Z + aI)
+            gram = symmetric_product(z, half, [Addend(half, a)], active=active)  # (Z + aI) R (Z + aI)
             continue
         last = step == len(triples)
         left, right = (x, f) if tall else (f, x)
         x = multiply_add(
             left,
             right,
-            exact,
+            Addend(exact, q * (result_factor if last else 1.0)),
             alpha=result_factor if last else 1.0,
-            beta=q * (result_factor if last else 1.0),
             c_scale=exact_scale,
             out=out if last else None,
             active=active,
@@ -226,9 +254,9 @@ def _iterate(
 
 def _polar_by_svd(batch: Tensor) -> Tensor:
     finite = torch.isfinite(batch).all(-1).all(-1)[:, None, None]
-    # LAPACK raises for the whole batch if one matrix is not finite.
+    # LAPACK raises for the whole batch if one matrix is not finite. Such matrices are zero here and NaN in the result.
     u, s, vh = torch.linalg.svd(torch.where(finite, batch, 0).to(torch.float64), full_matrices=False)
-    # What is below the rounding of the input is no direction of it: zero, as the iteration leaves it.
+    # Singular values below the rounding error of the input count as zero and stay zero, as in the iteration.
     precision = torch.finfo(torch.promote_types(batch.dtype, torch.float32)).eps
     threshold = s[..., :1] * max(batch.shape[-2:]) * precision
     polar = (u * (s > threshold).unsqueeze(-2)) @ vh

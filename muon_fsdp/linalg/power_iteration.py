@@ -1,4 +1,4 @@
-"""The largest singular values of whole matrices, by products with them; batched, and without a wait for the device."""
+"""Compute the largest singular values of whole matrices by products with vectors, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from muon_fsdp.linalg.autocast import outside_autocast
 from muon_fsdp.linalg.subspaces import best_in_krylov_space, normalized_or, start_vectors
 
-# Products W^T W x from a start that knows nothing. By the gap-free bound for random starts (Kuczynski, Wozniakowski
-# 1992) the expected error of the norm is then at most 0.5% for any matrix of up to 10,000 columns.
+# Products W^T W x from a start vector that is independent of W. By the gap-free bound for random start vectors
+# (Kuczynski, Wozniakowski 1992) the expected error of the norm is at most 0.5% for any matrix of up to 10,000 columns.
 COLD_STEPS = 96
 
 
@@ -31,15 +31,15 @@ class Triple(NamedTuple):
 
 @outside_autocast
 def power_iteration(matrices: Tensor, steps: int = 10, right: Tensor | None = None) -> Triple:
-    """The top singular triples of (..., m, n) after `steps` products with W^T W, from `right` or a fixed start.
+    """Approximate the top singular triple of every matrix of a batch by `steps` products with W^T W.
 
-    A warm start needs a few steps; from nothing it takes about a hundred to come within 1%, and
-    `compute_spectral_norm` is better then.
+    A few steps suffice if `right` comes from similar matrices. Otherwise about a hundred steps are needed to come
+    within 1%, and `compute_spectral_norm` is better.
 
     Args:
-        matrices: (..., m, n), not DTensors.
+        matrices: (..., m, n), a tensor, not a DTensor.
         steps: products with W^T W.
-        right: (..., n), the `right` of matrices that were little different; None starts from a fixed vector.
+        right: (..., n), the `right` that this function returned for similar matrices; None starts from a fixed vector.
     """
     batch = _as_batch(matrices)
     vectors = _starts(batch)
@@ -52,7 +52,7 @@ def power_iteration(matrices: Tensor, steps: int = 10, right: Tensor | None = No
 
 @outside_autocast
 def spectral_norm(matrices: Tensor, right: Tensor | None = None, steps: int = 10) -> Tensor:
-    """Return the largest singular value of every matrix of (..., m, n); `muon_fsdp.spectral` describes it."""
+    """Compute what `muon_fsdp.spectral.compute_spectral_norm` documents, for tensors that are not DTensors."""
     if right is not None:
         return power_iteration(matrices, steps, right).norm
     batch = _as_batch(matrices)
@@ -63,7 +63,8 @@ def spectral_norm(matrices: Tensor, right: Tensor | None = None, steps: int = 10
 
 def _as_batch(matrices: Tensor) -> Tensor:
     if not isinstance(matrices, Tensor) or matrices.ndim < 2:
-        raise ValueError(f"a matrix or a batch of matrices is needed, got {getattr(matrices, 'shape', type(matrices))}")
+        found = getattr(matrices, "shape", type(matrices))
+        raise ValueError(f"expected a matrix or a batch of matrices, a tensor (..., m, n), got {found}")
     batch = matrices.detach().reshape(-1, *matrices.shape[-2:])
     return batch.to(torch.promote_types(batch.dtype, torch.float32))
 

@@ -1,4 +1,4 @@
-"""Spheres of matrices of equal spectral norm: their radius, and the way back to them."""
+"""Compute the radius of a sphere of matrices with equal spectral norm, and retract matrices to the sphere."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ RetractMode = Literal["hard", "dynamic"]
 RADIUS_MODES: tuple[str, ...] = get_args(RadiusMode)
 RETRACT_MODES: tuple[str, ...] = get_args(RetractMode)
 
-# A matrix of a smaller norm has no direction to retract along.
+# A matrix with a smaller norm counts as zero and is not retracted: scaling it up would amplify rounding errors.
 SMALLEST_NORM = 1e-12
 
 
 def target_radius(rows: int, cols: int, mode: str = "spectral_mup", scaler: float = 1.0) -> float:
-    """The spectral norm R at which a (d_out, d_in) matrix is kept.
+    """Return the spectral norm R that a (d_out, d_in) matrix is retracted to.
 
-    For "initialize", where it is the norm that the matrix had at its first step, this is what a zero matrix gets.
+    In mode "initialize", R is the norm that the matrix had at its first step. The result of this function then only
+    applies to matrices that were zero.
 
     Args:
         rows: d_out.
         cols: d_in.
-        mode: "spectral_mup": scaler * sqrt(rows / cols); "identity": scaler; or "initialize".
-        scaler: see there, positive.
+        mode: "spectral_mup" for scaler * sqrt(rows / cols), "identity" for scaler, or "initialize".
+        scaler: a positive number that multiplies the radius.
     """
     if mode not in RADIUS_MODES:
         raise ValueError(f"Unknown radius_mode {mode!r}; valid names are {', '.join(RADIUS_MODES)}")
@@ -36,11 +37,17 @@ def target_radius(rows: int, cols: int, mode: str = "spectral_mup", scaler: floa
 
 
 def retraction(
-    norm: Tensor, radius: Tensor, mode: str, lr: float | Tensor, weight_decay: float = 0.0, alpha: float = 0.05
+    norm: Tensor,  # (B,), spectral norms
+    radius: Tensor,  # (B,)
+    mode: str,
+    lr: float | Tensor,
+    weight_decay: float = 0.0,
+    alpha: float = 0.05,
 ) -> Tensor:
-    """By what to multiply matrices of these norms: to the sphere ("hard"), or a little towards it ("dynamic").
+    """Return the factors that bring matrices to the sphere ("hard") or a step towards it ("dynamic").
 
-    Matrices without a norm, and all at lr = 0, stay as they are.
+    Returns:
+        (B,), 1 for matrices whose norm is below `SMALLEST_NORM`, and 1 for all matrices at lr = 0.
     """
     if mode not in RETRACT_MODES:
         raise ValueError(f"Unknown retract_mode {mode!r}; valid names are {', '.join(RETRACT_MODES)}")
@@ -57,22 +64,25 @@ def retraction(
 
 def retract(
     matrices: Tensor,  # (..., m, n)
-    radius: float | Tensor,
+    radius: float | Tensor,  # (...)
     mode: str = "hard",
     *,
-    norm: Tensor | None = None,
+    norm: Tensor | None = None,  # (...)
     lr: float = 1.0,
     alpha: float = 0.05,
 ) -> Tensor:
-    """The matrices on the sphere of spectral norm `radius`, or a step towards it; zero matrices stay zero.
+    """Scale matrices to the sphere of spectral norm `radius`, or a step towards it; zero matrices stay zero.
 
     Args:
-        matrices: (..., m, n), not DTensors.
+        matrices: (..., m, n), a tensor, not a DTensor.
         radius: the norm to reach, one number or one per matrix.
-        mode: "hard" scales to the radius, "dynamic" by 1 + alpha * lr * sign(radius - norm).
-        norm: (...), their spectral norms, where they are known.
-        lr: of "dynamic"; at 0 nothing is changed, in both modes.
-        alpha: of "dynamic".
+        mode: "hard" scales to the radius, "dynamic" multiplies by 1 + alpha * lr * sign(radius - norm).
+        norm: (...), the spectral norms of the matrices; None computes them.
+        lr: the learning rate in mode "dynamic"; at 0 the matrices do not change in either mode.
+        alpha: the strength of mode "dynamic".
+
+    Returns:
+        The scaled matrices, a new tensor.
     """
     if norm is None:
         norm = spectral_norm(matrices)

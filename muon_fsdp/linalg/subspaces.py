@@ -1,6 +1,6 @@
-"""The best vectors of subspaces: from which the top singular vectors of matrices are found, by products with them only.
+"""Find the top singular vectors of matrices in subspaces, using only products of the matrices with vectors.
 
-Nothing here looks at a number on the host.
+The host never reads a number, so it never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,29 +14,35 @@ from torch import Tensor
 
 _SQUARINGS = 24
 
-# For batches of vectors (G, b, n), b per matrix, of several widths n: W x (G, b, m), or the part of it on this rank;
+# Each function takes and returns one tensor per class of matrices, where a class has G matrices of one shape (m, n).
+# From vectors x (G, b, n), b per matrix, to products W x (G, b, m), or the part of them on this rank.
 Left: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor]]
-# W^T y of that, whole on every rank;
+# From these products y to W^T y (G, b, n), complete on every rank.
 Right: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor]]
-# and its inner products (G, b, b), over all ranks.
+# From these products y to their inner products (G, b, b), summed over all ranks.
 Inner: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def num_products(power_iteration_steps: int) -> int:
-    """How many products with W make up for so many steps of power iteration, in `refine`.
+    """Return how many products with W `refine` needs to be as accurate as so many steps of power iteration.
 
-    One that looks for the best vector in all that it has seen needs about the square root of their number where
-    singular values lie close together, which is where it matters.
+    `refine` searches the span of all vectors that it has seen. Where singular values lie close together, which is the
+    hard case, such a method needs about the square root of the steps of power iteration.
     """
     return max(2, round(math.sqrt(power_iteration_steps)) - 1)
 
 
 def best_in_krylov_space(
-    gram: Callable[[Sequence[Tensor]], list[Tensor]], starts: Sequence[Tensor], steps: int
+    gram: Callable[[Sequence[Tensor]], list[Tensor]],  # from x (G, n) to W^T W x (G, n), for every class
+    starts: Sequence[Tensor],  # (G, n) for every class
+    steps: int,
 ) -> list[Tensor]:
-    """Unit vectors x (G, n) of the largest ||W x|| in the span of x, W^T W x, .. from `starts`, by the Lanczos method.
+    """Find the vector x with the largest ||W x|| in the span of s, W^T W s, .., with the Lanczos method.
 
-    Orthogonalized in full, so that copies of a vector can't appear by rounding.
+    Every new vector is orthogonalized against all earlier ones. Otherwise rounding would bring copies of a vector back.
+
+    Returns:
+        Unit vectors x, (G, n) for every class.
     """
     current = list(starts)
     bases = [start.new_zeros(steps, *start.shape) for start in starts]
@@ -46,13 +52,13 @@ def best_in_krylov_space(
         for basis, vector in zip(bases, current, strict=True):
             basis[step] = vector
         products = gram(current)
-        if not scales:  # squares of very small or large products would not be numbers
+        if not scales:  # the squares of very small or very large products would leave the range of the dtype
             scales = [_largest(product) for product in products]
         for index, scale in enumerate(scales):
             product, known, small = products[index] / scale, bases[index][: step + 1], projected[index]
             first = torch.einsum("qgn,gn->gq", known, product)
             rest = product - torch.einsum("gq,qgn->gn", first, known)
-            second = torch.einsum("qgn,gn->gq", known, rest)  # once more: rounding leaves a part of them in it
+            second = torch.einsum("qgn,gn->gq", known, rest)  # again: rounding leaves parts of `known` in `rest`
             rest = rest - torch.einsum("gq,qgn->gn", second, known)
             column = (first + second).to(torch.float64)
             small[:, : step + 1, step] = column
@@ -66,7 +72,7 @@ def best_in_krylov_space(
 
 
 class Refined(NamedTuple):
-    """The best vector of a subspace, W times it, and a better subspace."""
+    """The best vector of the span that `refine` searched, W times that vector, and the subspace for the next call."""
 
     right: Tensor  # (G, n) unit vectors
     left: Tensor  # (G, m), or the part of it on this rank
@@ -74,12 +80,13 @@ class Refined(NamedTuple):
 
 
 def refine(left: Left, right: Right, inner: Inner, subspaces: Sequence[Tensor], steps: int) -> list[Refined]:
-    """From subspaces (G, b, n) that were nearly those of the top singular vectors, the top ones now, and the next.
+    """Find the top singular vectors of W in the span of a subspace, W^T W times the subspace, and so on.
 
-    One vector would not do: when updates avoid the top one, another that grows meanwhile takes its place, and has
-    hardly a part in what is known. Spanned are the subspace, W^T W times it, and so on, with `steps` products W x.
+    The subspaces, (G, b, n) for every class, come from a similar W, and `steps` products W x are made. A single vector
+    instead of a subspace would not suffice: when updates avoid the top singular vector, another one grows, becomes
+    the top one, and has almost no component along the single known vector.
     """
-    # In float64: what is nearly dependent is blown up when it is made orthonormal, and its rounding with it.
+    # In float64: making nearly dependent vectors orthonormal amplifies their rounding errors.
     bases = [[orthonormal(subspace.double())] for subspace in subspaces]
 
     def multiply_last() -> list[Tensor]:
@@ -91,7 +98,7 @@ def refine(left: Left, right: Right, inner: Inner, subspaces: Sequence[Tensor], 
         for basis, product in zip(bases, products, strict=True):
             known, new = torch.cat(basis, dim=1), product.double() / _largest(product.double())
             rest = new - (new @ known.mT) @ known
-            rest = rest - (rest @ known.mT) @ known  # once more: rounding leaves a part of them in it
+            rest = rest - (rest @ known.mT) @ known  # again: rounding leaves parts of `known` in `rest`
             basis.append(orthonormal(_new_directions(rest, new)))
         for many, product in zip(lefts, multiply_last(), strict=True):
             many.append(product)
@@ -104,7 +111,7 @@ def refine(left: Left, right: Right, inner: Inner, subspaces: Sequence[Tensor], 
         best = (weights @ vectors)[:, 0]
         norms = _norm(best).clamp_min(1e-300)[:, None]
         best_left = (weights.to(spanned_left.dtype) @ spanned_left)[:, 0] / norms.to(spanned_left.dtype)
-        # The eighth power of W^T W on the subspace: what is far from the top dies out, what is near stays.
+        # The eighth power of W^T W on the span: directions with small singular values vanish, those near the top stay.
         power = small / _largest(small.flatten(1))[..., None]
         for _ in range(3):
             power = power @ power
@@ -114,31 +121,37 @@ def refine(left: Left, right: Right, inner: Inner, subspaces: Sequence[Tensor], 
 
 
 def orthonormal(vectors: Tensor) -> Tensor:
-    """Rows (G, b, n) in float64 made orthonormal, by Cholesky factors; what depends on others becomes zero."""
+    """Return an orthonormal basis of the rows (G, b, n), which must be float64, by Cholesky factorization.
+
+    Rows that depend on others become zero.
+    """
     rows = normalized_or(vectors, torch.zeros_like(vectors))
     shift = 1e-10
     identity = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
     for _ in range(2):
         factor, _ = torch.linalg.cholesky_ex(rows @ rows.mT + shift * identity)
         rows = torch.linalg.solve_triangular(factor, rows, upper=False)
-    # Neither one nor nearly nothing would be found again as something new, and count twice.
+    # A row of intermediate norm is nearly dependent. If it stayed, the same direction could appear in the basis twice.
     kept = torch.where(_norm(rows)[..., None] > 0.5, rows, 0.0)
     return normalized_or(kept, torch.zeros_like(kept))
 
 
 def _new_directions(rest: Tensor, product: Tensor) -> Tensor:
-    """What is left of products without all known directions; where that is rounding only, it is none."""
+    """Return `rest`, the part of products outside the known directions, with zeros where it is only rounding error."""
     return torch.where((_norm(rest) <= 1e-5 * _norm(product))[..., None], 0.0, rest)
 
 
 def _largest(vectors: Tensor) -> Tensor:
-    """The largest absolute value along the last axis, 1 where that is 0; the axis is kept."""
+    """Return the largest absolute value along the last axis, or 1 where that is 0. The axis is kept."""
     largest = vectors.abs().amax(-1, keepdim=True)
     return torch.where(largest == 0, 1.0, largest)
 
 
 def _top_eigenvectors(symmetric: Tensor) -> Tensor:
-    """Of positive semi-definite matrices (G, q, q), by squaring: torch.linalg.eigh would make a GPU wait."""
+    """Return the top eigenvectors (G, q) of positive semi-definite matrices (G, q, q), found by repeated squaring.
+
+    `torch.linalg.eigh` would make the host wait for the GPU.
+    """
     power = symmetric
     for _ in range(_SQUARINGS):
         largest = power.abs().amax(dim=(-2, -1), keepdim=True)
@@ -146,13 +159,17 @@ def _top_eigenvectors(symmetric: Tensor) -> Tensor:
         power = power @ power
     zero = power.abs().amax(dim=(-2, -1)) == 0
     power[:, 0, 0] += zero.to(power.dtype)
-    # All columns are multiples of the eigenvector by now, but some may be zero.
+    # Every column is now a multiple of the eigenvector, but some columns may be zero.
     column = power.square().sum(-2).argmax(-1)
     return torch.gather(power, -1, column[:, None, None].expand(-1, power.shape[-2], 1))[..., 0]
 
 
 def start_vectors(like: Tensor) -> Tensor:
-    """Unit vectors (.., n) that no matrix was made for, other ones along the axis before the last; the same always."""
+    """Return pseudo-random unit vectors in the shape of `like`, (.., n), the same ones at every call.
+
+    The vectors differ along the second to last axis of a tensor with three or more axes and repeat along all other
+    axes. They are independent of the weights, so an iteration can start from them for any matrix.
+    """
     shape = (like.shape[-2] if like.ndim > 2 else 1, like.shape[-1])
     positions = torch.arange(1, shape[0] * shape[1] + 1, device=like.device, dtype=torch.float64)
     numbers = torch.sin(positions * 12.9898) * 43758.5453
@@ -162,7 +179,10 @@ def start_vectors(like: Tensor) -> Tensor:
 
 
 def normalized_or(vectors: Tensor, otherwise: Tensor) -> Tensor:
-    """Unit vectors; where one is zero, `otherwise`; NaN stays. In two steps: the square of 1e-30 is not a float32."""
+    """Return vectors divided by their norms, or `otherwise` where a vector is zero. NaN stays NaN.
+
+    Vectors are first divided by their largest entry, because the square of 1e-30 is not representable in float32.
+    """
     scaled = vectors / _largest(vectors)
     norms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return torch.where(norms == 0, otherwise, scaled / torch.where(norms == 0, 1.0, norms))

@@ -1,42 +1,74 @@
-"""The multiplier that makes an update tangent to a sphere of matrices of equal spectral norm; batched.
+"""Find the multiplier that makes an update tangent to a sphere of matrices with equal spectral norm, for batches.
 
-Nothing here looks at a number on the host, so nothing stalls a GPU; on CPUs a search ends when all have been found.
+On a GPU the host never reads a number, so it never waits for the device and every search makes the same launches. On a
+CPU a search stops as soon as all multipliers are found.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import unusable
 from muon_fsdp.linalg.autocast import outside_autocast
-from muon_fsdp.linalg.newton_schulz import orthogonalize, orthogonalize_shifted
+from muon_fsdp.linalg.newton_schulz import Shifted, orthogonalize, orthogonalize_shifted
 from muon_fsdp.linalg.subspaces import normalized_or
 
 LambdaMode = Literal["bracketed", "bisection", "projection", "zero"]
 LAMBDA_MODES: tuple[str, ...] = get_args(LambdaMode)
 
-# Calls of msign after which a search gives up. One more, at zero, follows for what it has not found.
+# Calls of msign after which a search gives up. One more call, at lambda = 0, follows for matrices without a root.
 MAX_CALLS = {"bracketed": 12, "bisection": 26}
-# How near zero <u v^T, msign(..)> must come: what rounding leaves reachable.
+# The largest |<u v^T, msign(..)>| that counts as zero. Rounding makes smaller values unreachable.
 TOLERANCE, HALF_TOLERANCE = 2e-4, 1e-3
-# ||M + lambda u v^T||^2 is the sum of three terms that may cancel; below this their rounding is all that is left.
+# ||M + lambda u v^T||^2 is a sum of three terms that may cancel. A smaller sum is only their rounding error.
 SMALLEST_SQUARE = 1e-5
 
 
+@dataclass(frozen=True)
+class Msign:
+    """How msign, the polar factor of a matrix, is computed.
+
+    Args:
+        orthogonalization: the name of a method, as in the option `orthogonalization` of the optimizers.
+        ns_steps: number of Newton-Schulz steps; "exact" ignores it.
+    """
+
+    orthogonalization: str = "default"
+    ns_steps: int = 5
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the caller of `solve_lambda` knows about the matrices of a batch before the search; None means unknown.
+
+    Args:
+        multiplier: (B,), multipliers of the previous step. "bracketed" starts there, and from 0 if they are unknown.
+        slope: (B,), slopes of the previous step.
+        searched: (B,), bool, False for matrices whose multiplier is 0 without a search.
+        inverse_norms: (B,), one over the Frobenius norms of the momentum.
+    """
+
+    multiplier: Tensor | None = None
+    slope: Tensor | None = None
+    searched: Tensor | None = None
+    inverse_norms: Tensor | None = None
+
+
 class Tangent(NamedTuple):
-    """What `solve_lambda` found for every matrix of a batch.
+    """The result of `solve_lambda` for every matrix of a batch.
 
     Args:
         multiplier: (B,), lambda.
         direction: (B, m, n), msign(M + lambda u v^T).
         residual: (B,), f(lambda) = <u v^T, direction>.
-        slope: (B,), an estimate of f', for the next search.
-        calls: (B,), calls of msign.
-        failed: (B,), bool: not found, so lambda is 0.
+        slope: (B,), an estimate of f', to pass to the next search.
+        calls: (B,), number of calls of msign.
+        failed: (B,), bool, True where no root was found and lambda is 0.
     """
 
     multiplier: Tensor
@@ -49,50 +81,44 @@ class Tangent(NamedTuple):
 
 @outside_autocast
 def solve_lambda(
-    momentum: Tensor,
-    left: Tensor,
-    right: Tensor,
+    momentum: Tensor,  # (B, m, n)
+    left: Tensor,  # (B, m)
+    right: Tensor,  # (B, n)
     *,
     method: str = "bracketed",
     tolerance: float | None = None,
-    start: Tensor | None = None,
-    slope: Tensor | None = None,
-    searched: Tensor | None = None,
-    orthogonalization: str = "default",
-    ns_steps: int = 5,
-    inverse_norms: Tensor | None = None,
-    out: Tensor | None = None,
+    known: Known | None = None,
+    msign: Msign | None = None,
+    out: Tensor | None = None,  # (B, m, n)
 ) -> Tangent:
-    """The root of f(lambda) = <u v^T, msign(M + lambda u v^T)>, with M at a Frobenius norm of 1.
+    """Find the root lambda of f(lambda) = <u v^T, msign(M + lambda u v^T)>, with M scaled to a Frobenius norm of 1.
 
-    f is non-decreasing, and its root lies in [-c - 1, -c + 1] with c = u^T M v: every singular value of the rest of
-    M is at most 1. Where |f| is not below the tolerance after the calls that a method has, lambda = 0 is taken, with
-    one more call.
+    f does not decrease. Its root lies in [-c - 1, -c + 1] with c = u^T M v, because M - c u v^T has no singular value
+    above 1. If |f| still exceeds the tolerance after the calls of msign that a method may make, the result has
+    lambda = 0, which takes one more call.
 
     Args:
         momentum: (B, m, n), M at any norm.
         left: (B, m), unit vectors u.
         right: (B, n), unit vectors v.
-        method: "bracketed" goes from `start` by secants that stay inside the bracket (Illinois), at most 12 calls of
-            msign; "bisection" halves it, at most 26.
-        tolerance: of |f|; None is 2e-4 on CPUs and in float64, 1e-3 on GPUs.
-        start: (B,), the multipliers of the last step; None starts from 0.
-        slope: (B,), the slopes of the last step.
-        searched: (B,), bool: where False, lambda is 0.
-        orthogonalization: what msign is computed with, as the option of the optimizers.
-        ns_steps: its steps.
-        inverse_norms: (B,), one over the Frobenius norms of `momentum`, where they are known.
-        out: (B, m, n), takes the direction.
+        method: "bracketed" takes secant steps inside the bracket (Illinois method), at most 12 calls of msign;
+            "bisection" halves the bracket, at most 26 calls.
+        tolerance: the largest |f| that counts as a root; None is 2e-4 on CPUs and in float64, and 1e-3 on GPUs.
+        known: what is known before the search, such as the multipliers of the previous step.
+        msign: how msign is computed; None is the default of `Msign`.
+        out: (B, m, n), a tensor for the direction.
     """
     if method not in MAX_CALLS:
         raise ValueError(f"Unknown method {method!r}; valid names are {', '.join(MAX_CALLS)}")
+    known, msign = known or Known(), msign or Msign()
     result = torch.empty_like(momentum, dtype=_at_least_single(momentum)) if out is None else out
-    by_kernels = unusable(momentum.device) is None and momentum.dtype != torch.float64 and orthogonalization != "exact"
+    single = momentum.dtype != torch.float64
+    by_kernels = unusable(momentum.device) is None and single and msign.orthogonalization != "exact"
     make = _EvaluationByKernels if by_kernels else _Evaluation
-    evaluate = make(momentum, inverse_norms, left, right, result, orthogonalization, ns_steps)
+    evaluate = make(momentum, left, right, result, msign, known.inverse_norms)
     if tolerance is None:
-        tolerance = HALF_TOLERANCE if momentum.is_cuda and momentum.dtype != torch.float64 else TOLERANCE
-    search = _Search(evaluate.component, method, tolerance, start, slope, searched, min(momentum.shape[-2:]))
+        tolerance = HALF_TOLERANCE if momentum.is_cuda and single else TOLERANCE
+    search = _Search(evaluate.component, method, tolerance, known, min(momentum.shape[-2:]))
     on_host = momentum.device.type == "cpu"
     for _ in range(MAX_CALLS[method]):
         search.update(evaluate(search.point, search.active))
@@ -111,17 +137,19 @@ def _at_least_single(tensor: Tensor) -> torch.dtype:
 
 
 class _Evaluation:
-    """f at one point per matrix, and msign there in `result`; those that are not active keep what they have."""
+    """Evaluates f at one point per matrix and stores msign at that point in `result`.
+
+    A call returns f, (B,). Matrices that are not active keep their entry of `result`.
+    """
 
     def __init__(
         self,
-        momentum: Tensor,
-        inverse_norms: Tensor | None,
-        left: Tensor,
-        right: Tensor,
-        result: Tensor,
-        orthogonalization: str,
-        ns_steps: int,
+        momentum: Tensor,  # (B, m, n)
+        left: Tensor,  # (B, m)
+        right: Tensor,  # (B, n)
+        result: Tensor,  # (B, m, n)
+        msign: Msign,
+        inverse_norms: Tensor | None,  # (B,)
     ) -> None:
         dtype = _at_least_single(momentum)
         if inverse_norms is None:
@@ -130,40 +158,42 @@ class _Evaluation:
         else:
             self.unit = momentum.to(dtype) * inverse_norms[:, None, None].to(dtype)
         self.left, self.right, self.result = left.to(dtype), right.to(dtype), result
-        self.options: dict[str, Any] = {"method": orthogonalization, "steps": ns_steps}
+        self.msign = msign
         self.component = bilinear(self.left, self.unit, self.right)
 
     def __call__(self, points: Tensor, active: Tensor) -> Tensor:
         if self.unit.device.type != "cpu" or bool(active.all()):
-            # A point that is not active has not moved, so it gets the same result again.
-            self._msign(self.unit, points, self.left, self.right, self.result)
+            # The point of an inactive matrix has not moved, so computing it again gives the same result.
+            self._evaluate(self.unit, points, self.left, self.right, self.result)
             return bilinear(self.left, self.result, self.right)
         where = active.nonzero().squeeze(-1)
         left, right = self.left[where], self.right[where]
         part = torch.empty_like(self.result[where])
-        self._msign(self.unit[where], points[where], left, right, part)
+        self._evaluate(self.unit[where], points[where], left, right, part)
         self.result[where] = part
         values = torch.zeros_like(points)
         values[where] = bilinear(left, part, right)
         return values
 
-    def _msign(self, unit: Tensor, points: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
+    def _evaluate(self, unit: Tensor, points: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
         shifted = torch.baddbmm(unit, points[:, None, None] * left[:, :, None], right[:, None, :])
-        orthogonalize(shifted, out=out, **self.options)
+        orthogonalize(shifted, out=out, method=self.msign.orthogonalization, steps=self.msign.ns_steps)
 
 
 class _EvaluationByKernels:
-    """The same, where inactive matrices cost no time though nobody looks which they are."""
+    """Does the same as `_Evaluation`, with kernels that skip inactive matrices.
+
+    The kernels read on the device which matrices are active, so the host does not wait for that.
+    """
 
     def __init__(
         self,
-        momentum: Tensor,
-        inverse_norms: Tensor | None,
-        left: Tensor,
-        right: Tensor,
-        result: Tensor,
-        orthogonalization: str,
-        ns_steps: int,
+        momentum: Tensor,  # (B, m, n)
+        left: Tensor,  # (B, m)
+        right: Tensor,  # (B, n)
+        result: Tensor,  # (B, m, n)
+        msign: Msign,
+        inverse_norms: Tensor | None,  # (B,)
     ) -> None:
         from muon_fsdp.kernels import triton_norms
 
@@ -171,27 +201,33 @@ class _EvaluationByKernels:
         scales = triton_norms.inverse_norms(self.momentum) if inverse_norms is None else inverse_norms
         self.scales, self.left, self.right = scales, left.contiguous(), right.contiguous()
         self.result = result
-        self.options: dict[str, Any] = {"method": orthogonalization, "steps": ns_steps}
+        self.msign = msign
         self.component = self.scales * bilinear(self.left, self.momentum, self.right)
 
     def __call__(self, points: Tensor, active: Tensor) -> Tensor:
         norms = (1 + 2 * points * self.component + points.square()).clamp_min(SMALLEST_SQUARE).sqrt()
         orthogonalize_shifted(
-            self.momentum,
-            self.scales,
-            self.left,
-            self.right,
-            points,
+            Shifted(self.momentum, self.scales, self.left, self.right, points),
             norms,
+            method=self.msign.orthogonalization,
+            steps=self.msign.ns_steps,
             out=self.result,
             active=active,
-            **self.options,
         )
         return bilinear(self.left, self.result, self.right, active)
 
 
-def bilinear(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | None = None) -> Tensor:
-    """u^T A v for every matrix of a batch; where not active, anything."""
+def bilinear(
+    left: Tensor,  # (B, m)
+    matrices: Tensor,  # (B, m, n)
+    right: Tensor,  # (B, n)
+    active: Tensor | None = None,  # (B,) bool
+) -> Tensor:
+    """Compute u^T A v for every matrix of a batch.
+
+    Returns:
+        (B,), with arbitrary numbers for matrices that are not active.
+    """
     if matrices.dtype != torch.float64 and unusable(matrices.device) is None and matrices.is_contiguous():
         from muon_fsdp.kernels import triton_spectral
 
@@ -201,8 +237,13 @@ def bilinear(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | Non
     return (left * products).sum(-1)
 
 
-def add_outer(matrices: Tensor, left: Tensor, right: Tensor, factors: Tensor) -> None:
-    """A <- A + factor u v^T for every matrix of a batch."""
+def add_outer(
+    matrices: Tensor,  # (B, m, n)
+    left: Tensor,  # (B, m)
+    right: Tensor,  # (B, n)
+    factors: Tensor,  # (B,)
+) -> None:
+    """Add factor * u v^T to every matrix of a batch, in place."""
     if matrices.dtype != torch.float64 and unusable(matrices.device) is None and matrices.is_contiguous():
         from muon_fsdp.kernels import triton_spectral
 
@@ -214,30 +255,34 @@ def add_outer(matrices: Tensor, left: Tensor, right: Tensor, factors: Tensor) ->
 
 
 class _Search:
-    """A root of a non-decreasing function per matrix; all of them step together, without a look at their values."""
+    """A search for the root of f for every matrix of a batch.
+
+    All searches advance together. Each choice is a `torch.where`, so the host never reads a value.
+    """
 
     def __init__(
         self,
-        component: Tensor,
+        component: Tensor,  # (B,), u^T M v
         method: str,
         tolerance: float,
-        start: Tensor | None,
-        slope: Tensor | None,
-        searched: Tensor | None,
+        known: Known,
         rank: int,
     ) -> None:
         self.bisects, self.tolerance = method == "bisection", tolerance
         self.low, self.high = -component - 1, -component + 1
-        # What f tends to: a secant from there is no worse than a bisection.
+        # The limits of f stand in for its values at the ends: a secant from them is no worse than a bisection.
         self.f_low, self.f_high = -torch.ones_like(component), torch.ones_like(component)
         self.seen_low = torch.zeros_like(component, dtype=torch.bool)
         self.seen_high = torch.zeros_like(self.seen_low)
-        guess = torch.full_like(component, math.sqrt(rank))  # for singular values that are all alike
+        guess = torch.full_like(
+            component, math.sqrt(rank)
+        )  # a guess that suits matrices with nearly equal singular values
+        slope, start = known.slope, known.multiplier
         self.slope = guess if slope is None else torch.where(slope > 0, slope.to(guess.dtype), guess)
         point = torch.zeros_like(component) if start is None else start.to(component.dtype)
         if self.bisects:
             point = -component
-        self.searched = torch.ones_like(self.seen_low) if searched is None else searched
+        self.searched = torch.ones_like(self.seen_low) if known.searched is None else known.searched
         point = torch.minimum(torch.maximum(point, self.low), self.high)
         self.point = torch.where(self.searched, point, 0.0)
         self.value = torch.zeros_like(component)
@@ -247,7 +292,7 @@ class _Search:
         self._before: tuple[Tensor, Tensor] | None = None
 
     def update(self, value: Tensor) -> None:
-        """Take f at the points, and move on where it is not small enough."""
+        """Record f at the current points, (B,), and choose new points where |f| exceeds the tolerance."""
         self.calls = self.calls + self.active.int()
         self.value = torch.where(self.active, value, self.value)
         self.active = self.active & self.searched & ~(value.abs() <= self.tolerance)
@@ -258,7 +303,8 @@ class _Search:
             self.slope = torch.where(active & (secant > 0) & torch.isfinite(secant), secant, self.slope)
         self._before = (x, value)
         below, above = active & (value < 0), active & ~(value < 0)
-        # Illinois: an end that stays twice counts half, else it would stay for ever.
+        # Illinois method: halve f at an end of the bracket that stayed fixed in two successive steps. Otherwise secants
+        # could leave that end fixed forever.
         self.f_high = torch.where(below & (self._last_side < 0) & self.seen_high, self.f_high / 2, self.f_high)
         self.f_low = torch.where(above & (self._last_side > 0) & self.seen_low, self.f_low / 2, self.f_low)
         self.low, self.f_low = torch.where(below, x, self.low), torch.where(below, value, self.f_low)

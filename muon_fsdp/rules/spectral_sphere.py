@@ -12,7 +12,7 @@ from muon_fsdp.declarations.option import Option, PlannedOptions, number, positi
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.linalg.newton_schulz import orthogonalization_flops, orthogonalize
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction, target_radius
-from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, add_outer, bilinear, solve_lambda
+from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, add_outer, bilinear, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
 from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon
 from muon_fsdp.statistics.observer import TopSingular
@@ -95,12 +95,8 @@ class SpectralSphere(Muon):
                 top.left,
                 top.right,
                 method=mode,
-                start=multiplier,
-                slope=batch.state["lagrange_slope"],
-                searched=is_regular,
-                orthogonalization=method,
-                ns_steps=steps,
-                inverse_norms=batch.inverse_norms,
+                known=Known(multiplier, batch.state["lagrange_slope"], is_regular, batch.inverse_norms),
+                msign=Msign(method, steps),
                 out=batch.update,
             )
             batch.state.update(lagrange_multiplier=tangent.multiplier, lagrange_slope=tangent.slope)

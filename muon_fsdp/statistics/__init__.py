@@ -1,1 +1,1 @@
-"""Statistics of weights, found on shards by all ranks together."""
+"""Compute statistics of weights on shards, on all ranks together."""

@@ -1,7 +1,7 @@
-"""Statistics of the weights that rules ask for by name, found on shards: W is never assembled.
+"""Compute the statistics of weights that rules request by name, on shards: no weight W is ever gathered.
 
 A new statistic is one object in `STATISTICS`. Most are sums over elements: every rank adds up the parts of W that it
-holds, and one reduction completes the statistics of all matrices on the same ranks. `top_singular` iterates.
+holds, and one all-reduce completes the statistics of all matrices on the same ranks. `top_singular` is iterative.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TopSingular(NamedTuple):
 
 
 class Statistic(ABC):
-    """A statistic of the weights. It may keep state of its own and have options, which rules that ask for it get."""
+    """A statistic of the weights. Its state and options are added to those of every rule that requests it."""
 
     name: str
     doc: str
@@ -46,22 +46,30 @@ class Statistic(ABC):
 
     @abstractmethod
     def example(self, rows: int, cols: int) -> Any:
-        """Return the statistic of one zero matrix, on the CPU."""
+        """Return the statistic of one zero matrix (rows, cols), on the CPU."""
 
 
 class SummedStatistic(Statistic):
-    """A statistic that is a sum over elements, or follows from one: every rank adds what its parts of W give."""
+    """A statistic that is a function of a sum over elements: every rank adds the terms of its parts of W."""
 
     @abstractmethod
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Return the shape of what belongs to one matrix."""
+        """Return the shape of the statistic of one (rows, cols) matrix."""
 
     @abstractmethod
     def add(self, sums: Tensor, part: Tensor, matrices: slice, rows: slice, cols: slice) -> None:
-        """Add what a part (count, rows, cols) of some matrices gives to the float64 sums (B, ...) of all."""
+        """Add the terms of a part of some matrices to the sums.
+
+        Args:
+            sums: (B, ...), float64, the sums of all matrices of a class, changed in place.
+            part: (count, rows, cols), a part of `count` matrices.
+            matrices: which of the B matrices the part belongs to.
+            rows: which rows of these matrices the part holds.
+            cols: which columns of these matrices the part holds.
+        """
 
     def finish(self, total: Tensor) -> Tensor:
-        """Return the statistic, given the sum over all ranks."""
+        """Return the statistic for the sum over all ranks, (B, ...)."""
         return total
 
     def example(self, rows: int, cols: int) -> Tensor:
@@ -69,7 +77,7 @@ class SummedStatistic(Statistic):
 
 
 class _Norm(SummedStatistic):
-    """Norms of whole matrices, of their rows or of their columns."""
+    """The norms of whole matrices, or of their rows, or of their columns."""
 
     def __init__(self, name: str, doc: str, dims: tuple[int, ...]) -> None:
         self.name, self.doc, self._dims = name, doc, dims
@@ -78,7 +86,7 @@ class _Norm(SummedStatistic):
         return tuple(size for dim, size in ((-2, rows), (-1, cols)) if dim not in self._dims)
 
     def add(self, sums: Tensor, part: Tensor, matrices: slice, rows: slice, cols: slice) -> None:
-        # In float64: the square of 1e20 is not a float32.
+        # In float64, because the square of 1e20 overflows in float32.
         squares = torch.linalg.vector_norm(part, dim=self._dims, dtype=torch.float64).square()
         kept = [place for dim, place in ((-2, rows), (-1, cols)) if dim not in self._dims]
         place = (matrices, *kept)
@@ -89,7 +97,7 @@ class _Norm(SummedStatistic):
 
 
 class _TopSingular(Statistic):
-    """Warm-started from the subspaces of the last step, which are its state."""
+    """The top singular triples. Each step starts from the subspaces of the previous step, which are its state."""
 
     name = "top_singular"
     doc = "`TopSingular(norm, left, right)`: the largest singular value with its vectors"
@@ -123,7 +131,7 @@ STATISTICS: dict[str, Statistic] = {
 
 
 class Observer:
-    """Finds the statistics of the matrices of one set. `names` are those that each class asks for."""
+    """Computes the statistics of the matrices of one set. `names` lists the statistics that each class needs."""
 
     def __init__(self, matrices: MatrixSet, names: Sequence[Sequence[str]]) -> None:
         self._matrices = matrices
@@ -132,21 +140,30 @@ class Observer:
         for index, (kind, each) in enumerate(zip(matrices.classes, names, strict=True)):
             if _TopSingular.name in each:
                 by_steps[kind.options["power_iteration_steps"]].append(index)
-        # In one order on all ranks: every survey has collectives of its own.
+        # Sorted, because every survey has its own collectives and all ranks must issue them in the same order.
         self._surveys = [
             (indices, Survey(matrices.only(indices), steps)) for steps, indices in sorted(by_steps.items())
         ]
 
     @property
     def iterates(self) -> bool:
-        """Whether a first step, which knows no subspaces, does more than later ones."""
+        """Return whether a first step, which has no subspaces yet, does more work than later steps."""
         return bool(self._surveys)
 
     def observe(
         self, shards: Mapping[int, Tensor], states: Sequence[State], recorder: Recorder, *, cold: bool
     ) -> list[dict[str, Any]]:
-        """Return the statistics of every class by name. `states` are their per-matrix states, of which those that
-        belong to a statistic are replaced; `cold` if some of these may still be zero."""
+        """Compute the statistics of all matrices of the set; a collective.
+
+        Args:
+            shards: the local shards by position of the parameter.
+            states: the per-matrix state of every class. The entries that belong to a statistic are replaced.
+            recorder: issues the collectives, so that a CUDA graph can be recorded around them.
+            cold: whether some of the states may still be zero.
+
+        Returns:
+            The statistics of every class by name.
+        """
         found: list[dict[str, Any]] = [{} for _ in states]
         self._observe_sums(shards, recorder, found)
         for indices, survey in self._surveys:
@@ -179,7 +196,7 @@ class Observer:
                     each.add(sums[block.kind][each.name], part, block.matrices, block.rows, block.cols)
         flat = [(index, each, sums[index][each.name]) for index, many in enumerate(self._summed) for each in many]
         totals = [value for _, _, value in flat]
-        # Also where every rank holds all of W: only the first of them has counted it.
+        # Necessary even if every rank holds all of W, because only the first of these ranks has added its terms.
         if totals and len(matrices.ranks) > 1:
             totals = add_up(totals, matrices.ranks, recorder)
         for (index, each, _), total in zip(flat, totals, strict=True):

@@ -1,4 +1,4 @@
-"""Products of vectors with all the parts of weights on this rank, W x and W^T y, by kernels where there are any."""
+"""Multiply vectors with the parts of weights on this rank, W x and W^T y, with kernels where they are available."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 
 def have_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels multiply vectors of this precision there: TF32 and float64 on tensor cores are NVIDIA's."""
+    """Return whether kernels can multiply vectors of this dtype on a device.
+
+    The kernels need TF32 and float64 on tensor cores, which only NVIDIA GPUs have.
+    """
     return dtype == torch.float32 and torch.version.hip is None and unusable(device) is None
 
 
 class ShardProducts:
-    """Products with the parts of matrices in these shards, for vectors of whole matrices.
+    """Multiplies vectors of whole matrices with the parts of the matrices in some shards.
 
-    Vectors are a list of (count, b, length), one per class of matrices, or flat: those of all classes in a row.
+    Vectors are a list of (count, b, length), one tensor per class of matrices, or flat: one buffer with the vectors of
+    all classes in order.
     """
 
     def __init__(
@@ -36,21 +40,21 @@ class ShardProducts:
     ) -> None:
         self.key = self.key_of(blocks, shards)
         self._shapes, self._blocks, self._shards = shapes, blocks, shards
-        # By numbers of vectors: launches for W x, those for W^T y, and what has to be multiplied by the library.
+        # By number of vectors per class: launches for W x, launches for W^T y, and blocks that PyTorch multiplies.
         self._launches: dict[tuple[int, ...], tuple[list[Multiplication], list[Multiplication], list[Block]]] = {}
 
     @staticmethod
     def key_of(blocks: Sequence[Block], shards: Mapping[int, Tensor]) -> object:
-        """What the tables of kernels depend on."""
+        """Return a key that changes whenever the tables of the kernels have to be built again."""
         of_blocks = [shards[position] for position in dict.fromkeys(block.position for block in blocks)]
         return tuple([(shard.data_ptr(), shard.stride(), shard.dtype) for shard in of_blocks])
 
     def left(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """W x (count, b, rows), or the part of it that comes from this rank."""
+        """Return this rank's part of W x, (count, b, rows) for every class, for vectors (count, b, cols)."""
         return self._multiply(vectors, transposed=False)
 
     def right(self, lefts: Sequence[Tensor]) -> list[Tensor]:
-        """W^T y (count, b, cols), or the part of it that comes from this rank."""
+        """Return this rank's part of W^T y, (count, b, cols) for every class, for vectors (count, b, rows)."""
         return self._multiply(lefts, transposed=True)
 
     def _multiply(self, vectors: Sequence[Tensor], *, transposed: bool) -> list[Tensor]:
@@ -68,7 +72,10 @@ class ShardProducts:
         return self._split(self.multiply_flat(flat, num_vectors, transposed=transposed), num_vectors, not transposed)
 
     def multiply_flat(self, vectors: Tensor, num_vectors: Sequence[int], *, transposed: bool) -> Tensor:
-        """W x, or W^T y, by kernels; x in TF32."""
+        """Return W x, or W^T y if transposed, for vectors in a flat buffer, computed with kernels.
+
+        x must be rounded to TF32, because tensor cores would truncate it.
+        """
         numel = sum(
             count * each * (cols if transposed else rows)
             for (count, rows, cols), each in zip(self._shapes, num_vectors, strict=True)
@@ -115,7 +122,7 @@ class ShardProducts:
 
         groups: dict[tuple[Any, ...], list[Operand]] = defaultdict(list)
         others: list[Block] = []
-        times: dict[tuple[int, int], int] = defaultdict(int)  # that a matrix is written to
+        times: dict[tuple[int, int], int] = defaultdict(int)  # how many launches write to a matrix so far
         for block in self._blocks:
             shard = self._shards[block.position]
             weights = block.of(shard)
@@ -131,7 +138,9 @@ class ShardProducts:
                 kind = (turn, shard.dtype, swapped, operand.unit, operand.aligned, operand.aligned_rows)
                 groups[kind].append(operand)
         launches: tuple[list[Multiplication], list[Multiplication]] = ([], [])
-        for kind in sorted(groups, key=lambda kind: int(kind[0])):  # what adds to others comes after them
+        for kind in sorted(
+            groups, key=lambda kind: int(kind[0])
+        ):  # launches that add to a result come after the one that writes it
             turn, dtype, swapped = kind[:3]
             for transposed in (False, True):
                 multiplication = Multiplication.of(
@@ -141,7 +150,11 @@ class ShardProducts:
         return (*launches, others)
 
     def _operand(self, block: Block, index: int, matrix: Tensor, num_vectors: Sequence[int]) -> tuple[Operand, bool]:
-        """A part of a matrix, or of the transposed one, as a kernel reads it."""
+        """Describe a part of a matrix, or of its transpose, for a kernel.
+
+        Returns:
+            The operand, and whether rows and columns are swapped in it.
+        """
         from muon_fsdp.kernels.triton_spectral import Operand
 
         _, rows, cols = self._shapes[block.kind]
@@ -151,7 +164,7 @@ class ShardProducts:
         first_col = sum(count * number * n for (count, _, n), number in before) + index * each * cols
         row_side = (first_row + block.rows.start, block.rows.step or 1, rows)
         col_side = (first_col + block.cols.start, 1, cols)
-        # A stride that is never gone along may be any.
+        # The stride of a dimension of size 1 is arbitrary in PyTorch, so it gets the value that kernels prefer.
         row_stride = matrix.stride(0) if len(matrix) > 1 else 0
         col_stride = matrix.stride(1) if matrix.shape[1] > 1 else 1
         height, width = matrix.shape
@@ -161,6 +174,6 @@ class ShardProducts:
 
 
 def _rounded(vectors: Tensor) -> Tensor:
-    """To the nearest number of TF32, which tensor cores would not do; NaN stays."""
+    """Round float32 vectors to the nearest TF32 number, because tensor cores truncate. NaN stays NaN."""
     bits = (vectors.view(torch.int32) + 0x1000) & -0x2000
     return torch.where(vectors.isnan(), vectors, bits.view(torch.float32))

@@ -1,7 +1,7 @@
-"""The top singular triples of weights, found on shards.
+"""Find the top singular triples of weights on shards, without gathering a weight W.
 
-W is never assembled. Every rank multiplies the vectors of all matrices with the parts of W that it holds, and the
-products are added up, for all matrices that lie on the same ranks at once. Vectors are whole on every rank and small.
+Every rank multiplies vectors with the parts of W that it holds, and all-reduces add up the products, for all matrices
+on the same ranks at once. The vectors are small, and every rank holds all of them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from muon_fsdp.statistics.shard_products import ShardProducts, have_kernels
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_subspace import Space
 
-COLD_ROUNDS = 4  # in which a subspace is found around a first vector
-_PRODUCTS_BY_KERNELS = 2  # of W with a subspace, in the kernels that refine one
+COLD_ROUNDS = 4  # calls of `refine` that build a subspace around a first vector
+_PRODUCTS_BY_KERNELS = 2  # products of W with a subspace that the kernels are written for
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """The top singular triples of the matrices of a class, and the subspaces that the next survey starts from."""
+    """The top singular triples of the matrices of one class, and the subspaces from which the next survey starts."""
 
     subspace: Tensor  # (count, num_vectors, cols)
     right: Tensor  # (count, cols)
@@ -47,7 +47,7 @@ class Surveyed:
 class Survey:
     """Finds the top singular triples of all matrices of a set at once.
 
-    `steps` is what a survey should be worth, in steps of power iteration.
+    `steps` is the accuracy of a survey, given as the number of steps of power iteration with that accuracy.
     """
 
     def __init__(self, matrices: MatrixSet, steps: int) -> None:
@@ -61,7 +61,17 @@ class Survey:
     def run(
         self, subspaces: Sequence[Tensor], shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool
     ) -> list[Surveyed]:
-        """Survey all matrices, from the subspaces of the last time; `cold` if some may not have one yet."""
+        """Find the top singular triples of all matrices; a collective.
+
+        Args:
+            subspaces: (count, num_vectors, cols) for every class, from the previous survey.
+            shards: the local shards by position of the parameter.
+            recorder: issues the collectives, so that a CUDA graph can be recorded around them.
+            cold: whether some subspaces may still be zero.
+
+        Returns:
+            The results of every class.
+        """
         self._recorder = recorder
         with on_device(self._device):
             return self._run(subspaces, self._products(shards), cold)
@@ -85,7 +95,7 @@ class Survey:
         ]
 
     def _starts(self, products: ShardProducts) -> list[Tensor]:
-        """Subspaces to start from, for matrices that nothing is known of."""
+        """Return subspaces to start from, for matrices without a previous survey."""
 
         def gram(vectors: Sequence[Tensor]) -> list[Tensor]:
             lefts = self._left(products, [vector[:, None] for vector in vectors])
@@ -132,7 +142,12 @@ class Survey:
     def _unit(
         self, rights: Sequence[Tensor], lefts: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Vectors v (count, cols) and W v (count, rows) of norm 1, and the norms of W v for such v."""
+        """Scale vectors v and W v to unit vectors.
+
+        Returns:
+            Three lists with one tensor per class: v (count, cols) and W v (count, rows), both of norm 1, and the norms
+            (count,) of W v for unit vectors v.
+        """
         if not self._by_kernels:
             norms = [torch.linalg.vector_norm(left, dim=-1) for left in lefts]
             return list(rights), [normalized_or(left, torch.zeros_like(left)) for left in lefts], norms
@@ -144,7 +159,7 @@ class Survey:
         return cols.split(right, single=True), rows.split(left, single=True), norms
 
     def _filled(self, subspaces: Sequence[Tensor]) -> list[Tensor]:
-        """Give subspaces of zeros something to start from."""
+        """Return the subspaces with start vectors in place of zero vectors."""
         from muon_fsdp.kernels import triton_subspace
 
         cols, _ = self._spaces
@@ -158,12 +173,12 @@ class Survey:
 
     @property
     def _shares_rows(self) -> bool:
-        """Whether a rank has whole numbers of W x, but not all of them."""
+        """Return whether a rank has complete entries of W x, but not all entries: the rows of W are sharded."""
         return self._is_split and not self._cuts_rows
 
     @cached_property
     def _spaces(self) -> tuple[Space, Space]:
-        """Where the vectors along the columns and along the rows of all matrices are in flat buffers."""
+        """Return the positions of vectors in flat buffers: along the columns, and along the rows of all matrices."""
         from muon_fsdp.kernels.triton_subspace import Space
 
         each = [(kind.count, num_vectors(kind.rows, kind.cols), kind.rows, kind.cols) for kind in self.classes]
@@ -178,13 +193,13 @@ class Survey:
 
     @property
     def _cold_starts(self) -> list[Tensor]:
-        """Vectors (count, num_vectors, cols) to start from where nothing is known."""
+        """Return fixed start vectors, (count, num_vectors, cols) for every class."""
         shapes = [(kind.count, num_vectors(kind.rows, kind.cols), kind.cols) for kind in self.classes]
         return [start_vectors(torch.empty(shape, dtype=self._dtype, device=self._device)) for shape in shapes]
 
     @cached_property
     def _weights(self) -> list[Tensor]:
-        """Per class (count,), whether this rank's part of a matrix counts in a sum over the ranks."""
+        """Return for every class, (count,), 1 if this rank's part of a matrix counts in a sum over ranks, else 0."""
         return [torch.tensor(kind.weights, dtype=self._dtype, device=self._device) for kind in self.classes]
 
     def _products(self, shards: Mapping[int, Tensor]) -> ShardProducts:
@@ -195,12 +210,12 @@ class Survey:
         return known
 
     def _left(self, products: ShardProducts, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """W x (G, b, m) for vectors (G, b, n): whole, or of the rows that this rank holds."""
+        """Return W x (G, b, m) for vectors (G, b, n): complete, or only for the rows that this rank holds."""
         result = products.left(vectors)
         return self._add_up(result) if self._cuts_rows else result
 
     def _right(self, products: ShardProducts, lefts: Sequence[Tensor]) -> list[Tensor]:
-        """W^T y (G, b, n), whole."""
+        """Return W^T y (G, b, n), complete on every rank."""
         result = products.right(lefts)
         return self._add_up(result) if self._is_split else result
 
@@ -212,7 +227,7 @@ class Survey:
         return _packed(self._add_up(split(flat))) if adds else flat
 
     def _add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Add up over the ranks, of which several may hold the same part."""
+        """Add parts up over the ranks. Several ranks may hold the same part, and only one of them counts it."""
         weighted = [
             part * weight.view(-1, *[1] * (part.ndim - 1)).to(part.dtype)
             for weight, part in zip(self._weights, parts, strict=True)
@@ -225,7 +240,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
-    """Return the spectral norm of a sharded matrix, or of every matrix of a sharded stack; a collective."""
+    """Return the spectral norm of a DTensor (m, n), or of every matrix of a DTensor (B, m, n); a collective."""
     shape = tuple(parameter.shape)
     view = matrix_view(shape, name="given", kind="matrix" if len(shape) == 2 else "stacked")
     shard = local(parameter.detach())

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from muon_fsdp.kernels import Product, multiply_add, products, select
+from muon_fsdp.kernels import Addend, Product, multiply_add, products, select
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 
 CUDA = torch.device("cuda")
@@ -85,7 +85,8 @@ def test_bits_are_those_of_the_other_kernel_every_time(kind):
     alpha, beta, gamma = KINDS[kind]
     tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
     factors = {"alpha": alpha, "beta": beta, "gamma": gamma}
-    expected = triton_products.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], tiles, **factors)
+    addends = [Addend(added, factor) for added, factor in ((c, beta), (e, gamma)) if added is not None]
+    expected = triton_products.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], tiles, alpha=alpha)
     for _ in range(100):
         out = triton_hopper.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], **factors)
         assert torch.equal(out, expected)
@@ -106,7 +107,7 @@ def test_large_products_take_it_and_others_do_not(launched):
     large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
     assert select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).path == "gluon"
     square = products.symmetric_product(large, large)
-    products.symmetric_product(square, square, square.mT, alpha=0.5, beta=2.0)  # any strides
+    products.symmetric_product(square, square, [Addend(square.mT, 2.0)], alpha=0.5)  # any strides
     assert launched == 2 * ["_symmetric_hopper_kernel"]
     launched.clear()
     unaligned = torch.randn(8 * 1024 * 1024 + 1, device=CUDA, dtype=torch.float16)[1:].view(8, 1024, 1024)
@@ -121,7 +122,7 @@ def test_large_products_take_it_and_others_do_not(launched):
         expected = a.double().mT @ a.double() if transposed else a.double() @ a.double().mT
         assert (result - expected).norm() < 1e-3 * expected.norm()
     x = torch.randn(24, 768, 768, device=CUDA, dtype=torch.float16)
-    products.symmetric_product(x, x, torch.ones(24, 768, 768, device=CUDA), beta=1.0)  # of another precision
+    products.symmetric_product(x, x, [Addend(torch.ones(24, 768, 768, device=CUDA))])  # of another precision
     multiply_add(large, large)
     assert launched == 6 * ["_symmetric_kernel"] + ["_multiply_add_kernel"]
 
