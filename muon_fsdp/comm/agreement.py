@@ -389,7 +389,7 @@ def fingerprint(*parts: object) -> int:
 
 
 def _failure(rank: int, text: str) -> RuntimeError:
-    return RuntimeError(f"Rank {rank} can't take this step, so none does: {text}")
+    return RuntimeError(f"Rank {rank} cannot take this step, so no rank does: {text}")
 
 
 def _disagreement(

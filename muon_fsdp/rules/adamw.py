@@ -99,12 +99,12 @@ class AdamW(Rule):
             if group.get(option):
                 raise ValueError(
                     f"saved with {option}=True, which rule {self.name!r} does not have: set it to False in the saved "
-                    "groups to use the moments all the same"
+                    "groups to use the moments anyway"
                 )
         if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
             raise ValueError(
                 "saved by Adam, whose weight_decay is part of its moments: set it to 0 in the saved groups to use them "
-                "all the same"
+                "anyway"
             )
         return {"momentum_buffer": saved["exp_avg"], "second_moment": saved["exp_avg_sq"], "step": saved["step"]}
 

@@ -69,7 +69,13 @@ def _check(rule: Rule) -> None:
     for statistic in rule.statistics:
         if statistic not in STATISTICS:
             near = suggestion(statistic, STATISTICS)
-            raise ValueError(f"{where}: unknown statistic {statistic!r}{near} (there are {', '.join(STATISTICS)})")
+            raise ValueError(f"{where}: unknown statistic {statistic!r}{near} (valid names: {', '.join(STATISTICS)})")
+    _check_options(rule, where)
+    _check_state(rule, where)
+
+
+def _check_options(rule: Rule, where: str) -> None:
+    """Raise if a default is not valid, a required option is missing, or a name is reserved."""
     for option in rule.all_options.values():
         if option.default is not None:  # None means "not set" and is valid for every option
             try:
@@ -81,7 +87,11 @@ def _check(rule: Rule) -> None:
             raise ValueError(f"{where}: options must include {needed!r} as a per_step option: begin with *Rule.options")
     reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
     if reserved:
-        raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves")
+        raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
+
+
+def _check_state(rule: Rule, where: str) -> None:
+    """Raise if state has an unknown kind, a repeated name or no valid start, or if kernels need other state."""
     for spec in rule.all_state:
         if spec.kind not in KINDS[type(spec)]:
             valid = ", ".join(map(repr, KINDS[type(spec)]))
@@ -99,11 +109,12 @@ def _check(rule: Rule) -> None:
         if spec.initial is None:
             continue
         if spec.initial not in rule.statistics:
-            raise ValueError(f"{where}: state {spec.name!r} starts from {spec.initial!r}: add it to statistics")
+            which = f"{where}: state {spec.name!r} starts from {spec.initial!r}"
+            raise ValueError(f"{which}, which the rule does not declare: add it to statistics")
         example = STATISTICS[spec.initial].example(3, 2)
         if not hasattr(example, "shape") or tuple(example.shape[1:]) != spec.shape_of_matrix(3, 2):
             raise ValueError(f"{where}: state {spec.name!r} of kind {spec.kind!r} can't start from {spec.initial!r}")
     if rule.fused is not None:
-        missing = [name for name in rule.fused.layout.states if name not in names]
+        missing = ", ".join(repr(name) for name in rule.fused.layout.states if name not in names)
         if missing:
-            raise ValueError(f"{where}: its kernels need the state {', '.join(map(repr, missing))}")
+            raise ValueError(f"{where}: its kernels need the state {missing}: declare it, or set kernels = None")

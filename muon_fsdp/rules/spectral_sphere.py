@@ -65,7 +65,7 @@ class SpectralSphere(Muon):
     statistics = ("top_singular",)
     diagnostics = ("norm_over_radius", "without_norm", "lambda", "msign_calls", "lambda_failed")
     hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("scale", "ns_stepsize"), "the radius of a matrix takes its place (radius_mode, radius_scaler)"
+        ("scale", "ns_stepsize"), "the radius of each matrix replaces it (pass radius_mode, radius_scaler)"
     )
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.0}
 
