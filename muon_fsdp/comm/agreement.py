@@ -1,7 +1,7 @@
 """Agree with the other ranks before a step changes anything.
 
-A rank that returned or raised alone would leave the others waiting in a collective. So ranks exchange everything that
-decides about a step first.
+A rank that returned or raised alone would leave the others waiting in a collective. So ranks first exchange everything
+that decides about a step.
 
 1. Once, before the first step (`Agreement(...)`), ranks find each other through the store of torch.distributed. Each
    rank writes down the sets of ranks that it shares parameters with, and a hash of the parameters and options of each
@@ -81,7 +81,7 @@ class Agreement:
     Args:
         counts: the sets of ranks that share parameters with this rank, and the number of parameters of each set.
         prints: a hash for every set.
-        describe: returns what the hash of a set stands for; called only if hashes differ.
+        describe: returns what the hash of a set stands for; called only for an error.
         device: where the integers are reduced.
         like: a process group whose backend serves that device; None for the default group.
     """
@@ -173,7 +173,7 @@ class Agreement:
             prints: a hash for every set; if they differ between ranks, all ranks raise.
             codes: for every set, one code per parameter: `NO_GRADIENT`, or a positive number that stands for the
                 layout of its gradient.
-            describe: returns what the hash of a set stands for; called only if hashes differ.
+            describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
 

@@ -42,10 +42,13 @@ class AdamWKernels(FusedKernels):
 
 
 class AdamW(Rule):
-    """The AdamW rule, for any parameter.
+    """The AdamW rule, for parameters of any shape.
 
-    m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2;
-    U = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+        m = beta1 * m + (1 - beta1) * grad
+        v = beta2 * v + (1 - beta2) * grad^2
+        U = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    t counts the steps that updated the parameter.
     """
 
     name = "adamw"

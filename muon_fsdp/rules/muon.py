@@ -53,9 +53,13 @@ class MuonKernels(FusedKernels):
 
 
 class Muon(Rule):
-    """The Muon rule: momentum of the gradients, orthogonalized.
+    """The Muon rule: the update is the orthogonalized momentum of the gradients.
 
-    buf = momentum * buf + grad;  U = scale * ns_stepsize * polar(buf), or polar(grad + momentum * buf) with Nesterov.
+        buf = momentum * buf + grad
+        M = grad + momentum * buf with Nesterov, else buf
+        U = scale * ns_stepsize * polar(M)
+
+    polar(M) has the singular vectors of M, and all its singular values are 1.
     """
 
     name = "muon"

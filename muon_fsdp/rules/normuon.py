@@ -11,9 +11,12 @@ from muon_fsdp.rules.muon import Muon
 
 
 class NorMuon(Muon):
-    """The NorMuon rule: Muon with the rows of each update rescaled.
+    """The NorMuon rule: Muon that rescales each row of the update by a running second moment.
 
-    O = polar(momentum);  v = beta2 * v + (1 - beta2) * mean of O^2 over a row;  U = scale * c * O / (sqrt(v) + eps).
+        O = polar(momentum)
+        v = beta2 * v + (1 - beta2) * mean of O^2 over a row
+        U = scale * ns_stepsize * c * O / (sqrt(v) + eps)
+
     The factor c keeps the Frobenius norm of O, so `scale` and lr mean the same as for Muon.
     """
 

@@ -22,10 +22,12 @@ USUAL_CALLS = 4
 
 
 class SpectralSphere(Muon):
-    """The Spectral Sphere rule: W <- f W - lr R msign(M + lambda u v^T).
+    """The Spectral Sphere rule: each matrix keeps the spectral norm R and moves along the sphere of such matrices.
 
-    M is Muon's momentum; u and v are the top singular vectors of W. lambda makes the update tangent to the sphere of
-    matrices with spectral norm R, and the factor f brings W back to that sphere.
+        W = f W - lr R msign(M + lambda u v^T)
+
+    M is Muon's momentum; u and v are the top singular vectors of W. lambda makes the update tangent to the sphere, and
+    the factor f brings W back to it.
     """
 
     name = "spectral_sphere"
