@@ -346,9 +346,9 @@ def _get(store: Store, key: str, name: str, ranks: Ranks) -> bytes:
         return value
     except RuntimeError as error:
         missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
-        waited_for = f"ranks {missing}" if missing else "other ranks"
+        absent = f"ranks {missing}" if missing else "other ranks"
         raise RuntimeError(
-            f"Rank {my_rank()} has waited {time_limit()} for {waited_for}: all ranks that hold a part of a parameter must "
+            f"Rank {my_rank()} has waited {time_limit()} for {absent}: all ranks that hold a part of a parameter must "
             "call step()"
         ) from error
 
