@@ -499,8 +499,8 @@ def _rule_section() -> str:
 
 
 def _built_in_rules() -> str:
-    blocks = [f"### {type(rule).__name__}\n\n`{parse(type(rule)).summary}`" for rule in BUILT_IN.values()]
-    return "\n\n".join(blocks)
+    docs = {type(rule).__name__: parse(type(rule)) for rule in BUILT_IN.values()}
+    return "\n\n".join(f"### {name}\n\n{doc.summary}\n\n{doc.body}" for name, doc in docs.items())
 
 
 def _methods_of(owner: type) -> list[tuple[str, str]]:

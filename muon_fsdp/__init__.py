@@ -1,4 +1,4 @@
-"""Muon for PyTorch: each weight matrix is updated by the orthogonalized momentum of its gradient."""
+"""Muon for PyTorch: an optimizer that updates each weight matrix by the orthogonalized momentum of its gradients."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch when something is asked for: `muon-fsdp --help` need not wait for it."""
+    """Import a public name, and torch with it, on first use, so that `muon-fsdp --help` is fast."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -32,4 +32,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """List the public names too, which are not imported yet."""
     return sorted({*globals(), *__all__})

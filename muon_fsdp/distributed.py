@@ -1,4 +1,4 @@
-"""The public path of assembling and scattering sharded matrices."""
+"""Gather sharded parameters into whole tensors and scatter them back: the public path of `comm/transfers.py`."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def built(info: Any, number: int, params: Any) -> torch.optim.Optimizer:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="weight_decay does nothing")
+        warnings.filterwarnings("ignore", message="weight_decay has no effect")
         return info.optim_cls(params, **info.optim_inputs_func()[number].kwargs)
 
 

@@ -448,7 +448,7 @@ def test_a_rank_that_fails_tells_the_others(ranks: RankPool):
     results = ranks.run(3, bad_option_on_one_rank, timeout=LIMIT)
     assert "ns_steps" in results[1][0]
     for (text,) in (results[0], results[2]):
-        assert text.startswith("Rank 1 can't take this step, so none does: ")
+        assert text.startswith("Rank 1 cannot take this step, so no rank does: ")
         assert "ns_steps" in text
 
 
@@ -627,7 +627,7 @@ def test_a_sparse_gradient_on_one_rank(ranks: RankPool):
     for text in results[1]:
         assert text.startswith("Sparse gradients are not supported")
     for text in results[0]:
-        assert text.startswith("Rank 1 can't take this step")
+        assert text.startswith("Rank 1 cannot take this step")
         assert "'weight'" in text
 
 

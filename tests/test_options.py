@@ -226,7 +226,7 @@ def test_an_override_of_a_parameter_that_comes_later():
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.needs_matrices])
 @pytest.mark.parametrize("place", ["constructor", "group", "override", "add_param_group"])
-@pytest.mark.filterwarnings("ignore:weight_decay does nothing")
+@pytest.mark.filterwarnings("ignore:weight_decay has no effect")
 def test_every_option_of_every_rule_arrives_from_every_place(rule, place):
     others = {"v1", "bracketed", "keller"}
     for name, option in RULES[rule].all_options.items():

@@ -410,9 +410,9 @@ def test_a_parameter_without_a_gradient_is_left_alone():
 
 def test_decay_says_once_that_it_does_nothing():
     p = nn.Parameter(torch.randn(5, 6))
-    with pytest.warns(UserWarning, match="weight_decay does nothing"):
+    with pytest.warns(UserWarning, match="weight_decay has no effect"):
         optimizer = SpectralSphereOptimizer([p], weight_decay=0.1)
-    assert "weight_decay does nothing" in str(optimizer.routing_report())
+    assert "weight_decay has no effect" in str(optimizer.routing_report())
     other = nn.Parameter(p.detach().clone())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

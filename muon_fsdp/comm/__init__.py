@@ -1,1 +1,1 @@
-"""Everything that passes between ranks."""
+"""Communicate between ranks: transfers of shards, agreement before a step, and process groups of our own."""

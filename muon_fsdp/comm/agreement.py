@@ -1,9 +1,20 @@
 """Agree with the other ranks before a step changes anything.
 
-Whoever returned or raised alone would leave the others waiting, so everything that decides about a step is agreed on
-first, in one small reduction over all ranks that the step ties together: those that share a parameter, those that share
-one with these, and so on. Who they are, and that they have the same parameters and options, is found out once, through
-the store of torch.distributed, where a rank that has something else to say can't make another one hang.
+A rank that returned or raised alone would leave the others waiting in a collective. So ranks first exchange everything
+that decides about a step.
+
+1. Once, before the first step (`Agreement(...)`), ranks find each other through the store of torch.distributed. Each
+   rank writes down the sets of ranks that it shares parameters with, and a hash of the parameters and options of each
+   set. The first rank of a set combines what its ranks wrote into a summary. Every rank reads the summaries of its
+   sets, of the sets that overlap with these, and so on: together they are the ranks that one step connects. The store
+   is used because a rank that fails, or has other parameters, can report that there, and no collective can hang.
+2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
+   creates state, whether a gradient is not finite, a hash for every set, and a code for every gradient. Every rank gets
+   the same `Agreed` back and decides from that alone.
+3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
+   raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
+   and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
+   the same error, which names the difference.
 """
 
 from __future__ import annotations
@@ -34,42 +45,45 @@ from muon_fsdp.comm.process_groups import (
     time_limit,
 )
 
-Line: TypeAlias = tuple[str, dict[str, str]]  # what is described, and its properties
-Prints: TypeAlias = Mapping[Ranks, int]  # per set of ranks, a hash of what all of them must have alike
-Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # the same at length, for an error
+Line: TypeAlias = tuple[str, dict[str, str]]  # the title of a parameter or of the optimizer, and its properties
+Prints: TypeAlias = Mapping[Ranks, int]  # for every set of ranks, a hash of what must be equal on all of them
+Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # returns what the hash of a set stands for, for an error
 
-NO_GRADIENT = 0  # a code, as those that the caller makes for gradients
+NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
 _LARGEST_CODE = 2**30
-_NEUTRAL = -(2**31)  # loses against every other number in a maximum
+_NEUTRAL = -(2**31)  # smaller than every other number, so a maximum ignores it
 
 
-class _Head(IntEnum):
-    """The numbers that come first. All but one are 1 + a rank, or 0: the largest of these ranks can be named."""
+class _Flag(IntEnum):
+    """The first integers of the vector, by index.
 
-    NOT_INERT = 0  # 1 if the step does something
-    NOT_FINITE = 1  # has a gradient that is not finite
-    FAILED = 2  # can't take the step
-    LEAVES = 3  # has other parameters than at the last step
+    All but `NOT_INERT` are 0, or 1 + the rank that sets them, so that the maximum names a rank for the error.
+    """
+
+    NOT_INERT = 0  # 1 if the step does more than create state
+    NOT_FINITE = 1  # the rank has a gradient that is not finite
+    FAILED = 2  # the rank cannot take the step
+    LEAVES = 3  # the rank's parameters have changed since the last step
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """Hold what all ranks know before a step."""
+    """What all ranks know before a step; equal on all of them."""
 
-    inert: bool  # it only asks for state
-    not_finite_on: int | None = None  # a rank with a gradient that is not finite
-    codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # of gradients, in the order of a set
+    inert: bool  # the step only creates state, on every rank
+    not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
+    codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
 
 
 class Agreement:
-    """Ranks that a step ties together, and the numbers that they exchange at every step.
+    """The ranks that one step connects, and the integers that they exchange at every step.
 
     Args:
-        counts: the sets of ranks that share parameters with this one, and how many parameters each shares.
-        prints: a hash per set.
-        describe: what to say of a set if its hashes differ.
-        device: where the numbers are reduced.
-        like: a process group whose backend serves that device; None for the world's.
+        counts: the sets of ranks that share parameters with this rank, and the number of parameters of each set.
+        prints: a hash for every set.
+        describe: returns what the hash of a set stands for; called only for an error.
+        device: where the integers are reduced.
+        like: a process group whose backend serves that device; None for the default group.
     """
 
     def __init__(
@@ -82,14 +96,14 @@ class Agreement:
     ) -> None:
         self.counts = dict(counts)
         self._device = device
-        self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # all sets of the ranks that are tied together
+        self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # the sets of all ranks that the step connects
         if not is_pretended():
             self._known, device_type = self._find_sets(_publish(counts, prints, device.type), prints, describe)
-            if device_type != device.type:  # this rank has no parameters, or on its host alone
+            if device_type != device.type:  # this rank has no parameters, or only on the CPU, and others use a GPU
                 self._device = torch.device(device_type, torch.get_device_module(device_type).current_device())
         self.ranks: Ranks = tuple(sorted({rank for ranks in self._known for rank in ranks}))
-        self._starts: dict[Ranks, int] = {}  # of every set, in the numbers
-        self._size = len(_Head)
+        self._starts: dict[Ranks, int] = {}  # where the integers of every set begin in the vector
+        self._size = len(_Flag)
         for ranks, count in self._known.items():
             self._starts[ranks] = self._size
             self._size += 2 + 2 * count
@@ -101,23 +115,26 @@ class Agreement:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether torch.distributed is still that with which this was made."""
+        """Return whether torch.distributed is still initialized as it was when this object was made."""
         return self._world() is not None and self._world() is dist.group.WORLD
 
-    # -------------------------------------------------------------------------------------------------- once: finding
+    # --------------------------------------------------------------------------------------- once: find the other ranks
 
     def _find_sets(
         self, names: Mapping[Ranks, str], prints: Prints, describe: Describe
     ) -> tuple[dict[Ranks, int], str]:
-        """Follow the sets to those that overlap with them, and so on; raise if the ranks of one do not agree.
+        """Find all sets that overlap with this rank's sets, directly or through others.
 
         Args:
-            names: of this rank's sets, in the store.
-            prints: a hash per set.
-            describe: what to say of a set if its hashes differ.
+            names: for every set of this rank, the prefix of its keys in the store.
+            prints: a hash for every set.
+            describe: returns what the hash of a set stands for.
 
         Returns:
-            The number of parameters of every set, and the type of device on which numbers are reduced.
+            The number of parameters of every set, and the type of device on which integers are reduced.
+
+        Raises:
+            RuntimeError: the hashes of a set differ, or one of the ranks has failed.
         """
         store = shared_store()
         for ranks, name in names.items():
@@ -150,62 +167,74 @@ class Agreement:
         inert: bool,
         not_finite: bool,
     ) -> Agreed | None:
-        """Tell the others what this rank is about to do, and return what all know then.
-
-        None means that a rank has left: all must meet anew, in another `Agreement`.
+        """Exchange with the other ranks what this rank is about to do.
 
         Args:
-            prints: a hash per set; where they differ, all ranks raise.
-            codes: per set and parameter, `NO_GRADIENT`, or a positive number that says how its gradient lies.
-            describe: what to say of a set if its hashes differ.
-            inert: whether the step here only asks for state.
-            not_finite: whether a gradient here is not finite.
+            prints: a hash for every set; if they differ between ranks, all ranks raise.
+            codes: for every set, one code per parameter: `NO_GRADIENT`, or a positive number that stands for the
+                layout of its gradient.
+            describe: returns what the hash of a set stands for; called only for an error.
+            inert: whether the step only creates state on this rank.
+            not_finite: whether this rank has a gradient that is not finite.
+
+        Returns:
+            What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new
+            `Agreement`.
+
+        Raises:
+            RuntimeError: a rank has failed, hashes differ, or gradients of one parameter are laid out differently.
+                Every rank raises it.
         """
         numbers = self._numbers()
-        numbers[_Head.NOT_INERT] = int(not inert)
-        numbers[_Head.NOT_FINITE] = (1 + my_rank()) * not_finite
+        numbers[_Flag.NOT_INERT] = int(not inert)
+        numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
             start = self._starts[ranks]
-            # Hashes are equal everywhere if the largest of both are opposite, and codes likewise.
+            # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
+            # are equal if the smallest is the largest; the same holds for codes.
             numbers[start : start + 2 + 2 * count] = [prints[ranks], -prints[ranks], *of_set, *inverse]
         largest = self._largest(numbers)
-        if largest[_Head.LEAVES]:
+        if largest[_Flag.LEAVES]:
             return None
         for ranks, start in self._starts.items():
             if largest[start] != -largest[start + 1]:
                 report = f"{self._next_report()}/{name_of(ranks)}"
                 raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), prints, describe)
-        rank = largest[_Head.NOT_FINITE] - 1
+        rank = largest[_Flag.NOT_FINITE] - 1
         found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
-        return Agreed(not largest[_Head.NOT_INERT], rank if rank >= 0 else None, found)
+        return Agreed(not largest[_Flag.NOT_INERT], rank if rank >= 0 else None, found)
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this rank can't take the step; each of them raises."""
+        """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""
         shared_store().set(f"{self._next_report()}/{my_rank()}", str(error))
-        self._reduce(self._numbers(_Head.FAILED))
+        self._reduce(self._numbers(_Flag.FAILED))
 
     def leave(self) -> None:
-        """Tell the others that this rank has other parameters than before, so that all meet anew."""
-        self._largest(self._numbers(_Head.LEAVES))
+        """Report to the other ranks that this rank's parameters have changed, so that all make a new `Agreement`."""
+        self._largest(self._numbers(_Flag.LEAVES))
 
-    def _numbers(self, says: _Head | None = None) -> list[int]:
-        """Return numbers that say one thing, or nothing, and nothing of any set."""
+    def _numbers(self, flag: _Flag | None = None) -> list[int]:
+        """Return a vector of integers that sets at most one flag and leaves the maximum for every set to others."""
         numbers = [NO_GRADIENT] * self._size
-        if says is not None:
-            numbers[says] = 1 + my_rank()
+        if flag is not None:
+            numbers[flag] = 1 + my_rank()
         for start in self._starts.values():
             numbers[start : start + 2] = _NEUTRAL, _NEUTRAL
         return numbers
 
     def _codes_of(self, ranks: Ranks, largest: Sequence[int], describe: Describe) -> Sequence[int]:
-        """Return the code of every gradient of a set; raise, on all ranks, where gradients lie differently on some."""
+        """Return the code of every gradient of a set.
+
+        Raises:
+            RuntimeError: the gradients of a parameter are laid out differently on some ranks. Every rank raises it.
+        """
         start, count = self._starts[ranks] + 2, self._known[ranks]
         codes, inverse = largest[start : start + count], largest[start + count : start + 2 * count]
         for index, (code, other) in enumerate(zip(codes, inverse, strict=True)):
             if code and code != _LARGEST_CODE - other:
-                # What is described first is the optimizer itself.
+                # The first line of a description is the optimizer itself; parameters follow.
                 which = describe(ranks)[1 + index][0] if ranks in self.counts else "a parameter"
                 raise RuntimeError(
                     f"The gradients of {which} are laid out differently on its ranks {list(ranks)}: redistribute them "
@@ -214,17 +243,18 @@ class Agreement:
         return codes
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest numbers of all ranks, and raise if one of them has given up."""
+        """Return the element-wise maximum of the vectors of all ranks; raise if one of the ranks has failed."""
         largest = self._reduce(numbers)
-        if largest[_Head.FAILED]:
-            rank = largest[_Head.FAILED] - 1
+        if largest[_Flag.FAILED]:
+            rank = largest[_Flag.FAILED] - 1
             raise _failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode())
         return largest
 
     def _reduce(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest numbers of all ranks.
+        """Return the element-wise maximum of the vectors of all ranks, by an all-reduce.
 
-        The host waits for them, on a stream of their own: not for the gradients that the device is still computing.
+        The host waits for the result. On a GPU the all-reduce has its own stream, so the host does not wait for the
+        gradients that the device is still computing.
         """
         group = group_of(self.ranks, self._device)
         if self._device.type == "cpu":
@@ -243,7 +273,10 @@ class Agreement:
         return on_host.tolist()
 
     def _next_report(self) -> str:
-        """Return a place in the store for what went wrong; all ranks ask for it at the same time."""
+        """Return a key of the store for a report of what went wrong.
+
+        Ranks count their reports, and all of them ask for the next one in the same step, so all get the same key.
+        """
         self._num_reports += 1
         return f"{self._reports}/{self._num_reports}"
 
@@ -252,14 +285,23 @@ class Agreement:
 
 
 def tell_failure(counts: Iterable[Ranks], error: Exception) -> None:
-    """Tell the others that this rank can't take its first step; each of them raises when it looks for the ranks."""
+    """Report to the other ranks that this rank cannot take its first step; each raises when it reads the summaries.
+
+    Args:
+        counts: the sets of ranks that share parameters with this rank.
+        error: what went wrong on this rank.
+    """
     _publish(dict.fromkeys(counts, 0), {}, "cpu", failed=str(error))
 
 
 def _publish(
     counts: Mapping[Ranks, int], prints: Prints, device_type: str, failed: str | None = None
 ) -> dict[Ranks, str]:
-    """Write down what this rank has; return the places in the store where the ranks of each set meet."""
+    """Write what this rank has into the store, for every set of ranks that it belongs to.
+
+    Returns:
+        For every set, the prefix of the keys under which its ranks write.
+    """
     store, me = shared_store(), my_rank()
     names = {ranks: _next_name(ranks) for ranks in sorted(counts)}
     for ranks, name in names.items():
@@ -273,44 +315,56 @@ def _publish(
 
 
 def _summary(store: Store, name: str, ranks: Ranks) -> dict[str, Any]:
-    """Collect what the ranks of a set have written down."""
-    all_of_them = [json.loads(_get(store, f"{name}/{rank}", name, ranks)) for rank in ranks]
-    prints = [own["print"] for own in all_of_them if own["failed"] is None]
-    failed = next(((rank, own["failed"]) for rank, own in zip(ranks, all_of_them, strict=True) if own["failed"]), None)
+    """Combine what the ranks of a set have written into the store; wait for those that have not yet.
+
+    Returns:
+        The keys "ranks", "count" (parameters), "sets" (prefixes of all sets of these ranks), "failed" (None, or a rank
+        and its error), "prints" (None, or two hashes that differ) and "devices" (types).
+    """
+    entries = [json.loads(_get(store, f"{name}/{rank}", name, ranks)) for rank in ranks]
+    prints = [entry["print"] for entry in entries if entry["failed"] is None]
+    failures = [(rank, entry["failed"]) for rank, entry in zip(ranks, entries, strict=True) if entry["failed"]]
     return {
         "ranks": ranks,
-        "count": all_of_them[0]["count"],
-        "sets": sorted({other for own in all_of_them for other in own["sets"]}),
-        "failed": failed,
+        "count": entries[0]["count"],
+        "sets": sorted({other for entry in entries for other in entry["sets"]}),
+        "failed": failures[0] if failures else None,
         "prints": (max(prints), min(prints)) if len(set(prints)) > 1 else None,
-        "devices": sorted({own["device"] for own in all_of_them}),
+        "devices": sorted({entry["device"] for entry in entries}),
     }
 
 
 def _get(store: Store, key: str, name: str, ranks: Ranks) -> bytes:
-    """Wait for a value; after the time limit of the world, say which ranks did not come."""
+    """Wait for a value of the store and return it.
+
+    Raises:
+        RuntimeError: it did not arrive within the timeout of the default group; the message names the missing ranks.
+    """
     try:
         store.wait([key], time_limit())
         value: bytes = store.get(key)
         return value
     except RuntimeError as error:
         missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
-        who = f"ranks {missing}" if missing else "other ranks"
+        absent = f"ranks {missing}" if missing else "other ranks"
         raise RuntimeError(
-            f"Rank {my_rank()} has waited {time_limit()} for {who}: all ranks that hold a part of a parameter must "
+            f"Rank {my_rank()} has waited {time_limit()} for {absent}: all ranks that hold a part of a parameter must "
             "call step()"
         ) from error
 
 
 def _next_name(ranks: Ranks) -> str:
+    """Return a prefix for keys of the store that the ranks of a set have not used before; the same on all of them."""
     name = name_of(ranks)
     return f"{name}/{next_meeting(name)}"
 
 
 def twin(values: object, gradients: object) -> tuple[int, bool] | None:
-    """Return a rank with the same values, and whether its gradients are the same too.
+    """Compare values and gradients with those of one other rank: rank 0, or rank 1 on rank 0.
 
-    It is rank 0, or for rank 0 the next; None if that has other values, or does not come within a second.
+    Returns:
+        The other rank, and whether its gradients are equal too; None if its values differ, or if it does not answer
+        within a second.
     """
     if is_pretended():
         return None
@@ -330,20 +384,27 @@ def twin(values: object, gradients: object) -> tuple[int, bool] | None:
 
 
 def fingerprint(*parts: object) -> int:
-    """Return 31 bits of a hash, the same in every process."""
+    """Return a hash of 31 bits that is the same in every process, unlike Python's `hash`."""
     return zlib.crc32(repr(parts).encode()) >> 1
 
 
 def _failure(rank: int, text: str) -> RuntimeError:
-    return RuntimeError(f"Rank {rank} can't take this step, so none does: {text}")
+    return RuntimeError(f"Rank {rank} cannot take this step, so no rank does: {text}")
 
 
 def _disagreement(
     place: str, ranks: Ranks, differing: Sequence[int], prints: Prints, describe: Describe
 ) -> RuntimeError:
-    """Return an error that says what differs between a rank with one hash and a rank with another.
+    """Return an error that names the difference between a rank with one hash and a rank with another.
 
-    The first rank with each of them writes down what it has, and all ranks read it.
+    For each of the two hashes, the first rank that has it writes its description into the store. All ranks read both.
+
+    Args:
+        place: the prefix of the keys for the descriptions.
+        ranks: the set whose hashes differ.
+        differing: the two hashes.
+        prints: this rank's hash for every set.
+        describe: returns what the hash of a set stands for.
     """
     store, found = shared_store(), []
     for print_ in differing:
@@ -355,7 +416,12 @@ def _disagreement(
 
 
 def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
-    """Return what differs between two descriptions, each with its rank, and nothing else."""
+    """Return the text that names the first difference between two descriptions and counts the others.
+
+    Args:
+        first: a rank, and its description: lines of a title and properties.
+        second: the same of another rank.
+    """
     (rank, lines), (other_rank, other_lines) = first, second
     texts = []
     one: Line
@@ -368,7 +434,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
             text = f"rank {rank} has {one[0]} where rank {other_rank} has {other[0]}"
             if "unnamed" in text:
                 text += ". Pass the model or named parameters, so that parameters can be told apart by their names"
-            return text  # what follows is out of step
+            return text  # later lines are of different parameters, so comparing them would mislead
         here = ", ".join(f"{name}={one[1][name]}" for name in names)
         there = ", ".join(f"{name}={other[1].get(name)}" for name in names)
         texts.append(f"{one[0]}: rank {rank} has {here}, rank {other_rank} has {there}")

@@ -1,8 +1,8 @@
-"""Process groups of our own, by the ranks in them, and the store through which ranks find each other.
+"""Make process groups of our own, found by their ranks, and give access to the store that all ranks share.
 
-A group of torch's is never borrowed: FSDP2 uses its communicators at times of its own choosing, and `new_group` names a
-group by how many this rank has made before, so that ranks with different histories wait for each other without end.
-Ours are named by their ranks alone.
+We use none of the groups that others have made: FSDP2 uses its communicators at times of its own choosing. We do not
+call `dist.new_group` either: it names a group by the number of groups that this rank has made before, so ranks with
+different histories would wait for each other forever. Our groups are named by their ranks alone.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Ranks: TypeAlias = tuple[int, ...]  # in ascending order
 
 @dataclass
 class _World:
-    """Hold the groups and counters of one `init_process_group`."""
+    """The process groups and counters that belong to one `init_process_group`."""
 
     groups: dict[tuple[Ranks, str], dist.ProcessGroup] = field(default_factory=dict)  # by ranks and type of device
-    meetings: Counter[str] = field(default_factory=Counter)  # how often ranks have met, by the name of their set
+    meetings: Counter[str] = field(default_factory=Counter)  # calls of `next_meeting`, by name
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
 
 
 def my_rank() -> int:
-    """Return the global rank of this process; 0 without torch.distributed."""
+    """Return the global rank of this process; 0 if torch.distributed is not initialized."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    """Return how many processes there are; 1 without torch.distributed."""
+    """Return the world size; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_pretended() -> bool:
-    """Return whether the other ranks do not exist, as under torch's "fake" backend for trying a program out."""
+    """Return whether the other ranks do not exist, because the backend is torch's "fake" one for dry runs."""
     return dist.get_backend() == "fake"
 
 
@@ -57,19 +57,20 @@ def name_of(ranks: Iterable[int]) -> str:
 
 
 def group_of(ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-    """Return the group that `make_group` has made."""
+    """Return the process group that `make_group` has made for these ranks and this type of device."""
     return _this_world().groups[(tuple(sorted(ranks)), device.type)]
 
 
 def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | None) -> None:
-    """Make a group of these ranks unless there is one; a collective of these ranks alone.
+    """Make a process group of these ranks unless there is one. All of these ranks must call it, and no others.
 
-    Whoever makes several goes by their order as tuples: then no two ranks wait for each other in a circle.
+    A caller that makes several groups must make them in the order of their ranks as tuples. Otherwise two ranks could
+    each wait for the other in a different group.
 
     Args:
-        ranks: global ranks, this one among them.
-        device: where tensors will lie that are sent.
-        like: a group, whose backend for such devices is taken; None for the world's.
+        ranks: global ranks, including this one.
+        device: the device of the tensors that will be sent.
+        like: a process group; ours gets the backend that it has for such devices. None for the default group.
     """
     key = (tuple(sorted(ranks)), device.type)
     groups = _this_world().groups
@@ -78,29 +79,33 @@ def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | Non
 
 
 def group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a group whose backend serves a parameter: of its mesh, or over which it is replicated; None: the world."""
+    """Return a process group whose backend serves the device of a parameter.
+
+    Returns:
+        A group of the DTensor's mesh; `replicate_group` for a plain tensor; None for the default group.
+    """
     if not isinstance(parameter, DTensor):
         return replicate_group
     try:
         return parameter.device_mesh.get_group(0)
-    except RuntimeError:  # to DTensor equal meshes are one, and it has kept one of an earlier initialization
+    except RuntimeError:  # DTensor caches equal meshes, and may return one whose groups were destroyed
         return None
 
 
 def next_meeting(name: str) -> int:
-    """Return how often a set of ranks has met before, by its name, and count one more."""
+    """Return how often this was called with this name before; all ranks that meet under a name count alike."""
     meetings = _this_world().meetings
     meetings[name] += 1
     return meetings[name] - 1
 
 
 def shared_store() -> Store:
-    """Return the store that all ranks share, under a prefix of ours."""
+    """Return the store of torch.distributed that all ranks share; its keys get the prefix "muon_fsdp"."""
     return PrefixStore("muon_fsdp", c10d._get_default_store())
 
 
 def time_limit() -> timedelta:
-    """Return how long ranks of the world wait for each other."""
+    """Return the timeout of the default process group, after which ranks stop waiting for each other."""
     world = dist.group.WORLD
     assert world is not None
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
@@ -109,23 +114,25 @@ def time_limit() -> timedelta:
 
 
 def _this_world() -> _World:
+    """Return what belongs to the current `init_process_group`."""
     world = dist.group.WORLD
     assert world is not None
     return _worlds.setdefault(world, _World())
 
 
 def _backend(device: torch.device, like: dist.ProcessGroup | None) -> str:
-    """Return the name of the backend that a group has for a type of device."""
+    """Return the name of the backend that the group `like` uses for a type of device."""
     config = dist.get_backend_config(like)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)
 
 
 def _new_group(ranks: Ranks, name: str, backend: str) -> dist.ProcessGroup:
-    """Make a group with a name of our choice, by a private function of torch: `new_group` takes no name.
+    """Make a process group with a given name, through a private function of torch: `dist.new_group` accepts no name.
 
-    tests/test_faults_ranks.py guards it. A world that is bound to a device would split its own communicator for the new
-    group, which all of its ranks would have to call; it is unbound meanwhile.
+    tests/test_faults_ranks.py fails if that function changes. If `init_process_group` got a `device_id`, torch makes a
+    new group by splitting the default communicator, which all ranks of the world would have to call. We therefore clear
+    `bound_device_id` during the call.
     """
     world = dist.group.WORLD
     assert world is not None

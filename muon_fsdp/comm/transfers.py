@@ -1,9 +1,14 @@
-"""Transfers between ranks: assembling sharded matrices where they are computed, and scattering back.
+"""Send shards to the ranks that compute whole matrices, and send the results back.
 
-One stage goes through four phases. *Gather*: every holder sends its boxes to whoever computes the unit. *Compute* is
-the caller's. *Scatter*: results go to every holder in the replica of who computed them. *Forward*: each of these passes
-its part on to those who hold the same in other replicas. A transfer is one all-to-all with unequal splits, started
-asynchronously, so that the next stage is gathered and the last one scattered while this one computes.
+A stage passes through four phases:
+
+1. Gather: every holder sends its boxes of a unit to the owner of the unit.
+2. Compute: the caller computes the units that this rank owns.
+3. Scatter: the owner sends its results to the holders in its own replica.
+4. Forward: each of these holders sends its box to the ranks that hold the same box in other replicas.
+
+Each transfer is one asynchronous all-to-all with unequal splits. So while one stage computes, the next is gathered and
+the previous one scattered.
 """
 
 from __future__ import annotations
@@ -22,21 +27,22 @@ from muon_fsdp.plan.stages import Exchange, Piece, Stage, make_gather_stage
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
 
-STAGES_IN_FLIGHT = 2  # of one kind of transfer: a buffer is free again after so many stages
+STAGES_IN_FLIGHT = 2  # stages that use one phase's buffers in turn: a buffer is reused after this many stages
 
 
 # --------------------------------------------------------------------------------------------- tensors and layouts
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing memory with it; a plain tensor itself."""
+    """Return the local tensor of a DTensor, which shares its memory; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
-    """Return how a parameter lies on ranks.
+    """Return the layout of a parameter: its ranks, the shape of its mesh, and its placements.
 
-    A plain parameter is replicated over `replica_ranks`. It is this rank's own without them, or if DDP ignores it.
+    A plain tensor is replicated over `replica_ranks`. Without these, or if DDP was told to ignore the parameter, it
+    belongs to this rank alone.
     """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -48,13 +54,21 @@ def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
 
 
 def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:
-    """The layouts of parameters; equal ones are one object, which planning relies on to be fast."""
+    """Return the layout of every parameter. Equal layouts are the same object, which makes planning fast."""
     known: dict[Layout, Layout] = {}
     return [known.setdefault(layout, layout) for layout in (layout_of(p, replica_ranks) for p in parameters)]
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is distributed as the parameter and whose local part is `part`; no communication."""
+    """Return a tensor with the parameter's layout whose local tensor is `part`, without communication.
+
+    Args:
+        parameter: a DTensor or a plain tensor.
+        part: a tensor of the shape of the parameter's local tensor.
+
+    Returns:
+        A DTensor that shares the memory of `part`; `part` itself if the parameter is a plain tensor.
+    """
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(
@@ -68,7 +82,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def can_take_part(value: Tensor, parameter: Tensor) -> bool:
-    """Return whether `local_part` needs no communication."""
+    """Return whether `local_part` can return this rank's shard of `value` without communication."""
     if not isinstance(value, DTensor):
         return True
     if isinstance(parameter, DTensor):
@@ -77,13 +91,19 @@ def can_take_part(value: Tensor, parameter: Tensor) -> bool:
 
 
 def local_part(value: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a value for the parameter: of a whole one, its box; of one that lies alike, the local one."""
+    """Return the part of `value` that belongs to this rank's shard of the parameter, without communication.
+
+    Args:
+        value: of the parameter's whole shape: a plain tensor, or a DTensor with the parameter's layout.
+        parameter: a DTensor or a plain tensor.
+    """
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return local(value)
     return value[_own_box(parameter)]
 
 
 def _own_box(parameter: DTensor) -> tuple[slice, ...]:
+    """Return the slices of the whole parameter that this rank holds."""
     layout = layout_of(parameter, None)
     box = layout.boxes(tuple(parameter.shape))[layout.ranks.index(my_rank())]
     return box.within(Box((0,) * parameter.ndim, tuple(parameter.shape)))
@@ -93,13 +113,23 @@ def _own_box(parameter: DTensor) -> tuple[slice, ...]:
 
 
 class Transfer:
-    """One all-to-all: pieces are packed into one buffer, sent, and received in another."""
+    """One asynchronous `all_to_all_single`, which starts when the object is made.
+
+    Args:
+        exchange: the ranks that take part, and this rank's index among them.
+        outgoing: for every rank of the exchange, the tensors to send to it, of any shapes.
+        incoming: for every rank of the exchange, the pieces that it sends to this rank.
+        dtype: the precision in which tensors are sent.
+        device: where both buffers are allocated.
+        recorder: provides the buffers, and records the calls for CUDA graphs.
+        name: the name of the buffers in the recorder.
+    """
 
     def __init__(
         self,
         exchange: Exchange,
-        outgoing: Sequence[Sequence[Tensor]],  # per rank, what to send to it
-        incoming: Sequence[Sequence[Piece]],  # per rank, what it sends
+        outgoing: Sequence[Sequence[Tensor]],
+        incoming: Sequence[Sequence[Piece]],
         dtype: torch.dtype,
         device: torch.device,
         recorder: Recorder,
@@ -117,8 +147,9 @@ class Transfer:
         if flat:
             torch.cat(flat, out=send)
         received = recorder.buffer(f"{name} receive", sum(receive_sizes), dtype, device)
-        self._buffers: tuple[Tensor, ...] = (send, received)  # kept until the transfer has ended
-        works: list[dist.Work] = []  # the one under way; not of this object, which a recording outlives
+        self._buffers: tuple[Tensor, ...] = (send, received)  # must not be freed before the transfer has finished
+        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
+        works: list[dist.Work] = []
         self._works = works
         group = group_of(exchange.ranks, device)
 
@@ -129,7 +160,11 @@ class Transfer:
         recorder.host(start)
 
     def wait(self) -> list[tuple[Piece, Tensor]]:
-        """The pieces that arrived. On a GPU this makes the stream wait, not the host."""
+        """Wait for the all-to-all. On a GPU the current stream waits, and the host does not.
+
+        Returns:
+            Every piece that was received, with its tensor of shape `piece.shape`, a view of the receive buffer.
+        """
         works = self._works
         self._recorder.host(lambda: works.pop().wait())
         parts = torch.split(self._buffers[1], [piece.numel for piece in self._incoming])
@@ -137,13 +172,20 @@ class Transfer:
         return [(piece, part.view(piece.shape)) for piece, part in zip(self._incoming, parts, strict=True)]
 
     def is_completed(self) -> bool:
+        """Return whether the all-to-all has finished, without waiting for it."""
         return all(work.is_completed() for work in self._works)
 
 
 class StageExchange:
-    """The transfers of a stage. `shards` is the flat buffer of this rank's shards, in the precision that travels.
+    """The transfers of one stage: gather, scatter and forward.
 
-    Nothing is kept longer than it is needed: shards until they are sent, buffers until they have arrived.
+    It drops every buffer as soon as possible: shards once they are sent, receive buffers once they are copied out.
+
+    Args:
+        stage: what this rank sends, receives and computes.
+        shards: (stage.shard_numel,), this rank's shards, in the precision in which tensors are sent.
+        recorder: records the calls for CUDA graphs; by default they only run.
+        number: the number of the stage in the step, which selects the buffers.
     """
 
     def __init__(self, stage: Stage, shards: Tensor, recorder: Recorder | None = None, number: int = 0) -> None:
@@ -157,9 +199,10 @@ class StageExchange:
         self._scatter: Transfer | None = None
         self._forward: Transfer | None = None
         self._updates: Tensor | None = None
-        self._kept: list[tuple[Piece, Tensor]] = []  # what stays on this rank: of its shards, then of the results
+        self._kept: list[tuple[Piece, Tensor]] = []  # pieces that need no transfer: first of shards, then of results
 
     def start_gather(self) -> None:
+        """Start sending this rank's shards to the owners of their units."""
         exchange, shards = self._exchange, self._shards
         assert shards is not None
 
@@ -170,7 +213,11 @@ class StageExchange:
         self._shards = None
 
     def finish_gather(self) -> Tensor:
-        """The whole units that this rank computes, in one flat buffer."""
+        """Wait for the gather.
+
+        Returns:
+            (stage.unit_numel,), the whole units that this rank computes.
+        """
         arrived = (self._gather.wait() if self._gather is not None else []) + self._kept
         units = torch.empty(self._stage.unit_numel, dtype=self._wire, device=self._device)
         for piece, part in arrived:
@@ -179,8 +226,13 @@ class StageExchange:
         return units
 
     def start_scatter(self, results: Tensor) -> None:
+        """Start sending results to the holders in this replica.
+
+        Args:
+            results: (stage.unit_numel,), the updates of the units that this rank computes.
+        """
         exchange = self._exchange
-        # Every holder gets the same numbers, this rank too: replicas must not drift apart by a rounding.
+        # This rank rounds its own results too. Otherwise replicas would drift apart by the rounding of the transfer.
         sent = results.to(self._wire) if exchange.scatters else results
         slots = self._stage.unit_slots
         outgoing = [[slots[piece.unit].of(sent)[piece.in_unit] for piece in pieces] for pieces in exchange.scatter_send]
@@ -190,7 +242,7 @@ class StageExchange:
             self._scatter = self._transfer("scatter", outgoing, exchange.scatter_receive)
 
     def finish_scatter(self) -> None:
-        """Take the updates that came from this replica, and pass them on where there are others."""
+        """Wait for the scatter, and start forwarding the updates to other replicas, if there are any."""
         exchange, updates = self._exchange, self._arrived()
         self._updates = updates
         if exchange.forwards:
@@ -198,7 +250,11 @@ class StageExchange:
             self._forward = self._transfer("forward", outgoing, exchange.forward_receive)
 
     def _arrived(self) -> Tensor:
-        """The updates that came from this replica; buffers of the scatter are free when this has returned."""
+        """Wait for the scatter and copy the updates out of its buffers, which are free afterwards.
+
+        Returns:
+            (stage.shard_numel,), the updates that this replica computed; others are not yet written.
+        """
         arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
         updates = torch.empty(self._stage.shard_numel, dtype=self._result_dtype, device=self._device)
         for piece, part in arrived:
@@ -207,7 +263,11 @@ class StageExchange:
         return updates
 
     def finish_forward(self) -> Tensor:
-        """The updates of all shards, in one flat buffer."""
+        """Wait for the forward.
+
+        Returns:
+            (stage.shard_numel,), the updates of all shards of this rank.
+        """
         updates, self._updates = self._updates, None
         assert updates is not None
         for piece, part in self._forward.wait() if self._forward is not None else ():
@@ -216,19 +276,21 @@ class StageExchange:
         return updates
 
     def _in_shard(self, piece: Piece, shards: Tensor) -> Tensor:
+        """Return a view of a piece, (piece.shape), in a flat buffer of this rank's shards."""
         return self._stage.shard_slots[self._stage.units[piece.unit].position].of(shards)[piece.in_shard]
 
     def _transfer(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Piece]]
     ) -> Transfer:
+        """Start the all-to-all of one phase."""
         name = f"{kind} {self._name}"
         return Transfer(self._exchange, outgoing, incoming, self._wire, self._device, self._recorder, name)
 
 
 def gather_full(parameter: Tensor) -> Tensor:
-    """The whole of a parameter as a new plain tensor, on every rank that holds it and in its own precision.
+    """Gather a sharded parameter into a new plain tensor of its whole shape and dtype, on every rank of its mesh.
 
-    A collective: all ranks of the parameter's mesh must call it.
+    This is a collective: all ranks of the parameter's device mesh must call it.
     """
     shard = local(parameter).detach()
     if not isinstance(parameter, DTensor):
@@ -243,16 +305,30 @@ def gather_full(parameter: Tensor) -> Tensor:
 
 
 def scatter_full(parameter: Tensor, whole: Tensor) -> None:
-    """Write this rank's box of `whole` into a parameter; no communication."""
+    """Copy this rank's box of `whole` into the parameter, in place and without communication.
+
+    Args:
+        parameter: a DTensor or a plain tensor.
+        whole: a plain tensor of the parameter's whole shape, equal on all ranks.
+    """
     local(parameter).copy_(local_part(whole, parameter))
 
 
 def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...], recorder: Recorder) -> list[Tensor]:
-    """The sums of tensors over ranks, by one collective; all of them of one precision and on one device."""
+    """Sum tensors over ranks by one all-reduce.
+
+    Args:
+        tensors: of any shapes, all of one dtype and on one device.
+        ranks: the ranks of a group that `make_group` has made.
+        recorder: provides the buffer, and records the call for CUDA graphs.
+
+    Returns:
+        The sums, new tensors of the same shapes.
+    """
     sizes = [tensor.numel() for tensor in tensors]
     flat = recorder.buffer("sums", sum(sizes), tensors[0].dtype, tensors[0].device)
     torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
     group = group_of(ranks, flat.device)
     recorder.host(lambda: dist.all_reduce(flat, group=group))
-    parts = torch.split(flat.clone(), sizes)  # the buffer is used again
+    parts = torch.split(flat.clone(), sizes)  # a copy, because the next call overwrites the buffer
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

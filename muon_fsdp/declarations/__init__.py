@@ -1,1 +1,1 @@
-"""What a rule can declare: options, state, and views of parameters as matrices."""
+"""Declare what a rule has: options, state, and how a parameter is read as matrices."""

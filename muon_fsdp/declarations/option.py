@@ -1,4 +1,4 @@
-"""Options: a name, a default, a check, one line of documentation, and when the value may change."""
+"""Declare options of rules: name, default, check, one line of documentation, and when the value may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import torch
 
 
 class UnknownOptionError(TypeError, ValueError):
-    """An option that nothing has. Python raises TypeError for an unexpected keyword, torch ValueError for a group."""
+    """The error for an option that no rule has.
+
+    It is both a TypeError, which Python raises for an unexpected keyword, and a ValueError, which `torch.optim` raises
+    for a parameter group.
+    """
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,15 @@ class Option:
     """An option of an update rule.
 
     Args:
-        name: what users pass: a keyword of the constructor, a key of a group or of an override.
-        default: its value where nobody passes one; always valid.
+        name: what users pass: a keyword of the constructor, or a key of a group or an override.
+        default: its value if nobody passes one; always valid.
         doc: one line for the reference and for `muon-fsdp train --help`.
-        check: takes a value; raises ValueError or TypeError, or returns something false, if it is not valid.
-        per_step: True if the value may change at every step without planning or capturing the step again. Such an
-            option can be read in `prepare`, `factors` and `apply`, not in `direction`.
-        choices: the names that it takes, if it takes names.
-        label: what an error calls it; its name by default.
+        check: a function of a value. It raises ValueError or TypeError, or returns something false, if the value is not
+            valid.
+        per_step: True if the value may change at every step without planning or capturing the step again. `prepare`,
+            `factors` and `apply` can read such an option; `direction` cannot.
+        choices: the valid names, if the value is a name.
+        label: how errors name the option; its name by default.
     """
 
     name: str
@@ -40,12 +45,17 @@ class Option:
     label: str | None = field(default=None, kw_only=True)
 
     def validate(self, value: Any, name: str | None = None) -> None:
-        """Raise ValueError or TypeError if the option cannot have this value; `name` is what the user called it."""
+        """Raise ValueError or TypeError if the option cannot have this value.
+
+        Args:
+            value: what the user passed.
+            name: the name under which the user passed it, such as "adamw_lr"; the option's own name by default.
+        """
         if value is not self.default:
             self.check_value(value, name or self.name)
 
     def check_value(self, value: Any, name: str) -> None:
-        """Do what `validate` does, for the default too."""
+        """Check a value like `validate`, which accepts the default unchecked."""
         if not _fits_a_checkpoint(value):
             raise TypeError(
                 f"Invalid {self.label or name}: {_shown(value)} (option {name!r} must be a number, a string, None or a "
@@ -67,14 +77,20 @@ class Option:
 
 
 class PlannedOptions(Mapping[str, Any]):
-    """The options of a group that only change with a new plan: what `direction` may read. Hashable, one per group."""
+    """The options of a group that change only with a new plan, and that `direction` may read; hashable.
+
+    Args:
+        rule: the name of the rule.
+        values: the options by name.
+        per_step: the names of the rule's other options. Reading one of them raises a KeyError that explains why.
+    """
 
     __slots__ = ("_hash", "_per_step", "_rule", "_text", "_values")
 
     def __init__(self, rule: str = "", values: Mapping[str, Any] | None = None, per_step: Iterable[str] = ()) -> None:
         self._rule, self._per_step = rule, frozenset(per_step)
         self._values = dict(values or {})
-        self._text = f"{rule}{self._values!r}"  # planning sorts by it
+        self._text = f"{rule}{self._values!r}"  # planning sorts by it, so it is computed once
         self._hash = hash((rule, tuple(self._values.items())))
 
     def __getitem__(self, name: str) -> Any:
@@ -88,12 +104,12 @@ class PlannedOptions(Mapping[str, Any]):
         return self._values[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an option or the default; a per-step option raises here too."""
+        """Return the value of an option, or the default; raise for a per-step option, as indexing does."""
         return self[name] if name in self._per_step else self._values.get(name, default)
 
     @property
     def rule(self) -> str:
-        """The name of the rule that they belong to."""
+        """Return the name of the rule that the options belong to."""
         return self._rule
 
     def __iter__(self) -> Iterator[str]:
@@ -115,20 +131,22 @@ class PlannedOptions(Mapping[str, Any]):
 
 
 def _fits_a_checkpoint(value: object) -> bool:
+    """Return whether a checkpoint can hold a value."""
     if isinstance(value, torch.Tensor):
-        return True  # its own check says what is wrong with more than one number
+        return True  # `Option.check` explains what is wrong with a tensor of several elements
     if isinstance(value, (list, tuple)):
         return all(map(_fits_a_checkpoint, value))
     return value is None or isinstance(value, (bool, str, Real, torch.dtype))
 
 
 def merge(*declarations: Iterable[Option]) -> tuple[Option, ...]:
-    """Return the options of several declarations; a later one replaces an earlier one of the same name."""
+    """Merge several lists of options; a later option replaces an earlier one of the same name."""
     by_name = {option.name: option for options in declarations for option in options}
     return tuple(by_name.values())
 
 
 def _shown(value: object) -> str:
+    """Return a value as an error message shows it: a tensor of several elements by its shape."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return repr(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
@@ -138,7 +156,7 @@ def _shown(value: object) -> str:
 
 
 def number(value: object, *, below: float = math.inf) -> None:
-    """Accept a finite real number in [0, below), also as a tensor of one element."""
+    """Accept a finite real number in [0, below), or a tensor with one such element."""
     interval = ">= 0" if below == math.inf else f"in [0, {below:g})"
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
@@ -165,7 +183,7 @@ def positive(value: object) -> None:
 
 
 def integer(value: object, *, at_least: int = 1) -> None:
-    """Accept an int of at least 1, or of another bound."""
+    """Accept an int of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"must be an int >= {at_least}")
     if value < at_least:
@@ -198,7 +216,10 @@ def sizes(value: object) -> None:
 
 
 def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as plain Python numbers and tuples, which any checkpoint can hold; lr may stay a tensor."""
+    """Convert the values of options to plain Python numbers and tuples, which any checkpoint can hold.
+
+    "lr" stays a tensor if it is one, because schedulers write into it.
+    """
     return {
         name: value if name == "lr" and isinstance(value, torch.Tensor) else _canonical(value)
         for name, value in options.items()
@@ -206,6 +227,7 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical(value: Any) -> Any:
+    """Convert one value: numbers of NumPy and tensors to Python numbers, sequences to tuples."""
     if isinstance(value, (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
@@ -219,7 +241,7 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-# Names that other libraries have for the same thing.
+# Names of the same options in other libraries.
 _SYNONYMS = {
     "learning_rate": "lr",
     "muon_lr": "lr",
@@ -237,7 +259,7 @@ _SYNONYMS = {
 
 
 def suggestion(name: str, valid: Iterable[str]) -> str:
-    """Return "; did you mean 'lr'?" for the valid name that is nearest to a wrong one, or an empty string."""
+    """Return a hint for an error message, such as "; did you mean 'lr'?", or "" if no valid name is near."""
     names = list(valid)
     synonym = _SYNONYMS.get(name.lower())
     prefixed = [each for each in names if each.endswith(f"_{name}")]

@@ -1,4 +1,4 @@
-"""The state that rules declare: tensors of a parameter's shape, and numbers of its logical matrices."""
+"""Declare the state of rules: tensors of a parameter's shape, and numbers for each of its logical matrices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ State: TypeAlias = dict[str, Tensor]
 ParameterKind: TypeAlias = Literal["elements", "scalar"]
 MatrixKind: TypeAlias = Literal["scalar", "rows", "columns", "subspace"]
 
-# Vectors that span the subspace that is kept of a matrix.
-NUM_VECTORS = 16
+NUM_VECTORS = 16  # the dimension of a "subspace", for matrices that are large enough
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,17 +24,17 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def num_vectors(rows: int, cols: int) -> int:
-    """Return how many vectors span the subspace that is kept of a (rows, cols) matrix."""
+    """Return the number of vectors that span the "subspace" state of a (rows, cols) matrix."""
     return min(NUM_VECTORS, rows, cols)
 
 
 @dataclass(frozen=True)
 class PerParameter:
-    """A tensor of the parameter's shape in working precision, distributed like it; or one float32 number ("scalar").
+    """State of one parameter: a tensor of its shape and layout in working precision, or one float32 number.
 
     Args:
         name: its key in `optimizer.state[parameter]`.
-        kind: "elements" or "scalar".
+        kind: "elements" for a tensor of the parameter's shape and layout, "scalar" for one number.
     """
 
     name: str
@@ -43,19 +42,19 @@ class PerParameter:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds only its shard of it."""
+        """Return whether each rank holds only its shard of the state."""
         return self.kind == "elements"
 
     def dtype(self, parameter: Tensor) -> torch.dtype:
-        """Return the precision in which it is kept."""
+        """Return the dtype of the state."""
         return working_dtype(parameter.dtype) if self.is_sharded else torch.float32
 
     def shape(self, parameter: Tensor, view: MatrixView | None) -> torch.Size:
-        """Return its whole shape."""
+        """Return the whole shape of the state, over all ranks."""
         return parameter.shape if self.is_sharded else torch.Size(())
 
     def create(self, parameter: Tensor, view: MatrixView | None) -> Tensor:
-        """Return it as it is before the first step: zero."""
+        """Create the state before the first step: zeros, a DTensor if the parameter is one and the state is sharded."""
         if self.is_sharded:
             return torch.zeros_like(parameter, dtype=self.dtype(parameter), memory_format=torch.preserve_format)
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -63,17 +62,17 @@ class PerParameter:
 
 @dataclass(frozen=True)
 class PerMatrix:
-    """Numbers of every logical matrix of a parameter, in working precision and whole on every rank.
+    """State of every logical matrix of a parameter, in working precision and whole on every rank.
 
-    In `optimizer.state[parameter]` they are one flat tensor, matrix after matrix, which does not depend on the layout,
-    so a checkpoint loads on any number of ranks. In `batch.state` they are one row per matrix of the batch.
+    In `optimizer.state[parameter]` it is one flat tensor, matrix after matrix. It does not depend on the layout, so a
+    checkpoint loads on any number of ranks. `batch.state` has one row for every matrix of the batch.
 
     Args:
         name: its key in `optimizer.state[parameter]` and in `batch.state`.
         kind: "scalar" (B,), "rows" (B, d_out), "columns" (B, d_in) or "subspace" (B, k, d_in), k vectors along the
             columns with k = min(16, d_out, d_in).
-        initial: None starts from zero; the name of a statistic of W of the same shape starts from that statistic at
-            the first step that updates the matrix. A number that is zero counts as not started.
+        initial: None to start from zero, or the name of a statistic of W of the same shape. The state then gets the
+            value of that statistic at the first step that updates the matrix. A value of zero counts as not started.
     """
 
     name: str
@@ -82,15 +81,15 @@ class PerMatrix:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds only its shard of it."""
+        """Return whether each rank holds only its shard of the state: never."""
         return False
 
     def dtype(self, parameter: Tensor) -> torch.dtype:
-        """Return the precision in which it is kept."""
+        """Return the dtype of the state."""
         return working_dtype(parameter.dtype)
 
     def shape_of_matrix(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Return the shape of what belongs to one (rows, cols) matrix."""
+        """Return the shape of the state of one (rows, cols) matrix."""
         shapes: dict[str, tuple[int, ...]] = {
             "scalar": (),
             "rows": (rows,),
@@ -100,16 +99,16 @@ class PerMatrix:
         return shapes[self.kind]
 
     def numel(self, count: int, rows: int, cols: int) -> int:
-        """Return how many numbers belong to so many matrices of one shape."""
+        """Return the number of elements in the state of `count` (rows, cols) matrices."""
         return count * prod(self.shape_of_matrix(rows, cols))
 
     def shape(self, parameter: Tensor, view: MatrixView | None) -> torch.Size:
-        """Return its whole shape: flat."""
+        """Return the shape of the flat tensor that holds the state of all matrices of a parameter."""
         assert view is not None
         return torch.Size((sum(self.numel(*block) for block in view.block_shapes),))
 
     def create(self, parameter: Tensor, view: MatrixView | None) -> Tensor:
-        """Return it as it is before the first step: zero."""
+        """Create the state before the first step: zeros."""
         return torch.zeros(self.shape(parameter, view), dtype=self.dtype(parameter), device=parameter.device)
 
 

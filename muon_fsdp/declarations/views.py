@@ -1,4 +1,4 @@
-"""How a parameter is read as logical matrices: fused and stacked weights are orthogonalized matrix by matrix."""
+"""Read a parameter as logical matrices, so that fused and stacked weights are orthogonalized matrix by matrix."""
 
 from __future__ import annotations
 
@@ -19,38 +19,41 @@ ATTN_MATRICES = 4  # an "attn" parameter holds W_q, W_k, W_v and W_o
 
 @dataclass(frozen=True)
 class MatrixView:
-    """A parameter of shape `shape` as stacks of matrices, each logical matrix being (d_out, d_in)."""
+    """How a parameter of shape `shape` is read as stacks of logical (d_out, d_in) matrices."""
 
     shape: tuple[int, ...]
     kind: str  # a ViewName other than "auto"
     transposed: bool  # the parameter stores (d_in, d_out), as Hugging Face's Conv1D does
     row_heights: tuple[int, ...]  # the rows of every matrix are cut into blocks of these heights
-    stacked_heads: int  # and every block into this many equal ones
+    stacked_heads: int  # every block is cut into this many matrices of equal height
 
     @cached_property
     def block_shapes(self) -> tuple[BlockShape, ...]:
-        """The shape of every tensor that `split` returns."""
+        """Return the shape (count, rows, cols) of every tensor that `split` returns."""
         count, _, cols = self._matrix_stack_shape()
         return tuple((count * self.stacked_heads, height // self.stacked_heads, cols) for height in self.row_heights)
 
     @property
     def in_memory_order(self) -> bool:
-        """Whether the matrices of a contiguous parameter lie one after another in memory."""
+        """Return whether the matrices of a contiguous parameter lie one after another in memory."""
         return len(self.row_heights) == 1 and not self.transposed
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The logical matrices of a tensor of the parameter's shape: one (count, rows, cols) per block height.
+        """Split a tensor of the parameter's shape into its logical matrices.
 
-        Of a contiguous tensor they share its memory.
+        Returns:
+            One tensor (count, rows, cols) for every block height. They share the memory of a contiguous tensor.
         """
         stack = (tensor.mT if self.transposed else tensor).reshape(self._matrix_stack_shape())
         blocks = torch.split(stack, list(self.row_heights), dim=1) if len(self.row_heights) > 1 else [stack]
         return [block.reshape(shape) for block, shape in zip(blocks, self.block_shapes, strict=True)]
 
     def row_numbers(self) -> tuple[Tensor, Tensor]:
-        """For every row of the parameter's stack of matrices, the number of its logical matrix and its row in that.
+        """Find the logical matrix of every row of the parameter's stack of matrices, before rows are cut.
 
-        Matrices are numbered block by block, in the order of `split`.
+        Returns:
+            Two tensors with one entry per row: the number of its logical matrix, and the row within that matrix.
+            Matrices are numbered block by block, in the order of `split`.
         """
         count, _, _ = self._matrix_stack_shape()
         matrices, rows = [], []
@@ -64,6 +67,7 @@ class MatrixView:
         return torch.cat(matrices, dim=1).flatten(), torch.cat(rows, dim=1).flatten()
 
     def _matrix_stack_shape(self) -> BlockShape:
+        """Return the shape of the parameter as a stack of matrices, before rows are cut."""
         return _matrix_stack_shape(self.shape, self.kind, self.transposed)
 
 
@@ -76,10 +80,22 @@ def matrix_view(
     num_heads: int | None = None,
     split_sizes: tuple[int, ...] | None = None,
 ) -> MatrixView:
-    """Check that the options fit the shape of the parameter `name`, and give its view."""
+    """Return the view of the parameter `name`.
+
+    Args:
+        shape: the whole shape of the parameter.
+        name: how errors name the parameter.
+        kind: one of `VIEW_NAMES`.
+        transposed: whether the parameter stores (d_in, d_out); only view "matrix" uses it.
+        num_heads: cut the rows of every matrix into this many equal matrices.
+        split_sizes: cut the rows of every matrix into matrices of these heights.
+
+    Raises:
+        ValueError: the options do not fit the shape.
+    """
     which = f"parameter {name!r} of shape {tuple(shape)}"
     if len(shape) < 2:
-        raise ValueError(f"{which} is not a matrix and can't be orthogonalized; use rule 'adamw' for it")
+        raise ValueError(f"{which} is not a matrix and cannot be orthogonalized; use rule 'adamw' for it")
     kind = _kind(shape, kind)
     if kind == "matrix" and len(shape) != 2:
         raise ValueError(f"{which}: view 'matrix' needs 2 dimensions; use 'stacked' or 'flatten'")
@@ -90,7 +106,7 @@ def matrix_view(
     transposed = transposed and kind == "matrix"
     _, rows, _ = _matrix_stack_shape(shape, kind, transposed)
     if num_heads is not None and split_sizes is not None:
-        raise ValueError(f"{which}: give num_heads or split_sizes, not both")
+        raise ValueError(f"{which}: pass num_heads or split_sizes, not both")
     if num_heads is not None and rows % num_heads:
         raise ValueError(f"{which}: num_heads={num_heads} does not divide its {rows} rows")
     if split_sizes is not None and sum(split_sizes) != rows:
@@ -99,9 +115,10 @@ def matrix_view(
 
 
 def vectors_in(shape: tuple[int, ...], kind: str) -> int:
-    """Return how many vectors a parameter of this shape is under a view, or 0 if it has matrices to orthogonalize.
+    """Return the number of vectors that a parameter consists of under a view; 0 if it consists of matrices.
 
-    What has one row or one column is a vector: (n,), (n, 1), (1, 1, n); five experts of (n, 1) are five of them.
+    A matrix with one row or one column is a vector: (n,), (n, 1) and (1, 1, n) are one vector each, and (5, n, 1) are
+    five.
     """
     if len(shape) < 2:
         return 1
@@ -110,16 +127,17 @@ def vectors_in(shape: tuple[int, ...], kind: str) -> int:
 
 
 def _kind(shape: tuple[int, ...], kind: str) -> str:
-    """Return the view that "auto" stands for."""
+    """Return the view that `kind` selects for a shape; "auto" depends on the number of dimensions."""
     if kind != "auto":
         return kind
     return "matrix" if len(shape) == 2 else "stacked" if len(shape) == 3 else "flatten"
 
 
 def _matrix_stack_shape(shape: tuple[int, ...], kind: str, transposed: bool) -> BlockShape:
+    """Return the shape (count, rows, cols) of a parameter as a stack of matrices, before rows are cut."""
     if kind == "flatten":
         return (1, shape[0], math.prod(shape[1:]))
-    if kind == "attn":  # in memory order, as p.view(4, d1, d2): neither rows nor columns of the parameter
+    if kind == "attn":  # p.view(4, d1, d2), in memory order: the matrices are no ranges of rows or columns
         return (ATTN_MATRICES, shape[0], shape[1] // ATTN_MATRICES)
     rows, cols = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
     return (math.prod(shape[:-2]), rows, cols)

@@ -1,4 +1,4 @@
-"""Update rules by name. A rule is one class in one file, and a row below; users call `register`."""
+"""Collect the update rules: one class in one file each, listed in `BUILT_IN`; users add theirs with `register`."""
 
 from muon_fsdp.declarations.option import Option
 from muon_fsdp.declarations.state import PerMatrix, PerParameter
@@ -14,7 +14,7 @@ BUILT_IN = (Muon, NorMuon, SpectralSphere, AdamW)
 for _rule in BUILT_IN:
     register(_rule)
 
-# The rules of matrices and of everything else where nobody names others.
+# The rules of matrices and of non-matrix parameters if the user names no others.
 DEFAULT_RULE = Muon.name
 DEFAULT_OTHER_RULE = AdamW.name
 

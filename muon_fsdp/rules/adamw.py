@@ -1,4 +1,4 @@
-"""AdamW (decoupled decay), for everything that is not orthogonalized."""
+"""Update non-matrix parameters by AdamW, with decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AdamWKernels(FusedKernels):
-    """One launch that counts steps and one that does the update: nothing is staged."""
+    """The kernels of AdamW: one launch counts steps and one updates the parameters, without a staging buffer."""
 
     layout = ADAMW_LAYOUT
 
@@ -30,7 +30,7 @@ class AdamWKernels(FusedKernels):
             "eps": group["eps"],
             "log_beta1": _log(beta1),
             "log_beta2": _log(beta2),
-            # 1 - beta, which float32 would round.
+            # Subtracted here in double precision: the kernel's float32 would lose digits of 1 - beta.
             "one_minus_beta1": 1 - beta1,
             "one_minus_beta2": 1 - beta2,
         }
@@ -42,7 +42,14 @@ class AdamWKernels(FusedKernels):
 
 
 class AdamW(Rule):
-    """m, v = moving averages of g and g^2;  U = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)."""
+    """The AdamW rule, for parameters of any shape.
+
+        m = beta1 * m + (1 - beta1) * grad
+        v = beta2 * v + (1 - beta2) * grad^2
+        U = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    t counts the steps that updated the parameter.
+    """
 
     name = "adamw"
     title = "AdamW"
@@ -51,9 +58,15 @@ class AdamW(Rule):
         (
             Option("lr", 3e-4, "learning rate", check=number, per_step=True, label="learning rate"),
             Option(
-                "betas", (0.9, 0.95), "decay of the first and second moment", check=pair_of_fractions, per_step=True
+                "betas",
+                (0.9, 0.95),
+                "decay of the first and of the second moment, each in [0, 1)",
+                check=pair_of_fractions,
+                per_step=True,
             ),
-            Option("eps", 1e-8, "added to the root of the second moment", check=number, per_step=True),
+            Option(
+                "eps", 1e-8, "added to the square root of the second moment, at least 0", check=number, per_step=True
+            ),
         ),
     )
     state = (PerParameter("momentum_buffer"), PerParameter("second_moment"), PerParameter("step", "scalar"))
@@ -70,7 +83,7 @@ class AdamW(Rule):
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
 
-        # The step counter stays on the device, one per parameter, so that nothing here waits for the host.
+        # Each parameter's step counter stays on the device, so that the host does not wait for the device here.
         precise_steps = [step.to(moment.dtype) for step, moment in zip(steps, first, strict=True)]
         denominators = list(torch._foreach_div(second, _bias_corrections(beta2, precise_steps)))
         torch._foreach_sqrt_(denominators)
@@ -80,30 +93,35 @@ class AdamW(Rule):
         return updates
 
     def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
-        """Return the moments of `torch.optim.AdamW` and Adam, and the count of steps."""
+        """Return the moments and the step count of `torch.optim.AdamW` or `torch.optim.Adam`."""
         has_moments = {"exp_avg", "exp_avg_sq", "step"} <= saved.keys()
-        if not has_moments or not group.keys() & {"amsgrad", "use_muon"}:  # RAdam and NAdam have neither
+        # RAdam and NAdam save moments under the same names, which mean something else; they have none of these options.
+        if not has_moments or not group.keys() & {"amsgrad", "use_muon"}:
             return {}
         for option in ("amsgrad", "maximize"):
             if group.get(option):
                 raise ValueError(
                     f"saved with {option}=True, which rule {self.name!r} does not have: set it to False in the saved "
-                    "groups to use the moments all the same"
+                    "groups to use the moments anyway"
                 )
         if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
             raise ValueError(
                 "saved by Adam, whose weight_decay is part of its moments: set it to 0 in the saved groups to use them "
-                "all the same"
+                "anyway"
             )
         return {"momentum_buffer": saved["exp_avg"], "second_moment": saved["exp_avg_sq"], "step": saved["step"]}
 
 
 def _log(beta: float) -> float:
+    """Return log(beta), which is minus infinity for 0."""
     return math.log(beta) if beta > 0 else -math.inf
 
 
 def _bias_corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
-    """1 - beta^t as -expm1(t log beta): at beta = 0.999 and t = 1 the plain form loses three digits in float32."""
+    """Return 1 - beta^t for every step count t.
+
+    It is computed as -expm1(t log beta): at beta = 0.999 and t = 1, 1 - beta^t loses three digits in float32.
+    """
     corrections = list(torch._foreach_mul(steps, _log(beta)))
     torch._foreach_expm1_(corrections)
     torch._foreach_neg_(corrections)

@@ -1,4 +1,4 @@
-"""The base class of update rules: options, state, statistics of W, and the mathematics of a step."""
+"""Define the base class of update rules: options, state, statistics of W, and the mathematics of a step."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ VIEW_OPTIONS = (
 
 
 class MatrixBatch:
-    """Equal matrices that `direction` works on together.
+    """A batch of B matrices of one shape, which `direction` works on together.
 
     Args:
-        matrices: (B, d_out, d_in), what `prepare` returned for each; not to be changed.
-        update: (B, d_out, d_in), takes the update; assigning copies into it.
-        state: by name, the `PerMatrix` state of these matrices as copies in working precision. What they hold after
-            the call is stored.
-        statistics: by name, the statistics of W that the rule asks for.
+        matrices: (B, d_out, d_in), what `prepare` returned for these matrices. Do not change it.
+        update: (B, d_out, d_in). Write the update here; assigning a tensor copies it.
+        state: the `PerMatrix` state of these matrices by name, copies in working precision with B as the first
+            dimension. Their values after the call are stored.
+        statistics: by name, the statistics of W that the rule declares.
         options: the options of the group that are not `per_step`.
-        diagnostics: takes numbers (B,) for `metrics`, by the names in the rule's `diagnostics`.
-        inverse_norms: (B,), one over the Frobenius norms of `matrices` where they are known, else None.
+        diagnostics: write numbers (B,) for `metrics` here, by the names in the rule's `diagnostics`.
+        inverse_norms: (B,), one over the Frobenius norm of each matrix; None if the norms are not known.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class MatrixBatch:
 
     @property
     def update(self) -> Tensor:
+        """Return the tensor (B, d_out, d_in) that holds the update."""
         return self._update
 
     @update.setter
@@ -80,15 +81,16 @@ class MatrixBatch:
 
 
 class MatrixNumbers:
-    """Equal matrices as `factors` sees them, on every rank: the numbers of each without its elements.
+    """State, statistics and options of B matrices of one shape, which `factors` gets on every rank.
 
     Args:
         rows: d_out.
         cols: d_in.
-        state: by name, their `PerMatrix` state as copies; what they hold after the call is what `direction` gets.
-        statistics: by name, the statistics of W that the rule asks for.
-        options: the options of their groups, views aside; numbers that are `per_step` as tensors (B,) in float64.
-        diagnostics: takes numbers (B,) for `metrics`, by the names in the rule's `diagnostics`.
+        state: the `PerMatrix` state of these matrices by name, copies with B as the first dimension. `direction` gets
+            their values after the call.
+        statistics: by name, the statistics of W that the rule declares.
+        options: the options of their groups, except those of views. `per_step` numbers are tensors (B,) in float64.
+        diagnostics: write numbers (B,) for `metrics` here, by the names in the rule's `diagnostics`.
     """
 
     def __init__(
@@ -99,71 +101,95 @@ class MatrixNumbers:
 
 
 class FusedKernels:
-    """Kernels that do `prepare` and `apply` of a rule for many tensors in one launch."""
+    """Kernels that compute `prepare` and `apply` of a rule for many tensors in one launch."""
 
     layout: ClassVar[TableLayout]
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
-        """Return the scalars of the layout for a group, but for those that all layouts have."""
+        """Return the scalars of `layout` for a group, except those that all layouts have."""
         return {}
 
     def prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
-        """Do `prepare` from the tensors of a list into their slots of `staging`, with partial norms if asked for."""
+        """Compute `prepare` for a list of tensors.
+
+        Args:
+            group: the options of their group.
+            tensors: gradients, parameters and state.
+            staging: flat; the results are written into the slots of the tensors.
+            partials: the partial norms of every matrix are written here, unless it is None.
+        """
 
     def apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor, factors: Tensor | None) -> None:
-        """Do `apply` from slots of `updates`; `factors` (2, matrices) multiply weights and updates."""
+        """Compute `apply` for a list of tensors.
+
+        Args:
+            group: the options of their group.
+            tensors: gradients, parameters and state.
+            updates: flat; the updates lie in the slots of the tensors.
+            factors: (2, matrices), the factors of the weights and of the updates; None for rules without `factors`.
+        """
         raise NotImplementedError
 
 
 class Rule:
-    """An update rule: a subclass declares options and state, and overrides what it does differently.
+    """The base class of update rules. A subclass declares options and state, and overrides methods.
 
-    A rule sees lists of local tensors and batches of whole matrices, never a mesh or a process group. One that defines
-    `direction` works on whole matrices; one that does not is element-wise, and what `prepare` returns is its update.
-    One that defines `factors` multiplies weights by factors of their matrices. The lists of one call belong to one
-    parameter group and to parameters that are updated in this step.
+    A rule gets lists of local tensors and batches of whole matrices, never a device mesh or a process group. A rule
+    that defines `direction` works on whole matrices. A rule without it is element-wise: `prepare` returns its update.
+    A rule that defines `factors` multiplies each weight matrix by a factor. All tensors of one call belong to one
+    parameter group, and their parameters are updated in this step.
     """
 
-    name: ClassVar[str]  # what the option `rule` says
-    title: ClassVar[str] = ""  # what tables and plots call it; the name by default
+    name: ClassVar[str]  # the value of the option `rule`
+    title: ClassVar[str] = ""  # the name in tables and plots; `name` by default
     aliases: ClassVar[tuple[str, ...]] = ()  # further names on the command line
     options: ClassVar[tuple[Option, ...]] = (
         Option("lr", 0.02, "learning rate", check=number, per_step=True, label="learning rate"),
         Option("weight_decay", 0.0, "decoupled weight decay, times lr", check=number, per_step=True),
     )
     state: ClassVar[tuple[StateSpec, ...]] = ()
-    statistics: ClassVar[tuple[str, ...]] = ()  # of W, by name
-    diagnostics: ClassVar[tuple[str, ...]] = ()  # numbers per matrix for `metrics`
-    # The precision of updates on GPUs; None: what `orthogonalize` gives, float16, which holds [2^-14, 6e4].
+    statistics: ClassVar[tuple[str, ...]] = ()  # the names of the statistics of W that the rule needs
+    diagnostics: ClassVar[tuple[str, ...]] = ()  # the names of numbers per matrix that `metrics` gets
+    # The dtype of updates on GPUs. None is that of `orthogonalize`: float16, which represents [2^-14, 6e4].
     update_dtype: ClassVar[torch.dtype | None] = None
     kernels: ClassVar[FusedKernels | None] = None
-    hints: ClassVar[Mapping[str, str]] = {}  # by the name of an option that users expect and it does not have: why
-    recipe: ClassVar[Mapping[str, float]] = {}  # lr and weight_decay that the training program starts from
+    hints: ClassVar[Mapping[str, str]] = {}  # for options that users expect and the rule lacks: what to use instead
+    recipe: ClassVar[Mapping[str, float]] = {}  # the default lr and weight_decay of `muon-fsdp train`
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let a rule that extends another have a title and aliases of its own, or none."""
+        """Reset title and aliases, so that a rule that extends another does not inherit them."""
         super().__init_subclass__(**options)
         cls.title, cls.aliases = vars(cls).get("title", ""), vars(cls).get("aliases", ())
 
     # ---------------------------------------------------------------------------------------------- the mathematics
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
-        """Advance the moments and return, per parameter, what `direction` works on, or else the update itself.
+        """Update the moments of many parameters, shard by shard.
 
-        Gradients and results are in working precision. Gradients must not be changed. Results may be state: nobody
-        writes to them. By default these are the gradients.
+        Args:
+            group: the options of the parameters.
+            grads: local gradients in working precision. Do not change them.
+            states: for each parameter, its `PerParameter` state by name: local tensors, changed in place.
+
+        Returns:
+            For each parameter a tensor of its local shape in working precision: what `direction` works on, or for an
+            element-wise rule the update. It may be a tensor of the state, because nobody writes to it. The default is
+            the gradients.
         """
         return grads
 
     def direction(self, batch: MatrixBatch) -> None:
-        """Write the update of every matrix of a batch to `batch.update`, and change `batch.state` as needed."""
+        """Compute the updates of a batch of whole matrices into `batch.update`, and change `batch.state` in place."""
         raise NotImplementedError
 
     def factors(self, numbers: MatrixNumbers) -> tuple[Tensor | float, Tensor | float]:
-        """Return what to multiply weights and updates by: W <- f W - lr g U.
+        """Return the factors f of the weights and g of the updates in W <- f W - lr g U.
 
-        Each is a number, (B,), (B, d_out, 1) or (B, 1, d_in). f takes the place of weight decay: to keep it, multiply f
-        by `1 - numbers.options["lr"] * numbers.options["weight_decay"]`. Called on every rank with the same numbers.
+        f replaces weight decay. To keep weight decay, multiply f by
+        `1 - numbers.options["lr"] * numbers.options["weight_decay"]`. Every rank calls this with the same numbers.
+
+        Returns:
+            f and g, each a number or a tensor (B,), (B, d_out, 1) or (B, 1, d_in).
         """
         raise NotImplementedError
 
@@ -172,9 +198,18 @@ class Rule:
         group: GroupOptions,
         params: list[Tensor],
         updates: list[Tensor],
-        factors: Sequence[tuple[Tensor, Tensor]] | None = None,  # of `factors`, broadcastable to the parameters
+        factors: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """W <- W (1 - lr * weight_decay) - lr * U, or W <- f W - lr g U, rounded to the parameter's precision once."""
+        """Compute W <- W (1 - lr * weight_decay) - lr * U, or W <- f W - lr g U, shard by shard and in place.
+
+        The result is rounded to the parameter's dtype once.
+
+        Args:
+            group: the options of the parameters.
+            params: local tensors of the parameters W.
+            updates: the updates U, of the same shapes.
+            factors: for each parameter f and g, which broadcast to its shape; None for rules without `factors`.
+        """
         lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
         if factors is not None:
@@ -194,89 +229,102 @@ class Rule:
     # ------------------------------------------------------------------------------------------------- another's state
 
     def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
-        """Return what it can use of another optimizer's state of a parameter, by the names of its own state.
+        """Return the state of another optimizer that this rule can use for a parameter.
 
-        `saved` and `group` are that optimizer's, as its state dict has them. Empty if there is nothing; a ValueError
-        says why something that looks alike can't be used.
+        Args:
+            saved: the parameter's state in the state dict of the other optimizer.
+            group: the parameter's group in that state dict.
+
+        Returns:
+            Tensors by the names of this rule's state; empty if nothing can be used.
+
+        Raises:
+            ValueError: the state looks usable and is not; the message explains why.
         """
         return {}
 
-    # ---------------------------------------------------------------------------------- what planning and reports ask
+    # ------------------------------------------------------------------------------- answers for planning and reports
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
-        """Return the cost of `direction` for one matrix, which balances the ranks."""
+        """Return the cost of `direction` for one (rows, cols) matrix; the planner balances ranks by it."""
         return float(rows * cols)
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
-        """Return whether float16 holds the updates of such matrices, which GPUs then use."""
+        """Return whether float16 can represent the updates of (rows, cols) matrices; GPUs then use it."""
         return self.update_dtype is None
 
     def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
-        """Return the size of an update by shape for the routing report; None if the rule has none."""
+        """Return the scale of an update of this shape for the routing report; None if the rule has no such scale."""
         return None
 
     def not_capturable(self, group: GroupOptions) -> str | None:
-        """Return why a step with these options can't be captured as a CUDA graph; None if it can."""
+        """Return why a step with these options cannot be captured as a CUDA graph; None if it can."""
         return None
 
     def warnings(self, group: GroupOptions) -> list[str]:
-        """Return what a user should know about the options of a group."""
+        """Return warnings for the user about the options of a group."""
         return []
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
-        """Return how far from orthogonal `direction` is on a batch, (B,), for `metrics`; None if that says nothing."""
+        """Return how far the results of `direction` are from orthogonal, (B,), for `metrics`; None if meaningless."""
         return None
 
     def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
         """Return numbers for a logger.
 
-        `last` holds the diagnostics of the last step over all matrices, `total` their sums since the optimizer was
-        built, over matrices and steps in which they were updated.
+        Args:
+            last: the diagnostics of the last step by name, each with one number per matrix.
+            total: their sums since the optimizer was built, over all matrices and all steps that updated them.
         """
         return {}
 
-    # ------------------------------------------------------------------------------------ what follows from the above
+    # -------------------------------------------------------------------------------- derived from the declarations
 
     @cached_property
     def display_name(self) -> str:
-        """The name of the rule in tables and plots."""
+        """Return the name of the rule in tables and plots."""
         return self.title or self.name
 
     @cached_property
     def needs_matrices(self) -> bool:
-        """Whether the rule works on whole matrices; if not, it is element-wise."""
+        """Return whether the rule works on whole matrices; if not, it is element-wise."""
         return type(self).direction is not Rule.direction
 
     @cached_property
     def multiplies_weights(self) -> bool:
-        """Whether the rule multiplies weights by factors of their matrices."""
+        """Return whether the rule multiplies each weight matrix by a factor."""
         return type(self).factors is not Rule.factors
 
     @cached_property
     def all_options(self) -> dict[str, Option]:
-        """Its options by name, with those of its statistics and of views."""
+        """Return all options by name, including those of the rule's statistics and of views."""
         views = VIEW_OPTIONS if self.needs_matrices else ()
         of_statistics = [option for name in self.statistics for option in STATISTICS[name].options]
         return {option.name: option for option in merge(self.options, of_statistics, views, self.options)}
 
     @cached_property
     def all_state(self) -> tuple[StateSpec, ...]:
-        """Its state, with that of its statistics."""
+        """Return the declarations of all state, including that of the rule's statistics."""
         return (*self.state, *(spec for name in self.statistics for spec in STATISTICS[name].state))
 
     @cached_property
     def matrix_state(self) -> tuple[PerMatrix, ...]:
-        """The per-matrix state that `direction` and `factors` may change."""
+        """Return the declarations of the per-matrix state that `direction` and `factors` may change."""
         return tuple(spec for spec in self.state if isinstance(spec, PerMatrix))
 
     @cached_property
     def has_matrix_numbers(self) -> bool:
-        """Whether something of it belongs to whole matrices beside their elements."""
+        """Return whether the rule keeps, computes or reports numbers that belong to whole matrices."""
         return bool(self.matrix_state or self.statistics or self.multiplies_weights or self.diagnostics)
 
     @cached_property
     def fused(self) -> FusedKernels | None:
-        """Its kernels, unless a subclass overrides `prepare` or `apply` after them: then these count."""
+        """Return the kernels of the rule.
+
+        Returns:
+            None if a subclass overrides `prepare` or `apply` without declaring kernels: the inherited kernels would
+            compute something else.
+        """
         for owner in type(self).__mro__:
             if "kernels" in vars(owner):
                 return self.kernels
@@ -286,30 +334,32 @@ class Rule:
 
     @cached_property
     def _planned_names(self) -> tuple[str, ...]:
+        """Return the names of the options that `direction` may read."""
         views = {option.name for option in VIEW_OPTIONS}
         return tuple(name for name, o in self.all_options.items() if not o.per_step and name not in views)
 
     @cached_property
     def plan_names(self) -> tuple[str, ...]:
-        """The options that a plan depends on: all but those that may change at every step."""
+        """Return the names of the options that a plan depends on: all that may not change at every step."""
         return tuple(name for name, option in self.all_options.items() if not option.per_step)
 
     @cached_property
     def per_step_names(self) -> tuple[str, ...]:
-        """The options that may change at every step."""
+        """Return the names of the options that may change at every step."""
         return tuple(name for name, option in self.all_options.items() if option.per_step)
 
     @cached_property
     def per_step_numbers(self) -> tuple[str, ...]:
-        """Those of them that are numbers, which `factors` may read."""
+        """Return the names of the per-step options that are numbers, which `factors` may read."""
         return tuple(n for n in self.per_step_names if type(self.all_options[n].default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
-        """Return what `direction` may read of a group's options, views aside."""
+        """Return the options of a group that `direction` may read, without those of views."""
         return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
 
 
 def _host_number(value: float | Tensor) -> float | Tensor:
+    """Return a CPU tensor as a number, and a tensor on a device as a scalar tensor, without waiting for the device."""
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else value.reshape(())
     return value

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized."""
+"""Update matrices by Muon: the orthogonalized momentum of their gradients."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
 
-# What momentum and its orthogonalization need, whatever is done with the result.
+# Options of every rule that orthogonalizes momentum, whatever it does with the result.
 MOMENTUM_OPTIONS = (
     *Rule.options,
     Option("momentum", 0.95, "decay of the momentum buffer, in [0, 1)", check=fraction, per_step=True),
-    Option("nesterov", False, "look ahead by one step of momentum", check=flag),
-    Option("ns_steps", 5, "steps of the orthogonalizing iteration, at least 1", check=integer),
+    Option("nesterov", False, "use Nesterov momentum: orthogonalize grad + momentum * buffer", check=flag),
+    Option("ns_steps", 5, "Newton-Schulz steps of the orthogonalization, at least 1", check=integer),
     Option(
         "orthogonalization",
         "default",
-        'coefficients of the iteration, or "exact" for an SVD, which is slow',
+        'coefficients of the Newton-Schulz iteration, or "exact" for a slow SVD',
         choices=ORTHOGONALIZATIONS,
     ),
 )
 
 
 class MuonKernels(FusedKernels):
-    """Momentum into the staging buffer in one launch, and the weights from it in another."""
+    """The kernels of Muon: one launch writes momentum into the staging buffer, another updates the weights."""
 
     layout = MUON_LAYOUT
 
@@ -53,7 +53,14 @@ class MuonKernels(FusedKernels):
 
 
 class Muon(Rule):
-    """buf = momentum * buf + grad;  U = scale * ns_stepsize * polar(buf, or grad + momentum * buf with Nesterov)."""
+    """The Muon rule: the update is the orthogonalized momentum of the gradients.
+
+        buf = momentum * buf + grad
+        M = grad + momentum * buf with Nesterov, else buf
+        U = scale * ns_stepsize * polar(M)
+
+    polar(M) has the singular vectors of M, and all its singular values are 1.
+    """
 
     name = "muon"
     title = "Muon"
@@ -62,12 +69,12 @@ class Muon(Rule):
         Option(
             "scale",
             "v2",
-            'size of an update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)), '
+            'factor of the update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)), '
             '"v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number',
             choices=SCALE_VERSIONS,
             check=number,
         ),
-        Option("ns_stepsize", 1.0, "further factor of the orthogonalized update", check=number),
+        Option("ns_stepsize", 1.0, "another factor of the orthogonalized update", check=number),
     )
     state: ClassVar[tuple[StateSpec, ...]] = (PerParameter("momentum_buffer"),)
     kernels = MuonKernels()
@@ -93,11 +100,14 @@ class Muon(Rule):
         )
 
     def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
-        """Return the spectral norm of an update."""
+        """Return the factor of an orthogonalized (rows, cols) matrix, which is the spectral norm of the update."""
         return update_scale(options["scale"], rows, cols) * float(options["ns_stepsize"])
 
     def take_over(self, saved: Mapping[str, Any], group: GroupOptions) -> dict[str, Any]:
-        """Return the momentum of `torch.optim.Muon` or Keller Jordan's, which is 1 - momentum times the one here."""
+        """Return the momentum of `torch.optim.Muon` or of Keller Jordan's Muon.
+
+        Theirs is an average, (1 - momentum) times the sum that this rule keeps, so it is divided by that.
+        """
         is_muon = "adjust_lr_fn" in group or group.get("use_muon")
         if "momentum_buffer" not in saved or not is_muon:
             return {}
@@ -125,7 +135,14 @@ class Muon(Rule):
 
 
 def _residual(matrices: Tensor) -> Tensor:
-    """Return ||O O^T - I||_F / sqrt(m) per matrix: 0 for an orthogonal one, near 1 for one of low rank."""
+    """Return ||O O^T - I||_F / sqrt(m) for every matrix O, m its shorter side: 0 if orthogonal, near 1 if of low rank.
+
+    Args:
+        matrices: (B, rows, cols).
+
+    Returns:
+        (B,) in float64.
+    """
     wide = (matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices).to(torch.float64)
     gram = wide @ wide.mT
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)

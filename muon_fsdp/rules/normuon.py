@@ -1,4 +1,4 @@
-"""NorMuon (arXiv 2510.05491): Muon whose rows are rescaled to one size by a running second moment of each."""
+"""Update matrices by NorMuon (arXiv 2510.05491): Muon that rescales each row by a running second moment."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from muon_fsdp.rules.muon import Muon
 
 
 class NorMuon(Muon):
-    """O = polar(momentum);  v = beta2 * v + (1 - beta2) * mean of O^2 over a row;  U = scale * c * O / (sqrt(v) + eps).
+    """The NorMuon rule: Muon that rescales each row of the update by a running second moment.
 
-    c leaves the Frobenius norm as it was, so `scale` and lr mean what they mean for Muon.
+        O = polar(momentum)
+        v = beta2 * v + (1 - beta2) * mean of O^2 over a row
+        U = scale * ns_stepsize * c * O / (sqrt(v) + eps)
+
+    The factor c keeps the Frobenius norm of O, so `scale` and lr mean the same as for Muon.
     """
 
     name = "normuon"
     title = "NorMuon"
     options = (
         *Muon.options,
-        Option("beta2", 0.95, "decay of the second moment of rows, in [0, 1)", check=fraction),
-        Option("eps", 1e-8, "added to the root of the second moment of rows", check=number),
+        Option("beta2", 0.95, "decay of the second moment of each row, in [0, 1)", check=fraction),
+        Option("eps", 1e-8, "added to the square root of the second moment of each row", check=number),
     )
     state = (*Muon.state, PerMatrix("second_moment", "rows"))
 
@@ -30,10 +34,10 @@ class NorMuon(Muon):
         update, moment, beta2 = batch.update, batch.state["second_moment"], batch.options["beta2"]
         rows, cols = update.shape[-2:]
         norms = torch.linalg.vector_norm(update, dim=-1, dtype=moment.dtype)  # (B, rows)
-        norms = norms / (self.factor(batch.options, rows, cols) or 1.0)
-        moment = beta2 * moment + (1 - beta2) * norms.square() / cols
-        factors = 1 / (moment.sqrt() + batch.options["eps"])
-        before, after = (torch.linalg.vector_norm(n, dim=-1, keepdim=True) for n in (norms, factors * norms))
+        norms = norms / (self.factor(batch.options, rows, cols) or 1.0)  # `scale` must not enter the second moment
+        moment = beta2 * moment + (1 - beta2) * norms.square() / cols  # (B, rows)
+        factors = 1 / (moment.sqrt() + batch.options["eps"])  # (B, rows)
+        before, after = (torch.linalg.vector_norm(n, dim=-1, keepdim=True) for n in (norms, factors * norms))  # (B, 1)
         factors = factors * torch.where(after > 0, before / after, 0.0)
         update.mul_(factors.unsqueeze(-1))
         batch.state["second_moment"] = moment

@@ -1,4 +1,4 @@
-"""The rules by name, and how users add their own."""
+"""Register update rules by name: those of the package and those of users."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from muon_fsdp.statistics.observer import STATISTICS
 
 RULES: dict[str, Rule] = {}
 KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), PerMatrix: get_args(MatrixKind)}
-# Arguments of the optimizers and keys of groups, which an option of a rule would be taken for.
+# Arguments of the optimizers and keys of groups. An option of the same name could not be told apart from them.
 RESERVED_NAMES = {*ARGUMENTS, *FOREIGN_KEYS, "self", "model", "rule", "gradient_accumulation_steps"}
 AnyRule = TypeVar("AnyRule", bound=type[Rule])
 
 
 def register(rule: AnyRule) -> AnyRule:
-    """Make a rule known by its name, as a class decorator; a rule of the same name is replaced.
+    """Register an update rule under its `name`; use it as a class decorator.
 
     Afterwards the name works wherever a rule is named: `rule=` and `other_rule=` of the optimizers, groups, overrides
-    and `muon-fsdp train --optimizer`. Optimizers look rules up when they plan a step, so replacing one in a notebook
-    takes effect at their next step.
+    and `muon-fsdp train --optimizer`. Registering another class under the same name replaces the rule. Optimizers look
+    rules up when they plan a step, so a replacement in a notebook takes effect at their next step.
+
+    Args:
+        rule: a subclass of `Rule`.
+
+    Returns:
+        The same class.
 
     Raises:
-        TypeError: it is not a subclass of `Rule`, or its name is not a string.
-        ValueError: a declaration contradicts itself; the message says which.
+        TypeError: the class is not a subclass of `Rule`, or its name is not a string.
+        ValueError: its declarations contradict each other; the message names which.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"register needs a subclass of Rule, got {rule!r}")
@@ -40,10 +46,10 @@ def register(rule: AnyRule) -> AnyRule:
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule of that name.
+    """Return the registered rule of this name.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: no rule has this name; the message lists the valid names.
     """
     if not isinstance(name, str) or name not in RULES:
         near = suggestion(name, RULES) if isinstance(name, str) else ""
@@ -55,6 +61,7 @@ def rule_named(name: str) -> Rule:
 
 
 def _check(rule: Rule) -> None:
+    """Raise if the declarations of a rule are not valid or contradict each other."""
     where = f"rule {rule.name!r}"
     for attribute in ("options", "state", "statistics", "diagnostics", "aliases"):
         if not isinstance(getattr(rule, attribute), tuple):
@@ -62,9 +69,15 @@ def _check(rule: Rule) -> None:
     for statistic in rule.statistics:
         if statistic not in STATISTICS:
             near = suggestion(statistic, STATISTICS)
-            raise ValueError(f"{where}: unknown statistic {statistic!r}{near} (there are {', '.join(STATISTICS)})")
+            raise ValueError(f"{where}: unknown statistic {statistic!r}{near} (valid names: {', '.join(STATISTICS)})")
+    _check_options(rule, where)
+    _check_state(rule, where)
+
+
+def _check_options(rule: Rule, where: str) -> None:
+    """Raise if a default is not valid, a required option is missing, or a name is reserved."""
     for option in rule.all_options.values():
-        if option.default is not None:  # which stands for "none" whatever the check says
+        if option.default is not None:  # None means "not set" and is valid for every option
             try:
                 option.check_value(option.default, option.name)
             except (TypeError, ValueError) as error:
@@ -74,7 +87,11 @@ def _check(rule: Rule) -> None:
             raise ValueError(f"{where}: options must include {needed!r} as a per_step option: begin with *Rule.options")
     reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
     if reserved:
-        raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves")
+        raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
+
+
+def _check_state(rule: Rule, where: str) -> None:
+    """Raise if state has an unknown kind, a repeated name or no valid start, or if kernels need other state."""
     for spec in rule.all_state:
         if spec.kind not in KINDS[type(spec)]:
             valid = ", ".join(map(repr, KINDS[type(spec)]))
@@ -92,11 +109,12 @@ def _check(rule: Rule) -> None:
         if spec.initial is None:
             continue
         if spec.initial not in rule.statistics:
-            raise ValueError(f"{where}: state {spec.name!r} starts from {spec.initial!r}: add it to statistics")
+            which = f"{where}: state {spec.name!r} starts from {spec.initial!r}"
+            raise ValueError(f"{which}, which the rule does not declare: add it to statistics")
         example = STATISTICS[spec.initial].example(3, 2)
         if not hasattr(example, "shape") or tuple(example.shape[1:]) != spec.shape_of_matrix(3, 2):
             raise ValueError(f"{where}: state {spec.name!r} of kind {spec.kind!r} can't start from {spec.initial!r}")
     if rule.fused is not None:
-        missing = [name for name in rule.fused.layout.states if name not in names]
+        missing = ", ".join(repr(name) for name in rule.fused.layout.states if name not in names)
         if missing:
-            raise ValueError(f"{where}: its kernels need the state {', '.join(map(repr, missing))}")
+            raise ValueError(f"{where}: its kernels need the state {missing}: declare it, or set kernels = None")

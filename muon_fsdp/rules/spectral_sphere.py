@@ -1,4 +1,4 @@
-"""Spectral Sphere Optimizer (arXiv 2601.08393): matrices keep their spectral norm and move along its sphere."""
+"""Update matrices by the Spectral Sphere Optimizer (arXiv 2601.08393), which keeps their spectral norm fixed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
 from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon
 from muon_fsdp.statistics.observer import TopSingular
 
-# Calls of msign that the balance of ranks reckons with: the median when warm.
+# Orthogonalizations per matrix that the planner assumes: the median once lambda starts from the last step's value.
 USUAL_CALLS = 4
 
 
 class SpectralSphere(Muon):
-    """W <- f W - lr R msign(M + lambda u v^T), tangent to the sphere of spectral norm R at (u, v); f retracts to it.
+    """The Spectral Sphere rule: each matrix keeps the spectral norm R and moves along the sphere of such matrices.
 
-    Momentum M is Muon's; u and v are the top singular vectors of W.
+        W = f W - lr R msign(M + lambda u v^T)
+
+    M is Muon's momentum; u and v are the top singular vectors of W. lambda makes the update tangent to the sphere, and
+    the factor f brings W back to it.
     """
 
     name = "spectral_sphere"
@@ -35,16 +38,16 @@ class SpectralSphere(Muon):
         Option(
             "radius_mode",
             "spectral_mup",
-            'R is radius_scaler sqrt(d_out/d_in), radius_scaler ("identity") or the norm at the first step '
-            '("initialize")',
+            'the radius R: radius_scaler sqrt(d_out/d_in), radius_scaler ("identity"), or the spectral norm at the '
+            'first step ("initialize")',
             choices=RADIUS_MODES,
         ),
-        Option("radius_scaler", 1.0, 'factor of R, positive; not under "initialize"', check=positive),
+        Option("radius_scaler", 1.0, 'factor of R, positive; unused with "initialize"', check=positive),
         Option(
             "retract_mode",
             "hard",
-            '"hard" brings W to its sphere at every step, "dynamic" only at the first and then by a factor of '
-            "1 +- retract_alpha lr",
+            '"hard" brings W back to its sphere at every step; "dynamic" does so at the first step only, and then '
+            "multiplies W by 1 +- retract_alpha lr",
             choices=RETRACT_MODES,
         ),
         Option("retract_alpha", 0.05, 'strength of "dynamic" retraction', check=number),
@@ -64,12 +67,16 @@ class SpectralSphere(Muon):
     statistics = ("top_singular",)
     diagnostics = ("norm_over_radius", "without_norm", "lambda", "msign_calls", "lambda_failed")
     hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("scale", "ns_stepsize"), "the radius of a matrix takes its place (radius_mode, radius_scaler)"
+        ("scale", "ns_stepsize"), "the radius of each matrix replaces it (pass radius_mode, radius_scaler)"
     )
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.0}
 
     def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
-        """Return the retraction f, all the way to the sphere at the first step, and the radius R."""
+        """Return the factors of weights and updates.
+
+        Returns:
+            The retraction f, which at the first step always reaches the sphere, and the radius R, both (B,).
+        """
         options, saved = numbers.options, numbers.state["radius"]
         norm, lr = numbers.statistics["top_singular"].norm, options["lr"]
         mode, is_regular, is_first = options["radius_mode"], norm >= SMALLEST_NORM, saved == 0
@@ -123,28 +130,28 @@ class SpectralSphere(Muon):
         return target_radius(rows, cols, group["radius_mode"], group["radius_scaler"])
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
-        return None  # the update is orthogonal at another point than the momentum
+        return None  # the update orthogonalizes M + lambda u v^T, so the residual of M would mislead
 
     def warnings(self, group: GroupOptions) -> list[str]:
         if group["retract_mode"] != "hard" or group["weight_decay"] == 0:
             return []
         return [
-            "weight_decay does nothing to matrices under retract_mode='hard': they are brought back to their "
+            "weight_decay has no effect on matrices with retract_mode='hard', which brings them back to their "
             "sphere at every step. Pass weight_decay=0, or retract_mode='dynamic'."
         ]
 
     def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
-        """Return how the last step went.
+        """Return numbers for a logger.
 
         Keys:
-            lambda_fallbacks: matrices and steps in which the search for lambda failed, so that lambda = 0 was taken.
-            matrices_without_norm: matrices and steps in which a matrix was zero and therefore not retracted.
-            spectral_norm_over_radius_min: the smallest s / R before retraction in the last step, over all matrices.
-            spectral_norm_over_radius_max: the largest.
-            lambda_abs_mean: the mean of |lambda| in the last step.
-            lambda_abs_max: the largest.
-            msign_calls_median: orthogonalizations that a matrix took in the last step, the median.
-            msign_calls_max: the largest.
+            lambda_fallbacks: how often the search for lambda failed and lambda = 0 was used, over matrices and steps.
+            matrices_without_norm: how often a matrix was zero and could not be retracted, over matrices and steps.
+            spectral_norm_over_radius_min: the smallest ratio of spectral norm and R before the last step's retraction.
+            spectral_norm_over_radius_max: the largest ratio.
+            lambda_abs_mean: the mean of |lambda| in the last step, over all matrices.
+            lambda_abs_max: the largest |lambda|.
+            msign_calls_median: the median number of orthogonalizations per matrix in the last step.
+            msign_calls_max: the largest number.
         """
         numbers = {"lambda_fallbacks": total["lambda_failed"], "matrices_without_norm": total["without_norm"]}
         if not len(last["lambda"]):
