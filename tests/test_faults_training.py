@@ -23,43 +23,21 @@ import torch
 from torch.distributed import TCPStore
 
 from muon_fsdp.rules import RULES
-from muon_fsdp.training import checkpoint, heartbeat, launcher, model, program
+from muon_fsdp.training import checkpoint, heartbeat, inputs, launcher, model
 from muon_fsdp.training.config import TrainConfig
 from muon_fsdp.training.heartbeat import Beat, find_verdict
-from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import connect
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from muon_fsdp.training.unpickling import Reader
 from tests.pool import RankPool
 from tests.promises import promise
-
-ROOT = Path(__file__).parent.parent
-TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preset that trains in a moment, and no job that this process belongs to."""
-    monkeypatch.setitem(model.PRESETS, "small", TINY)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
-    return file
+from tests.training_cases import ROOT, TINY, has_trained, lines, surroundings, text_fixture  # noqa: F401
 
 
 def flags(text: Path, output: Path, steps: int = 4, *more: str) -> list[str]:
     return ["--data", str(text), "--output", str(output), "--steps", str(steps), "--batch-size", "6", "--device", "cpu",
             "--eval-windows", "6", *more]  # fmt: skip
-
-
-def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------- ranks that are waited for
@@ -104,7 +82,7 @@ def run_rank(arguments: list[str], job: dict[str, str], log: Path, hangs: bool) 
     model.PRESETS["small"] = TINY
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     if hangs:
-        program.training_batches = hanging_batches
+        inputs.training_batches = hanging_batches
     os._exit(main(arguments))
 
 
@@ -113,11 +91,6 @@ def hanging_batches(*arguments: object) -> Iterator[tuple[torch.Tensor, torch.Te
     for _ in range(2):
         yield torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.int64)
     time.sleep(1000)
-
-
-def has_trained(output: Path) -> bool:
-    file = output / "metrics.jsonl"
-    return file.exists() and '"train"' in file.read_text()
 
 
 @promise(
@@ -281,12 +254,15 @@ def a_folder(file: Path) -> None:
 
 DAMAGES = {
     "lost": (Path.unlink, "is missing"),
-    "cut": (cut, "tells of 2 steps, but the checkpoint is of step 4"),
-    "garbage": (lambda file: file.write_bytes(bytes(range(256)) * 20), "does not tell of a run"),
-    "JSON": (lambda file: file.write_text('{"kind": "start"}\n[1, 2]\n'), "does not tell of a run"),
-    "fields": (lambda file: file.write_text(file.read_text().replace('"loss"', '"lose"')), "does not tell of a run"),
-    "other run": (other_run, "is of another run than the checkpoint"),
-    "folder": (a_folder, "can't be read: Is a directory"),
+    "cut": (cut, "records 2 steps, but the checkpoint is of step 4"),
+    "garbage": (lambda file: file.write_bytes(bytes(range(256)) * 20), "is not the record of a run"),
+    "JSON": (lambda file: file.write_text('{"kind": "start"}\n[1, 2]\n'), "is not the record of a run"),
+    "fields": (
+        lambda file: file.write_text(file.read_text().replace('"loss"', '"lose"')),
+        "is not the record of a run",
+    ),
+    "other run": (other_run, "belongs to another run than the checkpoint"),
+    "folder": (a_folder, "cannot be read: Is a directory"),
 }
 
 
@@ -307,9 +283,9 @@ def test_metrics_do_not_stop_a_good_checkpoint(damage: str, text: Path, tmp_path
     said = capsys.readouterr()
     (warning,) = said.err.splitlines()
     assert warning.startswith(f"warning: {parts / 'metrics.jsonl'} {told}")
-    assert "metrics begin anew after step 4" in warning
-    assert "going on from step 4" in said.out
-    assert ("and the file is kept as metrics.jsonl.bad" in warning) == (damage != "lost")
+    assert "metrics start again after step 4" in warning
+    assert "resuming from step 4" in said.out
+    assert ("and the old file is kept as metrics.jsonl.bad" in warning) == (damage != "lost")
     assert (parts / "metrics.jsonl.bad").exists() == (damage != "lost")
     result = read_result(parts)
     assert result.train_losses == read_result(whole).train_losses[4:]
@@ -348,7 +324,7 @@ def test_ranks_agree_that_metrics_are_lost(text: Path, tmp_path: Path, ranks: Ra
     arguments[arguments.index("--steps") + 1] = "3"
     (first, said), (second, nothing) = ranks.run(2, train_in_pool, [*arguments, "--resume"])
     assert (first, second, nothing) == (0, 0, "")
-    assert "metrics begin anew after step 2" in said
+    assert "metrics start again after step 2" in said
     assert read_result(tmp_path / "out").num_steps == 3
 
 
@@ -406,7 +382,7 @@ def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
     step = int(checkpoint.checkpoints(output / "checkpoints")[-1].name.removeprefix("step-"))
     arguments[arguments.index("--steps") + 1] = str(step + 1)
     assert main([*arguments, "--resume"]) == 0
-    assert f"going on from step {step}" in capsys.readouterr().out
+    assert f"resuming from step {step}" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------- checkpoints that are not trusted

@@ -391,21 +391,20 @@ def train_with_sgd(gpt: GPT, pace: Pace, factor: Callable[[int], float] = lambda
     optimizer = torch.optim.SGD(gpt.parameters(), lr=2.0)
     tokens = torch.randint(256, (4, 16))
     looks: list[tuple[float, int]] = []
-    result = loop.train(
-        RunResult("SGD"),
-        gpt,
-        optimizer,
-        repeat((tokens, tokens)),
-        [(tokens, tokens)],
-        pace,
-        factor,
-        World(torch.device("cpu"), torch.float32),
+    training = loop.Training(
+        model=gpt,
+        optimizer=optimizer,
         base_lrs=[2.0],
+        schedule=factor,
+        train_batches=repeat((tokens, tokens)),
+        validation=[(tokens, tokens)],
+        pace=pace,
+        world=World(torch.device("cpu"), torch.float32),
         on_log=lambda result, factors: looks.append((optimizer.param_groups[0]["lr"], result.num_steps)),
         on_save=lambda step: None,
         stop_wanted=lambda: False,
     )
-    return result, looks
+    return loop.train(training, RunResult("SGD")), looks
 
 
 def test_training_clips_the_gradient() -> None:
@@ -449,13 +448,13 @@ def test_training_stops_on_a_loss_that_is_not_finite() -> None:
     gpt = tiny_gpt()
     with torch.no_grad():
         gpt.wte.weight.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match="the loss of SGD is nan at step 1; lower its learning rate"):
+    with pytest.raises(FloatingPointError, match="the loss of SGD is nan at step 1; lower the learning rate"):
         train_with_sgd(gpt, Pace(steps=3, eval_every=3, log_every=3))
 
 
 def test_training_stops_before_a_gradient_that_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "clip_gradient", lambda model, largest: torch.tensor(math.inf))
-    with pytest.raises(FloatingPointError, match="the norm of the gradient of SGD is inf at step 1"):
+    with pytest.raises(FloatingPointError, match="the gradient norm of SGD is inf at step 1"):
         train_with_sgd(tiny_gpt(), Pace(steps=1, eval_every=5))
 
 
