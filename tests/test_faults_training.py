@@ -108,20 +108,20 @@ def test_a_stopped_rank_is_named_by_all_that_wait_for_it(text: Path, tmp_path: P
         assert job.codes(0, 2) == [1, 1]
     for rank in (0, 2):
         said = job.logs[rank].read_text()
-        assert f"error: rank {rank}: waited 4 s for rank 1 (last heard of at " in said
+        assert f"error: rank {rank}: waited 4 s for rank 1 (last seen at " in said
         assert "Traceback" not in said
 
 
 @promise(
     "A rank hangs, as in reading its data, while its process lives",
-    "The same, and the error says that it answers but does not go on",
+    "The same, and the error says that it answers but makes no progress",
 )
 def test_a_rank_that_hangs_is_named_by_all(text: Path, tmp_path: Path) -> None:
     arguments = flags(text, tmp_path / "out", 100_000, "--fsdp", "--timeout", "4")
     with Job(tmp_path, arguments, 3, hangs=1) as job:
         assert job.codes(0, 1, 2) == [1, 1, 1]
     for rank in range(3):
-        expected = f"error: rank {rank}: waited 4 s for rank 1 (at step 3), which answers but does not go on"
+        expected = f"error: rank {rank}: waited 4 s for rank 1 (at step 3), which answers but makes no progress"
         assert expected in job.logs[rank].read_text()
 
 
@@ -134,7 +134,7 @@ def judge(rank: int, quiet: float, *collectives: dict[str, int] | None, silent: 
 
 def test_the_culprit_is_who_waits_for_nobody() -> None:
     told = judge(0, 5.0, {}, {}, None, silent=(1,))
-    assert "for rank 1 (last heard of at step 7), 2 (never heard of), which no longer answers" in told
+    assert "for rank 1 (last seen at step 7), 2 (never seen), which no longer answers" in told
     assert "for rank 0 (at step 7), which answers" in judge(1, 5.0, {"all": 6}, {"all": 7}, {"all": 7})
     # Rank 1 hangs, 0 waits for it in their pair, and 2 and 3 wait for the first pair.
     pairs = ({"a": 4, "all": 2}, {"a": 3, "all": 2}, {"b": 4, "all": 3}, {"b": 4, "all": 3})
@@ -144,12 +144,12 @@ def test_the_culprit_is_who_waits_for_nobody() -> None:
 
 @promise(
     "All ranks are busy for longer than `--timeout`, as in a long compilation",
-    "They go on: nobody waits for a rank. After twice the time they end",
+    "They continue: no rank waits for another. After twice the time they end",
 )
 def test_ranks_that_are_equally_slow_go_on() -> None:
     assert judge(0, 5.0, {"all": 7}, {"all": 7}) is None
     assert judge(0, 5.0, {"all": 6}, {"all": 7}) is None  # rank 1 waits, and perhaps for a moment only
-    assert judge(1, 10.0, {"all": 7}, {"all": 7}) == "no rank has gone on for 10 s (at step 7)"
+    assert judge(1, 10.0, {"all": 7}, {"all": 7}) == "no rank has made progress for 10 s (at step 7)"
 
 
 def count_collectives() -> tuple[dict[str, int], dict[str, int]]:
@@ -166,7 +166,10 @@ def test_collectives_are_counted(ranks: RankPool) -> None:
 
 
 def test_a_store_that_does_not_answer_is_told() -> None:
-    for keeper, expected in ((0, "for rank 0, which holds the job's store and does not"), (None, "and the store of")):
+    for keeper, expected in (
+        (0, "for rank 0, which hosts the job's store and does not"),
+        (None, "and the job's store does not"),
+    ):
         beat = heartbeat.Heartbeat(torch.distributed.HashStore(), 1, 2, 5.0, keeper)
         assert expected in beat._unanswered()
 
@@ -210,7 +213,7 @@ def test_the_launcher_kills_a_stopped_rank(capfd, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launcher.subprocess, "Popen", start)
     monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.2)
     assert launcher.launch([], 2) == 1
-    assert "error: rank 1 did not end after another had failed, and is killed" in capfd.readouterr().err
+    assert "error: rank 1 did not end after another rank had failed, and was killed" in capfd.readouterr().err
     assert [process.returncode for process in started] == [1, -signal.SIGKILL]
 
 
@@ -268,7 +271,7 @@ DAMAGES = {
 
 @promise(
     "`metrics.jsonl` is lost, cut, foreign or no journal at all, and the checkpoint is good",
-    "A warning; the run resumes bit for bit, its metrics begin anew, and the old file is kept as `metrics.jsonl.bad`",
+    "A warning; the run resumes bit for bit, its metrics start again, and the old file is kept as `metrics.jsonl.bad`",
 )
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_metrics_do_not_stop_a_good_checkpoint(damage: str, text: Path, tmp_path: Path, capsys) -> None:
@@ -363,7 +366,7 @@ def test_the_end_of_a_process_does_not_abort() -> None:
 
 @promise(
     "SIGTERM comes while a checkpoint is being written",
-    "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` goes on from it",
+    "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` continues from it",
 )
 def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
@@ -427,7 +430,7 @@ def test_metadata_that_would_run_code_is_refused(text: Path, tmp_path: Path, cap
     (path / ".metadata").write_bytes(pickle.dumps({"no": "metadata"}))
     forge(path)
     assert main(flags(text, output, 2, "--resume")) == 1
-    assert ".metadata holds a dict, which is not a checkpoint's" in capsys.readouterr().err
+    assert ".metadata contains a dict instead of the metadata of a checkpoint" in capsys.readouterr().err
     (path / ".metadata").write_bytes(good)
     forge(path)
     assert main(flags(text, output, 2, "--resume")) == 0
@@ -453,7 +456,7 @@ def test_values_that_would_run_code_are_refused(
         assert main(flags(text, output, 1)) == 0
     assert main(flags(text, output, 2, "--resume")) == 1
     error = capsys.readouterr().err
-    assert "momentum' holds posix.mkdir, which no checkpoint needs; it was not executed" in error
+    assert "momentum' contains posix.mkdir, which no checkpoint needs; it was not executed" in error
     assert not made.exists()
 
 

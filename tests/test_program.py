@@ -227,10 +227,8 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(text: Path, tmp
     file = newest / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    for damaged, told in (
-        (bytes(content), "__0_0.distcp has changed since it was written"),
-        (b"", "has changed since it was written"),
-    ):
+    told = "__0_0.distcp has changed since it was written"
+    for damaged in (bytes(content), b""):
         file.write_bytes(damaged)
         capsys.readouterr()
         assert main(flags(text, output, 8, "--resume")) == 1
@@ -354,7 +352,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         "--micro-batch-size",
         "3",
     )
-    told(2, "--vocab-size 100 is too small: the data has 256 tokens", "--vocab-size", "100")
+    told(2, "--vocab-size 100 is too small: the data has a vocabulary of 256 tokens", "--vocab-size", "100")
     told(2, "start a multiple of 2", "--replicas", "2")
     told(2, "--cuda-graph needs a GPU", "--cuda-graph", "--optimizer", "adamw")
     told(2, "another run is writing to", at=locked(tmp_path / "locked"))
@@ -371,7 +369,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
     told(2, "vocab_size is 256 in the checkpoint and 300 here", "--resume", "--vocab-size", "300")
     monkeypatch.setenv("WORLD_SIZE", "2")
     told(2, "MASTER_ADDR and MASTER_PORT are not set: start with torchrun", "--fsdp", at=tmp_path / "none")
-    told(2, "2 processes were started: say --fsdp", at=tmp_path / "none")
+    told(2, "2 processes were started: pass --fsdp", at=tmp_path / "none")
     monkeypatch.setenv("RANK", "0")
     told(2, "leave it out under torchrun", "--processes", "2")
 
@@ -389,7 +387,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--steps", "1", "--epochs", "2"], "give --steps or --epochs, not both"),
+        (["--steps", "1", "--epochs", "2"], "pass --steps or --epochs, not both"),
         (["--epochs", "-1"], "--epochs must be positive"),
         (["--warmup-fraction", "1.5"], "--warmup-fraction must be between 0 and 1"),
         (["--lr", "-1"], "--lr must not be negative"),
@@ -399,7 +397,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--timeout", "inf"], "--timeout must be finite"),
         (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
         (["--proc", "2"], "unrecognized arguments: --proc"),
-        (["--ddp", "--tp", "2"], "--replicas and --tp belong to --fsdp"),
+        (["--ddp", "--tp", "2"], "--replicas and --tp work only with --fsdp"),
         (["--model", "huge"], "invalid choice: 'huge'"),
         (["--processes", "0"], "--processes must be at least 1"),
     ],
@@ -437,7 +435,7 @@ def test_a_taken_port_is_told(text: Path, tmp_path: Path, capsys, monkeypatch: p
             monkeypatch.setenv(name, value)
         assert main(flags(text, tmp_path / "out", 2, "--fsdp")) == 2
     error = capsys.readouterr().err
-    assert f"no connection at 127.0.0.1:{port}" in error
+    assert f"cannot connect to 127.0.0.1:{port}" in error
     assert "torchrun --standalone" in error
 
 
