@@ -99,10 +99,7 @@ def test_flags_follow_from_the_declarations() -> None:
     shown = " ".join(make_parser("x")[0].format_help().split())
     assert "--nesterov, --no-nesterov look ahead by one step of momentum (default: true; muon, normuon, " in shown
     assert "--betas X,X decay of the first and second moment (default: 0.9,0.95; adamw)" in shown
-    assert (
-        "--lr X learning rate of the hidden matrices (default: 0.02 for muon, normuon, spectral_sphere; 0.002 for adamw)"
-        in shown
-    )
+    assert "--lr X learning rate of the hidden matrices (default: 0.02 for muon, normuon, spectral_sphere; " in shown
     assert "--optimizer muon|normuon|spectral_sphere|sso|adamw" in shown
 
 
@@ -142,10 +139,10 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
         (["--scale", "v9"], "--scale: must be one of v2, v1, v3, v4, or a number, got 'v9'"),
         (["--orthogonalization", "x"], "--orthogonalization: Unknown orthogonalization 'x'; valid names are default"),
         (["--betas", "0.9", "--optimizer", "adamw"], "--betas: Invalid betas: (0.9,)"),
-        (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), adamw; pass "
-         "--plugin FILE to load a rule of your own"),
+        (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), adamw; "
+         "pass --plugin FILE to load a rule of your own"),
         (["--optimizer", "nomuon"], "unknown rule 'nomuon'; did you mean 'normuon'? Available rules: muon"),
-        (["--cuda-graph", "--orthogonalization", "exact"], "--cuda-graph cannot capture this optimizer's step: orthogonalization="),
+        (["--cuda-graph", "--orthogonalization", "exact"], "--cuda-graph cannot capture this optimizer's step: orthog"),
     ],
 )  # fmt: skip
 def test_options_that_can_not_be(arguments: list[str], says: str, capsys) -> None:

@@ -92,14 +92,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: called first, with gradients enabled, to compute the loss.
-
-        Returns:
-            The result of `closure`, or None.
-        """
+        """Update every parameter that has a gradient; call `closure` first, if one is given, and return its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
