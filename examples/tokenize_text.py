@@ -91,7 +91,7 @@ def make_folder(path: Path) -> None:
         fail(f"cannot write to {path}: {error.strerror}; pass another folder for the shards")
     for file in sorted(path.iterdir()):
         if file.suffix in (".bin", ".txt", ".md", ".py") and file.name not in ("train.bin", "val.bin"):
-            fail(f"{path} holds {file.name}, which training would read as data; pass an empty folder for the shards")
+            fail(f"{path} contains {file.name}, which training would read as data; pass an empty folder for the shards")
 
 
 def train_tokenizer(samples: Iterator[str], vocab_size: int) -> Tokenizer:

@@ -266,7 +266,7 @@ def test_tokenize_text_tells_mistakes_in_a_line(capsys, tmp_path):
     assert not shards.exists()
     told("a.txt: File exists; pass another folder", texts, texts / "a.txt")
     told("shards: Not a directory", texts, texts / "a.txt" / "shards")
-    told("holds a.txt, which training would read as data", texts, texts)
+    told("contains a.txt, which training would read as data", texts, texts)
     told(f"cannot write to {UNWRITABLE}: ", texts, UNWRITABLE)
     (shards / "val.bin").mkdir(parents=True)
     told("val.bin: Is a directory", texts, shards)

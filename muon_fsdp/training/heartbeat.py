@@ -35,7 +35,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Watches a job while the context is entered, and ends this process when it waits for a rank in vain.
+    """Watches a job while the context is entered, and ends this process when a rank that it waits for does not come.
 
     `store` is the job's store, and `keeper` the rank that hosts it, or None if no rank does. Only time in which this
     process runs counts, so a job that is suspended as a whole continues afterwards.
@@ -106,10 +106,10 @@ class Heartbeat:
         """Return the last beat of every rank, None for a rank that has written none."""
         names = [str(rank) for rank in range(self._size)]
         if self._store.check(names):
-            told: Sequence[bytes | None] = self._store.multi_get(names)
+            texts: Sequence[bytes | None] = self._store.multi_get(names)
         else:
-            told = [self._store.get(name) if self._store.check([name]) else None for name in names]
-        return [None if text is None else Beat(**json.loads(text)) for text in told]
+            texts = [self._store.get(name) if self._store.check([name]) else None for name in names]
+        return [None if text is None else Beat(**json.loads(text)) for text in texts]
 
     def _unanswered(self) -> str:
         if self._keeper is None:
@@ -161,12 +161,12 @@ def find_verdict(
     """
     silent = [other for other, (old, new) in enumerate(zip(earlier, now, strict=True)) if new is None or new == old]
     if silent:
-        told = [f"{other} ({_where(now[other], 'last seen at ')})" for other in silent]
-        return f"waited {timeout:g} s for rank {', '.join(told)}, which no longer answers (it was stopped or has ended)"
+        ranks = [f"{other} ({_where(now[other], 'last seen at ')})" for other in silent]
+        return f"waited {timeout:g} s for rank {', '.join(ranks)}, which no longer answers (it has stopped or ended)"
     behind = _behind([beat for beat in now if beat is not None])
     if behind and rank not in behind:
-        told = [f"{other} ({_where(now[other], 'at ')})" for other in behind]
-        return f"waited {timeout:g} s for rank {', '.join(told)}, which answers but makes no progress"
+        ranks = [f"{other} ({_where(now[other], 'at ')})" for other in behind]
+        return f"waited {timeout:g} s for rank {', '.join(ranks)}, which answers but makes no progress"
     if quiet < 2 * timeout:
         return None
     where = ", ".join(sorted({_where(beat, "at ") for beat in now}))

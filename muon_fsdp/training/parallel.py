@@ -155,7 +155,8 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
 def _heartbeat(store: Store | None, rank: int, size: int, timeout: float) -> AbstractContextManager[Heartbeat | None]:
     if store is None or size == 1:
         return nullcontext()
-    keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # torchrun or --processes
+    hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun and --processes set it
+    keeper = None if hosted_by_launcher else 0
     return Heartbeat(store, rank, size, timeout, keeper)
 
 
