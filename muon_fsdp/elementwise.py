@@ -1,4 +1,4 @@
-"""Import TritonMuon and TritonMuonW, which do NOT orthogonalize (`muon_fsdp.MuonOptimizer` does).
+"""Import TritonMuon and TritonMuonW, which are NOT the orthogonalizing optimizer (`muon_fsdp.MuonOptimizer` is).
 
 They are two fused element-wise optimizers with a momentum m and a velocity v:
 
