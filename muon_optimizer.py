@@ -1,4 +1,4 @@
-"""The element-wise pair, not orthogonalizing; see `muon_fsdp.elementwise`."""
+"""Import the element-wise optimizers, which do not orthogonalize; see `muon_fsdp.elementwise`."""
 
 from muon_fsdp.elementwise import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 

@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model of Transformers on questions and answers; the loss is that of the answers.
+"""Fine-tune a causal language model from Transformers on questions and answers; only the answers count in the loss.
 
 python examples/finetune.py                                        # offline: a tiny model, the standard library's docs
 python examples/finetune.py --model PATH_OR_NAME --data pairs.jsonl             # {"question": ..., "answer": ...}
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from muon_fsdp.training.arguments import OneLineParser, fail
 
-if TYPE_CHECKING:  # the others are imported where they are used: after flags and data have been checked
+if TYPE_CHECKING:  # slow imports come later, after flags and data have been checked
     import torch
     from torch import Tensor
 
@@ -37,34 +37,36 @@ MODULES = (
     "threading", "time", "timeit", "tokenize", "traceback", "types", "unicodedata", "unittest.mock",
     "urllib.parse", "urllib.request", "uuid", "warnings", "weakref", "zipfile", "zlib",
 )  # fmt: skip
-# What a size of update means depends on the scale: v4 takes AdamW's rate, v1 a fifth of it, v2 and v3 a larger one.
-RATES = {"adamw": 1e-4, "v1": 2e-5, "v2": 1e-3, "v3": 1e-3, "v4": 1e-4}
-FROM_SCRATCH = 20  # a model that has learned nothing yet takes larger steps
+# The right learning rate depends on the scale: v4 needs that of AdamW, v1 a fifth of it, v2 and v3 a larger one.
+LEARNING_RATES = {"adamw": 1e-4, "v1": 2e-5, "v2": 1e-3, "v3": 1e-3, "v4": 1e-4}
+FROM_SCRATCH = 20  # factor on the learning rate of a model that is not pre-trained
 
 Pair = tuple[str, str]  # question, answer
 Example = tuple[list[int], int]  # tokens, and the number of them that are the question
 
 
 def standard_library_pairs() -> list[Pair]:
-    """What every public function and class of the modules does, in the words of its documentation; no answer twice."""
-    questions: dict[str, str] = {}  # by answer: many functions are found in several modules
+    """Return a question about every public function and class of the modules, with the first line of its docstring."""
+    questions: dict[str, str] = {}  # by answer, because many functions are found in several modules
     for module_name in MODULES:
         module = importlib.import_module(module_name)
         for name, member in sorted(vars(module).items()):
             if not (inspect.isroutine(member) or inspect.isclass(member)) or name.startswith("_"):
                 continue
             line = (inspect.getdoc(member) or "").split("\n")[0].strip()
-            if len(line) > 10 and line[0].isupper() and "(" not in line and "XXX" not in line:  # no signatures
+            if (
+                len(line) > 10 and line[0].isupper() and "(" not in line and "XXX" not in line
+            ):  # skips docstrings that begin with a signature
                 questions.setdefault(line, f"What does {module_name}.{name} do?")
     return [(question, answer) for answer, question in questions.items()]
 
 
 def read_pairs(path: Path, question: str, answer: str) -> list[Pair]:
-    """The pairs of a JSONL file; a line that can't be used is an error that names it."""
+    """Return the pairs of a JSONL file; exit with an error that names a line that cannot be used."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        fail(f"can't read {path}: {error.strerror}; give --data a JSONL file")
+        fail(f"cannot read {path}: {error.strerror}; pass a JSONL file as --data")
     pairs = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -72,25 +74,25 @@ def read_pairs(path: Path, question: str, answer: str) -> list[Pair]:
         try:
             record = json.loads(line.decode("utf-8-sig"))
         except UnicodeDecodeError:
-            fail(f"{path}, line {number}: not UTF-8; save the file in this encoding")
+            fail(f"{path}, line {number}: not UTF-8; save the file as UTF-8")
         except json.JSONDecodeError as error:
-            fail(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object a line")
+            fail(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); write one object per line")
         if not isinstance(record, dict):
             fail(f"{path}, line {number}: not an object with fields {question!r} and {answer!r}")
         for field in (question, answer):
             if not isinstance(record.get(field), str) or not record[field].strip():
                 fail(
                     f"{path}, line {number}: field {field!r} must be a text that is not empty; "
-                    "--question and --answer name the fields"
+                    "pass the names of your fields as --question and --answer"
                 )
         pairs.append((record[question], record[answer]))
     if len(pairs) < 2:
-        fail(f"{path} has {len(pairs)} pair(s); at least 2 are needed, one of them to validate on")
+        fail(f"{path} has {len(pairs)} pair(s); at least 2 are needed, one of them for validation")
     return pairs
 
 
 def encode(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> list[Example]:
-    """Tokens of every pair; one whose answer lies beyond `max_length` is left out."""
+    """Return the tokens of every pair; leave out pairs whose question alone has `max_length` tokens."""
     examples = []
     for question, answer in pairs:
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -104,7 +106,7 @@ def encode(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> list[Examp
 
 
 def collate(examples: Sequence[Example], padding: int, device: str) -> dict[str, Tensor]:
-    """Inputs (B, T), and labels that are -100 on questions and padding."""
+    """Return the inputs (B, T) of a batch, with labels of -100 on questions and padding."""
     import torch
 
     length = max(len(tokens) for tokens, _ in examples)
@@ -118,7 +120,7 @@ def collate(examples: Sequence[Example], padding: int, device: str) -> dict[str,
 
 
 def shuffled(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
-    """Endless batches, every example once an epoch."""
+    """Yield batches without end, with every example once per epoch."""
     order: list[int] = []
     generator = random.Random(seed)
     while True:
@@ -129,7 +131,7 @@ def shuffled(examples: Sequence[Example], batch_size: int, seed: int) -> Iterato
 
 
 def validate(model: Any, examples: Sequence[Example], batch_size: int, padding: int, device: str) -> float:
-    """The mean loss of a token of the answers."""
+    """Return the mean loss per token of the answers."""
     import torch
 
     model.eval()
@@ -144,7 +146,8 @@ def validate(model: Any, examples: Sequence[Example], batch_size: int, padding: 
     return total / count
 
 
-def make_optimizer(model: Any, name: str, lr: float, scale: str, rest_lr: float) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, name: str, lr: float, scale: str, adamw_lr: float) -> torch.optim.Optimizer:
+    """Return AdamW for all parameters, or Muon for the matrices and AdamW for all other parameters."""
     import torch
 
     from muon_fsdp import create_hybrid_optimizer
@@ -152,11 +155,12 @@ def make_optimizer(model: Any, name: str, lr: float, scale: str, rest_lr: float)
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return create_hybrid_optimizer(
-        model, muon_lr=lr, scale=scale, nesterov=True, adamw_lr=rest_lr, adamw_weight_decay=0.0
+        model, muon_lr=lr, scale=scale, nesterov=True, adamw_lr=adamw_lr, adamw_weight_decay=0.0
     )
 
 
 def tiny_model(vocabulary: int) -> Any:
+    """Return a Llama with two layers and random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -167,53 +171,59 @@ def tiny_model(vocabulary: int) -> Any:
 
 
 def load(kind: Any, name: str) -> Any:
+    """Return `kind.from_pretrained(name)`; exit with an error if that fails."""
     try:
         return kind.from_pretrained(name)
-    except Exception as error:  # Transformers and what it loads with raise many kinds
+    except Exception as error:  # Transformers and the packages that it uses raise many types
         reason = str(error).strip().split("\n")[0].rstrip(".")
         fail(
-            f"{kind.__name__} can't load {name}: {reason}; "
-            "give --model a folder with a model and its tokenizer, or a name on the hub"
+            f"{kind.__name__} cannot load {name}: {reason}; "
+            "pass a folder with a model and its tokenizer, or a name on the Hugging Face Hub, as --model"
         )
 
 
 def check_model(name: str) -> None:
-    """What can be known of `--model` before Transformers is imported."""
+    """Check `--model` as far as possible without Transformers, whose import takes seconds."""
     folder = Path(name)
     if not folder.is_dir():
         if folder.exists():
-            fail(f"{name} is a file; give --model the folder with the model and its tokenizer")
-        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # can't be one on the hub
-            fail(f"no such folder: {name}; give --model a folder with a model and its tokenizer, or a name on the hub")
+            fail(f"{name} is a file; pass the folder with the model and its tokenizer as --model")
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):  # it cannot be a name on the Hub either
+            fail(f"no such folder: {name}; pass a folder with a model and its tokenizer as --model, or a Hub name")
     elif not (folder / "config.json").is_file():
-        fail(f"{name} has no config.json; give --model a folder that save_pretrained has written a model to")
+        fail(f"{name} has no config.json; pass a folder that model.save_pretrained has written as --model")
     elif not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
-        fail(f"{name} has no tokenizer; write it there too, with its save_pretrained")
+        fail(f"{name} has no tokenizer; save it there too, with tokenizer.save_pretrained")
 
 
 def make_folder(path: Path) -> None:
-    """Find out before the training whether it can be written to."""
+    """Create a folder and check that it can be written to, before training takes its time."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        fail(f"can't write to {path}: {error.strerror}; give --output another folder")
+        fail(f"cannot write to {path}: {error.strerror}; pass another folder as --output")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the command line; exit with an error for a flag that cannot be used."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or a name on the hub; without it, a tiny model from scratch")
-    parser.add_argument("--data", type=Path, help="a JSONL file; without it, questions about the standard library")
-    parser.add_argument("--question", default="question", help="the field of a line that holds the question")
-    parser.add_argument("--answer", default="answer", help="the field of a line that holds the answer")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--scale", choices=("v1", "v2", "v3", "v4"), default="v4")
-    parser.add_argument("--lr", type=float, help="by default chosen by optimizer and scale")
-    parser.add_argument("--adamw-lr", type=float, help="with Muon, of embeddings, head and vectors")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--max-length", type=int, default=256)
-    parser.add_argument("--output", type=Path, default=Path("finetuned"))
+    parser.add_argument("--model", help="folder, or name on the Hugging Face Hub (default: a tiny untrained model)")
+    parser.add_argument("--data", type=Path, help="JSONL file (default: questions about Python's standard library)")
+    parser.add_argument(
+        "--question", default="question", help="field of a line with the question (default: %(default)s)"
+    )
+    parser.add_argument("--answer", default="answer", help="field of a line with the answer (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="(default: %(default)s)")
+    parser.add_argument(
+        "--scale", choices=("v1", "v2", "v3", "v4"), default="v4", help="of Muon (default: %(default)s)"
+    )
+    parser.add_argument("--lr", type=float, help="learning rate (default: depends on --optimizer and --scale)")
+    parser.add_argument("--adamw-lr", type=float, help="learning rate of embeddings, head and vectors, with Muon")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="pairs per step (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens per pair (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("finetuned"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
     for flag, value, least in (
         ("--steps", args.steps, 1),
@@ -222,15 +232,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         if value < least:
             fail(f"{flag} must be at least {least}, got {value}")
-    for flag, rate in (("--lr", args.lr), ("--adamw-lr", args.adamw_lr)):
-        if rate is not None and not 0 < rate < math.inf:
-            fail(f"{flag} must be positive and finite, got {rate}")
+    for flag, lr in (("--lr", args.lr), ("--adamw-lr", args.adamw_lr)):
+        if lr is not None and not 0 < lr < math.inf:
+            fail(f"{flag} must be positive and finite, got {lr}")
     if args.model is not None:
         check_model(args.model)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> float:
+    """Fine-tune the model, save it, and return its validation loss."""
     args = parse(argv)
     pairs = read_pairs(args.data, args.question, args.answer) if args.data else standard_library_pairs()
     make_folder(args.output)
@@ -242,10 +253,10 @@ def main(argv: Sequence[str] | None = None) -> float:
     torch.manual_seed(0)
     tokenizer: Any = load(AutoTokenizer, args.model) if args.model else ByT5Tokenizer(extra_ids=0)
     if tokenizer.eos_token_id is None:
-        fail(f"the tokenizer of {args.model} has no end token to end answers with; set its eos_token and save it again")
+        fail(f"the tokenizer of {args.model} has no token that ends an answer; set its eos_token and save it again")
     examples = encode(tokenizer, random.Random(0).sample(pairs, len(pairs)), args.max_length)
     if len(examples) < 2:
-        fail(f"{len(examples)} pair(s) left; at least 2 are needed: raise --max-length {args.max_length}")
+        fail(f"only {len(examples)} pair(s) are short enough and 2 are needed: raise --max-length {args.max_length}")
     num_held_out = max(1, len(examples) // 10)
     held_out, examples = examples[:num_held_out], examples[num_held_out:]
     model: Any = load(AutoModelForCausalLM, args.model) if args.model else tiny_model(len(tokenizer))
@@ -253,9 +264,9 @@ def main(argv: Sequence[str] | None = None) -> float:
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     factor = 1 if args.model else FROM_SCRATCH
-    lr = factor * RATES["adamw" if args.optimizer == "adamw" else args.scale] if args.lr is None else args.lr
-    rest_lr = factor * RATES["adamw"] if args.adamw_lr is None else args.adamw_lr
-    optimizer = make_optimizer(model, args.optimizer, lr, args.scale, rest_lr)
+    lr = factor * LEARNING_RATES["adamw" if args.optimizer == "adamw" else args.scale] if args.lr is None else args.lr
+    adamw_lr = factor * LEARNING_RATES["adamw"] if args.adamw_lr is None else args.adamw_lr
+    optimizer = make_optimizer(model, args.optimizer, lr, args.scale, adamw_lr)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.1f}M parameters, {len(examples)} pairs, {len(held_out)} held out; {args.optimizer}, lr {lr:g}")
@@ -272,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         scheduler.step()
         if step % 10 == 0 or step == args.steps:
             seconds = (time.perf_counter() - start) / step
-            print(f"step {step:4d}/{args.steps}  loss {loss.item():.4f}  {seconds:.2f} s a step", flush=True)
+            print(f"step {step:4d}/{args.steps}  loss {loss.item():.4f}  {seconds:.2f} s per step", flush=True)
     final = validate(model, held_out, args.batch_size, padding, device)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a small model and AdamW for its embedding, head and vectors, as one optimizer.
+"""Train a small model with one optimizer: Muon for its matrices, AdamW for its embedding, head and vectors.
 
 python examples/mixed_adamw.py
 """
@@ -15,6 +15,8 @@ __all__ = ["create_hybrid_optimizer"]
 
 
 class NextToken(nn.Module):
+    """A model that predicts the next token from one token."""
+
     def __init__(self, vocabulary: int = 64, width: int = 32) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -28,11 +30,12 @@ class NextToken(nn.Module):
 
 
 def main(steps: int = 200) -> float:
+    """Train the model and return its last loss."""
     torch.manual_seed(0)
     model = NextToken()
     optimizer = create_hybrid_optimizer(model, muon_lr=0.02, adamw_lr=3e-3)
     print(optimizer.routing_report())
-    successor = torch.randperm(64)  # what is to be learned: which token follows which
+    successor = torch.randperm(64)  # the model has to learn which token follows which
     loss = torch.tensor(torch.inf)
     for step in range(1, steps + 1):
         tokens = torch.randint(0, 64, (128,))

@@ -1,7 +1,7 @@
-"""A small GPT on Python's standard library with the Spectral Sphere Optimizer; every matrix keeps its spectral norm.
+"""Train a small GPT with the Spectral Sphere Optimizer, which keeps the spectral norm of every matrix constant.
 
 python examples/train_sso.py --steps 100
-python examples/train_sso.py --lambda-mode projection      # tangent steps at the price of Muon's
+python examples/train_sso.py --lambda-mode projection      # tangent steps that cost as much as Muon's
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from muon_fsdp.training.model import GPT, preset
 
 
 def farthest_from_its_sphere(model: GPT, radius_mode: str) -> float:
-    """The largest |s/R - 1| of all hidden matrices."""
+    """Return the largest |s/R - 1| of all hidden matrices: spectral norm s, radius R."""
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     radii = [target_radius(*p.shape, radius_mode) for p in matrices]
     return max(abs(float(compute_spectral_norm(p)) / radius - 1) for p, radius in zip(matrices, radii, strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> float:
+    """Train the model and return its last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.04)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lambda-mode", choices=LAMBDA_MODES, default="bracketed")
     parser.add_argument("--radius-mode", choices=[mode for mode in RADIUS_MODES if mode != "initialize"])
-    parser.add_argument("--data", type=Path, help="a text file or a folder of them")
+    parser.add_argument(
+        "--data", type=Path, help="text file or folder of text files (default: Python's standard library)"
+    )
     args = parser.parse_args(argv)
     radius_mode = args.radius_mode or "spectral_mup"
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,6 +1,6 @@
-"""TritonMuon and TritonMuonW are NOT the orthogonalizing optimizer (that is `muon_fsdp.MuonOptimizer`).
+"""Import TritonMuon and TritonMuonW, which are NOT the orthogonalizing optimizer (`muon_fsdp.MuonOptimizer` is).
 
-They are a pair of fused element-wise optimizers with a momentum and a velocity:
+They are two fused element-wise optimizers with a momentum m and a velocity v:
 
     g = grad                    (+ weight_decay * W in TritonMuon: coupled)
     g = g / (||g||_2 + 1e-8)    with layerwise_norm: the norm of the whole tensor
@@ -8,7 +8,8 @@ They are a pair of fused element-wise optimizers with a momentum and a velocity:
     W = W * (1 - lr * weight_decay)          in TritonMuonW: decoupled
     W = W - lr / (sqrt(v) + 1e-8) * (m, or momentum * m + (1 - momentum) * g with nesterov)
 
-CUDA tensors of a group are updated by one Triton launch (two with `layerwise_norm`), all others by foreach operations.
+One Triton launch updates the CUDA tensors of a group (two launches with `layerwise_norm`); foreach operations update
+all other tensors.
 """
 
 from __future__ import annotations

@@ -136,20 +136,20 @@ def test_finetune_reads_a_file_with_a_byte_order_mark(tmp_path):
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--max-length", "1"], "--max-length must be at least 2, got 1"),
-        (["--max-length", "10"], "0 pair(s) left; at least 2 are needed: raise --max-length 10"),
+        (["--max-length", "10"], "only 0 pair(s) are short enough and 2 are needed: raise --max-length 10"),
         (["--scale", "v9"], "argument --scale: invalid choice: 'v9'"),
-        (["--data", "nowhere.jsonl"], "can't read nowhere.jsonl: No such file or directory"),
-        (["--data", "."], "can't read .: Is a directory"),
-        (["--output", "file"], "can't write to file: File exists; give --output another folder"),
-        (["--output", "file/out"], "can't write to file/out: Not a directory"),
-        (["--output", str(UNWRITABLE)], f"can't write to {UNWRITABLE}: "),
-        (["--model", "./nowhere"], "no such folder: ./nowhere; give --model a folder"),
-        (["--model", "someone/nowhere"], "AutoTokenizer can't load someone/nowhere: "),
-        (["--model", "file"], "file is a file; give --model the folder"),
+        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file or directory"),
+        (["--data", "."], "cannot read .: Is a directory"),
+        (["--output", "file"], "cannot write to file: File exists; pass another folder as --output"),
+        (["--output", "file/out"], "cannot write to file/out: Not a directory"),
+        (["--output", str(UNWRITABLE)], f"cannot write to {UNWRITABLE}: "),
+        (["--model", "./nowhere"], "no such folder: ./nowhere; pass a folder"),
+        (["--model", "someone/nowhere"], "AutoTokenizer cannot load someone/nowhere: "),
+        (["--model", "file"], "file is a file; pass the folder"),
         (["--model", "tokenizer"], "tokenizer has no config.json"),
-        (["--model", "config"], "config has no tokenizer; write it there too"),
-        (["--model", "no_weights"], "AutoModelForCausalLM can't load no_weights: "),
-        (["--model", "no_end"], "no_end has no end token"),
+        (["--model", "config"], "config has no tokenizer; save it there too"),
+        (["--model", "no_weights"], "AutoModelForCausalLM cannot load no_weights: "),
+        (["--model", "no_end"], "no_end has no token that ends an answer"),
     ],
 )
 def test_finetune_tells_mistakes_in_a_line(arguments, message, capsys, tmp_path, monkeypatch):
@@ -248,8 +248,8 @@ def test_tokenize_text_tells_mistakes_in_a_line(capsys, tmp_path):
     texts.mkdir()
     (texts / "binary.txt").write_bytes(b"a\0b")
     told("no such file or folder: ", tmp_path / "nowhere", shards)
-    told("texts; 1 file(s) left out: not UTF-8 text; give", texts, shards)
-    told("binary.txt; 1 file(s) left out: not UTF-8 text; give", texts / "binary.txt", shards)
+    told("texts; 1 file(s) left out: not UTF-8 text; pass", texts, shards)
+    told("binary.txt; 1 file(s) left out: not UTF-8 text; pass", texts / "binary.txt", shards)
     (texts / "a.txt").write_text("a text of some length\n" * 10)
     told("no text *.nothing in ", texts, shards, "--suffix", ".nothing")
     told("nofile.json: No such file or directory", texts, shards, "--tokenizer", tmp_path / "nofile.json")
@@ -258,17 +258,17 @@ def test_tokenize_text_tells_mistakes_in_a_line(capsys, tmp_path):
     large = tokenize_text.Tokenizer(tokenize_text.models.WordLevel({"a": 0, "b": 65536}, unk_token="a"))
     large.save(str(tmp_path / "large.json"))
     told("large.json has 65537 tokens, which do not fit", texts, shards, "--tokenizer", tmp_path / "large.json")
-    told("--vocab-size must be between 257 (the bytes and the end", texts, shards, "--vocab-size", 256)
-    told("and 65536 (16 bits a token), got 70000", texts, shards, "--vocab-size", 70000)
+    told("--vocab-size must be between 257 (all bytes and the end", texts, shards, "--vocab-size", 256)
+    told("and 65536 (16 bits per token), got 70000", texts, shards, "--vocab-size", 70000)
     told("invalid int value: 'many'", texts, shards, "--vocab-size", "many")
     told("--training-texts must be at least 1, got 0", texts, shards, "--training-texts", 0)
     told("--validation-every must be at least 2, got 1", texts, shards, "--validation-every", 1)
     assert not shards.exists()
-    told("a.txt: File exists; give another folder", texts, texts / "a.txt")
+    told("a.txt: File exists; pass another folder", texts, texts / "a.txt")
     told("shards: Not a directory", texts, texts / "a.txt" / "shards")
-    told("holds a.txt, which training would take", texts, texts)
-    told(f"can't write to {UNWRITABLE}: ", texts, UNWRITABLE)
+    told("contains a.txt, which training would read as data", texts, texts)
+    told(f"cannot write to {UNWRITABLE}: ", texts, UNWRITABLE)
     (shards / "val.bin").mkdir(parents=True)
     told("val.bin: Is a directory", texts, shards)
     (texts / "a.txt").write_text("short")
-    told("gives 6 tokens, too few to hold some out; give more text", texts, shards, "--vocab-size", 257)
+    told("has only 6 tokens, too few to hold some out; pass more text", texts, shards, "--vocab-size", 257)

@@ -23,43 +23,21 @@ import torch
 from torch.distributed import TCPStore
 
 from muon_fsdp.rules import RULES
-from muon_fsdp.training import checkpoint, heartbeat, launcher, model, program
+from muon_fsdp.training import checkpoint, heartbeat, inputs, launcher, model
 from muon_fsdp.training.config import TrainConfig
 from muon_fsdp.training.heartbeat import Beat, find_verdict
-from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import connect
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from muon_fsdp.training.unpickling import Reader
 from tests.pool import RankPool
 from tests.promises import promise
-
-ROOT = Path(__file__).parent.parent
-TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preset that trains in a moment, and no job that this process belongs to."""
-    monkeypatch.setitem(model.PRESETS, "small", TINY)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
-    return file
+from tests.training_cases import ROOT, TINY, has_trained, lines, surroundings, text_fixture  # noqa: F401
 
 
 def flags(text: Path, output: Path, steps: int = 4, *more: str) -> list[str]:
     return ["--data", str(text), "--output", str(output), "--steps", str(steps), "--batch-size", "6", "--device", "cpu",
             "--eval-windows", "6", *more]  # fmt: skip
-
-
-def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------- ranks that are waited for
@@ -104,7 +82,7 @@ def run_rank(arguments: list[str], job: dict[str, str], log: Path, hangs: bool) 
     model.PRESETS["small"] = TINY
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     if hangs:
-        program.training_batches = hanging_batches
+        inputs.training_batches = hanging_batches
     os._exit(main(arguments))
 
 
@@ -113,11 +91,6 @@ def hanging_batches(*arguments: object) -> Iterator[tuple[torch.Tensor, torch.Te
     for _ in range(2):
         yield torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.int64)
     time.sleep(1000)
-
-
-def has_trained(output: Path) -> bool:
-    file = output / "metrics.jsonl"
-    return file.exists() and '"train"' in file.read_text()
 
 
 @promise(
@@ -135,20 +108,20 @@ def test_a_stopped_rank_is_named_by_all_that_wait_for_it(text: Path, tmp_path: P
         assert job.codes(0, 2) == [1, 1]
     for rank in (0, 2):
         said = job.logs[rank].read_text()
-        assert f"error: rank {rank}: waited 4 s for rank 1 (last heard of at " in said
+        assert f"error: rank {rank}: waited 4 s for rank 1 (last seen at " in said
         assert "Traceback" not in said
 
 
 @promise(
     "A rank hangs, as in reading its data, while its process lives",
-    "The same, and the error says that it answers but does not go on",
+    "The same, and the error says that it answers but makes no progress",
 )
 def test_a_rank_that_hangs_is_named_by_all(text: Path, tmp_path: Path) -> None:
     arguments = flags(text, tmp_path / "out", 100_000, "--fsdp", "--timeout", "4")
     with Job(tmp_path, arguments, 3, hangs=1) as job:
         assert job.codes(0, 1, 2) == [1, 1, 1]
     for rank in range(3):
-        expected = f"error: rank {rank}: waited 4 s for rank 1 (at step 3), which answers but does not go on"
+        expected = f"error: rank {rank}: waited 4 s for rank 1 (at step 3), which answers but makes no progress"
         assert expected in job.logs[rank].read_text()
 
 
@@ -161,7 +134,7 @@ def judge(rank: int, quiet: float, *collectives: dict[str, int] | None, silent: 
 
 def test_the_culprit_is_who_waits_for_nobody() -> None:
     told = judge(0, 5.0, {}, {}, None, silent=(1,))
-    assert "for rank 1 (last heard of at step 7), 2 (never heard of), which no longer answers" in told
+    assert "for rank 1 (last seen at step 7), 2 (never seen), which no longer answers" in told
     assert "for rank 0 (at step 7), which answers" in judge(1, 5.0, {"all": 6}, {"all": 7}, {"all": 7})
     # Rank 1 hangs, 0 waits for it in their pair, and 2 and 3 wait for the first pair.
     pairs = ({"a": 4, "all": 2}, {"a": 3, "all": 2}, {"b": 4, "all": 3}, {"b": 4, "all": 3})
@@ -171,12 +144,12 @@ def test_the_culprit_is_who_waits_for_nobody() -> None:
 
 @promise(
     "All ranks are busy for longer than `--timeout`, as in a long compilation",
-    "They go on: nobody waits for a rank. After twice the time they end",
+    "They continue: no rank waits for another. After twice the time they end",
 )
 def test_ranks_that_are_equally_slow_go_on() -> None:
     assert judge(0, 5.0, {"all": 7}, {"all": 7}) is None
     assert judge(0, 5.0, {"all": 6}, {"all": 7}) is None  # rank 1 waits, and perhaps for a moment only
-    assert judge(1, 10.0, {"all": 7}, {"all": 7}) == "no rank has gone on for 10 s (at step 7)"
+    assert judge(1, 10.0, {"all": 7}, {"all": 7}) == "no rank has made progress for 10 s (at step 7)"
 
 
 def count_collectives() -> tuple[dict[str, int], dict[str, int]]:
@@ -193,7 +166,10 @@ def test_collectives_are_counted(ranks: RankPool) -> None:
 
 
 def test_a_store_that_does_not_answer_is_told() -> None:
-    for keeper, expected in ((0, "for rank 0, which holds the job's store and does not"), (None, "and the store of")):
+    for keeper, expected in (
+        (0, "for rank 0, which hosts the job's store and does not"),
+        (None, "and the job's store does not"),
+    ):
         beat = heartbeat.Heartbeat(torch.distributed.HashStore(), 1, 2, 5.0, keeper)
         assert expected in beat._unanswered()
 
@@ -237,7 +213,7 @@ def test_the_launcher_kills_a_stopped_rank(capfd, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launcher.subprocess, "Popen", start)
     monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.2)
     assert launcher.launch([], 2) == 1
-    assert "error: rank 1 did not end after another had failed, and is killed" in capfd.readouterr().err
+    assert "error: rank 1 did not end after another rank had failed, and was killed" in capfd.readouterr().err
     assert [process.returncode for process in started] == [1, -signal.SIGKILL]
 
 
@@ -281,18 +257,21 @@ def a_folder(file: Path) -> None:
 
 DAMAGES = {
     "lost": (Path.unlink, "is missing"),
-    "cut": (cut, "tells of 2 steps, but the checkpoint is of step 4"),
-    "garbage": (lambda file: file.write_bytes(bytes(range(256)) * 20), "does not tell of a run"),
-    "JSON": (lambda file: file.write_text('{"kind": "start"}\n[1, 2]\n'), "does not tell of a run"),
-    "fields": (lambda file: file.write_text(file.read_text().replace('"loss"', '"lose"')), "does not tell of a run"),
-    "other run": (other_run, "is of another run than the checkpoint"),
-    "folder": (a_folder, "can't be read: Is a directory"),
+    "cut": (cut, "records 2 steps, but the checkpoint is of step 4"),
+    "garbage": (lambda file: file.write_bytes(bytes(range(256)) * 20), "is not the record of a run"),
+    "JSON": (lambda file: file.write_text('{"kind": "start"}\n[1, 2]\n'), "is not the record of a run"),
+    "fields": (
+        lambda file: file.write_text(file.read_text().replace('"loss"', '"lose"')),
+        "is not the record of a run",
+    ),
+    "other run": (other_run, "belongs to another run than the checkpoint"),
+    "folder": (a_folder, "cannot be read: Is a directory"),
 }
 
 
 @promise(
     "`metrics.jsonl` is lost, cut, foreign or no journal at all, and the checkpoint is good",
-    "A warning; the run resumes bit for bit, its metrics begin anew, and the old file is kept as `metrics.jsonl.bad`",
+    "A warning; the run resumes bit for bit, its metrics start again, and the old file is kept as `metrics.jsonl.bad`",
 )
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_metrics_do_not_stop_a_good_checkpoint(damage: str, text: Path, tmp_path: Path, capsys) -> None:
@@ -307,9 +286,9 @@ def test_metrics_do_not_stop_a_good_checkpoint(damage: str, text: Path, tmp_path
     said = capsys.readouterr()
     (warning,) = said.err.splitlines()
     assert warning.startswith(f"warning: {parts / 'metrics.jsonl'} {told}")
-    assert "metrics begin anew after step 4" in warning
-    assert "going on from step 4" in said.out
-    assert ("and the file is kept as metrics.jsonl.bad" in warning) == (damage != "lost")
+    assert "metrics start again after step 4" in warning
+    assert "resuming from step 4" in said.out
+    assert ("and the old file is kept as metrics.jsonl.bad" in warning) == (damage != "lost")
     assert (parts / "metrics.jsonl.bad").exists() == (damage != "lost")
     result = read_result(parts)
     assert result.train_losses == read_result(whole).train_losses[4:]
@@ -348,7 +327,7 @@ def test_ranks_agree_that_metrics_are_lost(text: Path, tmp_path: Path, ranks: Ra
     arguments[arguments.index("--steps") + 1] = "3"
     (first, said), (second, nothing) = ranks.run(2, train_in_pool, [*arguments, "--resume"])
     assert (first, second, nothing) == (0, 0, "")
-    assert "metrics begin anew after step 2" in said
+    assert "metrics start again after step 2" in said
     assert read_result(tmp_path / "out").num_steps == 3
 
 
@@ -387,7 +366,7 @@ def test_the_end_of_a_process_does_not_abort() -> None:
 
 @promise(
     "SIGTERM comes while a checkpoint is being written",
-    "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` goes on from it",
+    "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` continues from it",
 )
 def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
@@ -406,7 +385,7 @@ def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
     step = int(checkpoint.checkpoints(output / "checkpoints")[-1].name.removeprefix("step-"))
     arguments[arguments.index("--steps") + 1] = str(step + 1)
     assert main([*arguments, "--resume"]) == 0
-    assert f"going on from step {step}" in capsys.readouterr().out
+    assert f"resuming from step {step}" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------- checkpoints that are not trusted
@@ -451,7 +430,7 @@ def test_metadata_that_would_run_code_is_refused(text: Path, tmp_path: Path, cap
     (path / ".metadata").write_bytes(pickle.dumps({"no": "metadata"}))
     forge(path)
     assert main(flags(text, output, 2, "--resume")) == 1
-    assert ".metadata holds a dict, which is not a checkpoint's" in capsys.readouterr().err
+    assert ".metadata contains a dict instead of the metadata of a checkpoint" in capsys.readouterr().err
     (path / ".metadata").write_bytes(good)
     forge(path)
     assert main(flags(text, output, 2, "--resume")) == 0
@@ -477,7 +456,7 @@ def test_values_that_would_run_code_are_refused(
         assert main(flags(text, output, 1)) == 0
     assert main(flags(text, output, 2, "--resume")) == 1
     error = capsys.readouterr().err
-    assert "momentum' holds posix.mkdir, which no checkpoint needs; it was not executed" in error
+    assert "momentum' contains posix.mkdir, which no checkpoint needs; it was not executed" in error
     assert not made.exists()
 
 

@@ -25,44 +25,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import curves
-from muon_fsdp.training import checkpoint, launcher, model, program
+from muon_fsdp.training import checkpoint, launcher, model, stopping
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig, parse
-from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import clip_gradient
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from tests.pool import RankPool
-
-ROOT = Path(__file__).parent.parent
-TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preset that trains in a moment, and no job that this process belongs to."""
-    monkeypatch.setitem(model.PRESETS, "small", TINY)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
-    return file
+from tests.training_cases import DEMO, ROOT, TINY, has_trained, lines, surroundings, text_fixture  # noqa: F401
 
 
 def flags(text: Path, output: Path, steps: int = 12, *more: str) -> list[str]:
     return ["--data", str(text), "--output", str(output), "--steps", str(steps), "--batch-size", "8", "--device", "cpu",
             "--eval-every", "4", "--eval-windows", "8", *more]  # fmt: skip
-
-
-def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-DEMO = ["--model", "demo", "--sequence-length", "16"]  # a preset that other processes know too
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen:
@@ -78,11 +53,6 @@ def wait_for(what: object, process: subprocess.Popen, seconds: float = 120) -> N
         assert time.monotonic() < end, "waited in vain"
         assert process.poll() is None, "the process ended before"
         time.sleep(0.01)
-
-
-def has_trained(output: Path) -> bool:
-    file = output / "metrics.jsonl"
-    return file.exists() and '"train"' in file.read_text()
 
 
 def test_a_run_leaves_metrics_and_a_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
@@ -118,7 +88,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(optimizer: str, text: Path, tmp_p
     with (parts / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "tra')  # as a kill leaves it
     assert main(flags(text, parts, 12, "--resume", *options)) == 0
-    assert "going on from step 6" in capsys.readouterr().out
+    assert "resuming from step 6" in capsys.readouterr().out
     assert read_result(parts).train_losses == read_result(whole).train_losses
     assert read_result(parts).evaluations == read_result(whole).evaluations
     files = [path / "checkpoints" / "step-00000012" / "__0_0.distcp" for path in (whole, parts)]
@@ -174,7 +144,7 @@ def test_ctrl_c_saves_and_a_run_goes_on(text: Path, tmp_path: Path) -> None:
     assert process.wait(120) == 130, log.read_text()
     (saved,) = checkpoint.checkpoints(output / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
-    assert f"stopped after step {step}, saved as {saved}; --resume goes on from there" in log.read_text()
+    assert f"stopped after step {step} and saved {saved}; pass --resume to continue from there" in log.read_text()
     assert read_result(output).num_steps == step
     assert "Traceback" not in log.read_text()
 
@@ -190,7 +160,7 @@ def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Pat
     assert saved
     step = int(saved[-1].name.removeprefix("step-"))
     assert main([*DEMO, *flags(text, output, step + 2, "--resume")]) == 0
-    assert f"going on from step {step}" in capsys.readouterr().out
+    assert f"resuming from step {step}" in capsys.readouterr().out
     assert not list(folder.glob("*.partial"))
     assert [line["step"] for line in lines(output) if line["kind"] == "train"] == list(range(1, step + 3))
 
@@ -217,7 +187,7 @@ def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path, capfd, monkey
     assert has_trained(output)
     said = capfd.readouterr().err
     assert "error: rank 1 was ended by SIGKILL" in said
-    assert "error: another rank has ended; the last checkpoint is as it was" in said
+    assert "error: another rank has ended; the last checkpoint is unchanged" in said
     assert "Traceback" not in said
 
 
@@ -246,7 +216,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
     codes, said = zip(*ranks.run(world_size, train_with_little_room, [*arguments, "--resume"]), strict=True)
     assert set(codes) == {1}
     assert "error: the checkpoint of step 2 could not be written" in said[0]
-    assert "GB free there); the newest good one is step-00000001" in said[0]
+    assert "GB are free there); the newest complete checkpoint is step-00000001" in said[0]
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -257,12 +227,13 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(text: Path, tmp
     file = newest / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    for damaged, told in ((bytes(content), "__0_0.distcp is not what was written"), (b"", "is not what was written")):
+    told = "__0_0.distcp has changed since it was written"
+    for damaged in (bytes(content), b""):
         file.write_bytes(damaged)
         capsys.readouterr()
         assert main(flags(text, output, 8, "--resume")) == 1
-        assert f"{newest} is damaged ({told}" in (error := capsys.readouterr().err) or told in error
-        assert "delete it to go on from step-00000002" in error
+        assert f"{newest} is damaged ({told})" in (error := capsys.readouterr().err)
+        assert "delete it to resume from step-00000002" in error
     (newest / "manifest.json").write_text("{")
     assert main(flags(text, output, 8, "--resume")) == 1
     assert "is damaged (manifest.json: " in capsys.readouterr().err
@@ -300,7 +271,10 @@ def test_the_length_of_a_resumed_run(text: Path, tmp_path: Path, capsys) -> None
     output = tmp_path / "out"
     assert main(flags(text, output, 4, "--save-every", "2")) == 0
     assert main(flags(text, output, 3, "--resume")) == 2
-    assert "3 steps are fewer than the 4 of the checkpoint" in capsys.readouterr().err
+    assert (
+        "the checkpoint is already at step 4, but the run has only 3 steps: pass more --steps"
+        in capsys.readouterr().err
+    )
     assert main(flags(text, output, 4, "--resume")) == 0
     assert "nothing is left to do" in capsys.readouterr().out
     shutil.rmtree(output / "checkpoints" / "step-00000004")
@@ -308,7 +282,7 @@ def test_the_length_of_a_resumed_run(text: Path, tmp_path: Path, capsys) -> None
     position = without.index("--steps")
     assert main(without[:position] + without[position + 2 :]) == 0
     printed = capsys.readouterr().out
-    assert "other settings: clip_norm 1.0 -> 0.5\n" in printed
+    assert "note: settings that differ from the checkpoint's: clip_norm 1.0 -> 0.5\n" in printed
     assert read_result(output).num_steps == 4  # as it was told at first, not the default of 100
 
 
@@ -316,7 +290,7 @@ def test_queries_and_keys_without_norm(text: Path, tmp_path: Path, capsys) -> No
     assert main(flags(text, tmp_path / "out", 1, "--no-qk-norm")) == 0
     assert lines(tmp_path / "out")[0]["model"]["qk_norm"] is False
     assert main(flags(text, tmp_path / "out", 2, "--resume")) == 2
-    assert "qk_norm False there, True here" in capsys.readouterr().err
+    assert "qk_norm is False in the checkpoint and True here" in capsys.readouterr().err
 
 
 def test_memory_that_there_is_not(text: Path, tmp_path: Path, capsys) -> None:
@@ -355,7 +329,7 @@ def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path, capfd) -> None:
     arguments = flags(data, tmp_path / "out", 2, "--vocab-size", "256", "--batch-size", "2", "--processes", "2")
     assert main([*DEMO, *arguments, "--fsdp"]) in (1, 2)
     said = capfd.readouterr().err
-    assert "error: rank 1: the data holds token 300" in said
+    assert "error: rank 1: the data contains token 300" in said
     assert "error: another rank has ended" in said
     assert "Traceback" not in said
 
@@ -370,7 +344,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         assert message in captured.err
         assert captured.err.count("\n") == 1
 
-    told(2, "holds no checkpoint to go on from", "--resume")
+    told(2, "has no checkpoint to resume from", "--resume")
     told(2, "no such file or folder", "--data", str(tmp_path / "nowhere"))
     told(
         2,
@@ -378,24 +352,24 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         "--micro-batch-size",
         "3",
     )
-    told(2, "--vocab-size 100 is too small: the data has 256 tokens", "--vocab-size", "100")
+    told(2, "--vocab-size 100 is too small: the data has a vocabulary of 256 tokens", "--vocab-size", "100")
     told(2, "start a multiple of 2", "--replicas", "2")
     told(2, "--cuda-graph needs a GPU", "--cuda-graph", "--optimizer", "adamw")
-    told(2, "another run writes", at=locked(tmp_path / "locked"))
+    told(2, "another run is writing to", at=locked(tmp_path / "locked"))
     told(2, "it is a file", at=text)
     told(2, "Not a directory", at=text / "out")
     if not torch.cuda.is_available():
         told(2, "torch sees no GPU", "--device", "cuda")
-    told(1, "lower its learning rate", "--lr", "1e30", "--rest-lr", "1e30", at=tmp_path / "diverged")
+    told(1, "lower the learning rate", "--lr", "1e30", "--rest-lr", "1e30", at=tmp_path / "diverged")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    told(2, 'needs tensorboard; install with: pip install -e ".[integrations]"', "--tensorboard")
+    told(2, 'needs the package tensorboard; install it with: pip install -e ".[integrations]"', "--tensorboard")
     assert main(flags(text, output, 2)) == 0
-    told(2, "holds a run with a checkpoint of step-00000002: say --resume to go on with it, or give another --output")
-    told(2, "optimizer 'muon' there, 'adamw' here", "--resume", "--optimizer", "adamw")
-    told(2, "vocab_size 256 there, 300 here", "--resume", "--vocab-size", "300")
+    told(2, "already has a checkpoint, step-00000002: pass --resume to continue that run, or another --output")
+    told(2, "optimizer is 'muon' in the checkpoint and 'adamw' here", "--resume", "--optimizer", "adamw")
+    told(2, "vocab_size is 256 in the checkpoint and 300 here", "--resume", "--vocab-size", "300")
     monkeypatch.setenv("WORLD_SIZE", "2")
     told(2, "MASTER_ADDR and MASTER_PORT are not set: start with torchrun", "--fsdp", at=tmp_path / "none")
-    told(2, "2 processes were started: say --fsdp", at=tmp_path / "none")
+    told(2, "2 processes were started: pass --fsdp", at=tmp_path / "none")
     monkeypatch.setenv("RANK", "0")
     told(2, "leave it out under torchrun", "--processes", "2")
 
@@ -405,7 +379,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(tokens.view(torch.uint8).tolist()))
     arguments = flags(tmp_path / "tokens.bin", tmp_path / "out", 2)
     assert main([*arguments, "--vocab-size", "256"]) == 2
-    assert "but the model's vocabulary has 256: give a larger --vocab-size" in capsys.readouterr().err
+    assert "but the model's vocabulary has only 256 tokens: pass a larger --vocab-size" in capsys.readouterr().err
     assert main([*arguments, "--vocab-size", "300"]) == 0
 
 
@@ -413,7 +387,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--steps", "1", "--epochs", "2"], "give --steps or --epochs, not both"),
+        (["--steps", "1", "--epochs", "2"], "pass --steps or --epochs, not both"),
         (["--epochs", "-1"], "--epochs must be positive"),
         (["--warmup-fraction", "1.5"], "--warmup-fraction must be between 0 and 1"),
         (["--lr", "-1"], "--lr must not be negative"),
@@ -423,7 +397,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--timeout", "inf"], "--timeout must be finite"),
         (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
         (["--proc", "2"], "unrecognized arguments: --proc"),
-        (["--ddp", "--tp", "2"], "--replicas and --tp belong to --fsdp"),
+        (["--ddp", "--tp", "2"], "--replicas and --tp work only with --fsdp"),
         (["--model", "huge"], "invalid choice: 'huge'"),
         (["--processes", "0"], "--processes must be at least 1"),
     ],
@@ -461,7 +435,7 @@ def test_a_taken_port_is_told(text: Path, tmp_path: Path, capsys, monkeypatch: p
             monkeypatch.setenv(name, value)
         assert main(flags(text, tmp_path / "out", 2, "--fsdp")) == 2
     error = capsys.readouterr().err
-    assert f"no connection at 127.0.0.1:{port}" in error
+    assert f"cannot connect to 127.0.0.1:{port}" in error
     assert "torchrun --standalone" in error
 
 
@@ -502,7 +476,7 @@ def test_half_precision_on_a_cpu_is_autocast(text: Path, tmp_path: Path, monkeyp
 
 def test_the_second_ctrl_c_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with program._stop_signals() as stop:
+    with stopping.stop_on_signals() as stop:
         assert not stop.wanted
         signal.raise_signal(signal.SIGINT)
         assert stop.wanted

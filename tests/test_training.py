@@ -292,25 +292,27 @@ def test_the_models_vocabulary_is_that_of_the_data(in_data: int | None, rows: in
 def test_a_bad_tokenizer_beside_the_shards_is_named(text: str, tmp_path: Path) -> None:
     write_shard(tmp_path / "train.bin", range(1000))
     (tmp_path / "tokenizer.json").write_text(text, encoding="latin-1")
-    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer as `tokenizers` saves it: write it again"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json is not a tokenizer that the package `tokenizers` saved: save it again"
+    ):
         data.open_corpus(tmp_path, 16)
 
 
 def test_bad_shards_say_what_to_do(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.bin", range(100), header=True, announced=1000)
-    with pytest.raises(DataError, match=r"a\.bin announces 1000 tokens and holds 100; it is cut short"):
+    with pytest.raises(DataError, match=r"a\.bin has 100 tokens, but its header says 1000; write it again"):
         data.open_corpus(tmp_path, 8)
     (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes, which is no whole number of 16-bit tokens"):
+    with pytest.raises(DataError, match="3 bytes, which is not a whole number of 16-bit tokens"):
         data.open_corpus(tmp_path, 8)
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(DataError, match=r"token shards \(a\.bin\) and text \(b\.txt\)"):
         data.open_corpus(tmp_path, 8)
     write_shard(tmp_path / "val.bin", range(100))
-    with pytest.raises(DataError, match="validation shards alone"):
+    with pytest.raises(DataError, match="only validation shards"):
         data.open_corpus(tmp_path / "val.bin", 8)
     write_shard(tmp_path / "c.bin", range(100))
-    with pytest.raises(DataError, match=r"gives 10 validation tokens, but a window takes 16 \+ 1"):
+    with pytest.raises(DataError, match=r"has only 10 validation tokens, but a sequence needs 16 \+ 1"):
         data.open_corpus(tmp_path / "c.bin", 16)
 
 
@@ -326,12 +328,12 @@ def test_a_resumed_run_and_a_rank_see_their_part_of_the_same_batches() -> None:
 
 
 def test_data_errors_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"no such file or folder: .*nowhere; give --data"):
+    with pytest.raises(DataError, match=r"no such file or folder: .*nowhere; pass an existing text file"):
         data.load_tokens(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contains no text"):
         data.load_tokens(tmp_path)
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"empty\.txt holds no text"):
+    with pytest.raises(DataError, match=r"empty\.txt contains no text"):
         data.load_tokens(tmp_path / "empty.txt")
     with pytest.raises(DataError, match="has 100 bytes, but sequence_length=16 needs at least 171"):
         data.split_tokens(torch.zeros(100, dtype=torch.uint8), 16)
@@ -391,21 +393,20 @@ def train_with_sgd(gpt: GPT, pace: Pace, factor: Callable[[int], float] = lambda
     optimizer = torch.optim.SGD(gpt.parameters(), lr=2.0)
     tokens = torch.randint(256, (4, 16))
     looks: list[tuple[float, int]] = []
-    result = loop.train(
-        RunResult("SGD"),
-        gpt,
-        optimizer,
-        repeat((tokens, tokens)),
-        [(tokens, tokens)],
-        pace,
-        factor,
-        World(torch.device("cpu"), torch.float32),
+    training = loop.Training(
+        model=gpt,
+        optimizer=optimizer,
         base_lrs=[2.0],
+        schedule=factor,
+        train_batches=repeat((tokens, tokens)),
+        validation=[(tokens, tokens)],
+        pace=pace,
+        world=World(torch.device("cpu"), torch.float32),
         on_log=lambda result, factors: looks.append((optimizer.param_groups[0]["lr"], result.num_steps)),
         on_save=lambda step: None,
         stop_wanted=lambda: False,
     )
-    return result, looks
+    return loop.train(training, RunResult("SGD")), looks
 
 
 def test_training_clips_the_gradient() -> None:
@@ -449,13 +450,13 @@ def test_training_stops_on_a_loss_that_is_not_finite() -> None:
     gpt = tiny_gpt()
     with torch.no_grad():
         gpt.wte.weight.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match="the loss of SGD is nan at step 1; lower its learning rate"):
+    with pytest.raises(FloatingPointError, match="the loss of SGD is nan at step 1; lower the learning rate"):
         train_with_sgd(gpt, Pace(steps=3, eval_every=3, log_every=3))
 
 
 def test_training_stops_before_a_gradient_that_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "clip_gradient", lambda model, largest: torch.tensor(math.inf))
-    with pytest.raises(FloatingPointError, match="the norm of the gradient of SGD is inf at step 1"):
+    with pytest.raises(FloatingPointError, match="the gradient norm of SGD is inf at step 1"):
         train_with_sgd(tiny_gpt(), Pace(steps=1, eval_every=5))
 
 
@@ -607,7 +608,7 @@ def test_demo_refuses_bad_arguments_before_training(tmp_path: Path, capsys: pyte
     assert "no such file or folder" in capsys.readouterr().err
     (tmp_path / "short.txt").write_text("short")
     assert demo.main(["--data", str(tmp_path / "short.txt"), "--output", str(tmp_path / "out")]) == 2
-    assert "give --data a longer text" in capsys.readouterr().err
+    assert "pass a longer text as --data" in capsys.readouterr().err
     (tmp_path / "taken").touch()
     assert demo.main(["--output", str(tmp_path / "taken")]) == 2
     assert str(tmp_path / "taken") in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_flags_follow_from_the_declarations() -> None:
     shown = " ".join(make_parser("x")[0].format_help().split())
     assert "--nesterov, --no-nesterov look ahead by one step of momentum (default: true; muon, normuon, " in shown
     assert "--betas X,X decay of the first and second moment (default: 0.9,0.95; adamw)" in shown
-    assert "--lr X of the matrices (default: 0.02 for muon, normuon, spectral_sphere; 0.002 for adamw)" in shown
+    assert "--lr X learning rate of the hidden matrices (default: 0.02 for muon, normuon, spectral_sphere; " in shown
     assert "--optimizer muon|normuon|spectral_sphere|sso|adamw" in shown
 
 
@@ -129,8 +129,8 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--lambda-mode", "zero"], "--lambda-mode is no option of rule 'muon': only rule 'spectral_sphere' has it"),
-        (["--betas", "0,0"], "--betas is no option of rule 'muon': only rule 'adamw' has it; leave it out"),
+        (["--lambda-mode", "zero"], "--lambda-mode is not an option of rule 'muon': only 'spectral_sphere' has it"),
+        (["--betas", "0,0"], "--betas is not an option of rule 'muon': only 'adamw' has it; leave it out"),
         (["--scale", "v2", "--optimizer", "sso"], "--scale: rule 'spectral_sphere' has no scale: the radius of a"),
         (["--momentum", "1.5"], "--momentum: Invalid momentum: 1.5 (option 'momentum' must be a finite number in [0"),
         (["--momentum", "high"], "--momentum: must be a number, got 'high'"),
@@ -139,10 +139,10 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
         (["--scale", "v9"], "--scale: must be one of v2, v1, v3, v4, or a number, got 'v9'"),
         (["--orthogonalization", "x"], "--orthogonalization: Unknown orthogonalization 'x'; valid names are default"),
         (["--betas", "0.9", "--optimizer", "adamw"], "--betas: Invalid betas: (0.9,)"),
-        (["--optimizer", "sgd"], "unknown rule 'sgd'; rules are muon, normuon, spectral_sphere (sso), adamw; pass "
-         "--plugin FILE to load a rule of your own"),
-        (["--optimizer", "nomuon"], "unknown rule 'nomuon'; did you mean 'normuon'? Rules are muon"),
-        (["--cuda-graph", "--orthogonalization", "exact"], "--cuda-graph can't capture this step: orthogonalization="),
+        (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), adamw; "
+         "pass --plugin FILE to load a rule of your own"),
+        (["--optimizer", "nomuon"], "unknown rule 'nomuon'; did you mean 'normuon'? Available rules: muon"),
+        (["--cuda-graph", "--orthogonalization", "exact"], "--cuda-graph cannot capture this optimizer's step: orthog"),
     ],
 )  # fmt: skip
 def test_options_that_can_not_be(arguments: list[str], says: str, capsys) -> None:
@@ -151,9 +151,11 @@ def test_options_that_can_not_be(arguments: list[str], says: str, capsys) -> Non
 
 def test_options_without_a_command_line() -> None:
     assert TrainConfig(optimizer="sso").optimizer == "spectral_sphere"
-    with pytest.raises(ValueError, match="option 'momentun' is no option of rule 'muon': no rule has it; did you mean"):
+    with pytest.raises(
+        ValueError, match="option 'momentun' is not an option of rule 'muon': no rule has it; did you mean"
+    ):
         TrainConfig(options={"momentun": 0.9})
-    with pytest.raises(ValueError, match=r"option 'lr' is a field of its own: pass lr=0\.1"):
+    with pytest.raises(ValueError, match=r"'lr' is a field of TrainConfig, not an option: pass lr=0\.1"):
         TrainConfig(options={"lr": 0.1})
     with pytest.raises(ValueError, match=r"Invalid momentum: 2\.0"):
         TrainConfig(options={"momentum": 2.0})
@@ -268,15 +270,18 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     assert start["config"]["options"] == {"row_beta": 0.5, "steps": 4}
 
     assert main([*flags, "--resume", "--steps", "4"]) == 2
-    expected = f"of rule 'row_sign', which is not registered: pass --plugin {plugin} --optimizer row_sign\n"
-    assert capsys.readouterr().err == f"error: the checkpoint is {expected}"
+    expected = f"with rule 'row_sign', which is not registered: pass --plugin {plugin} --optimizer row_sign\n"
+    assert capsys.readouterr().err == f"error: the checkpoint was trained {expected}"
     made = []
     monkeypatch.setattr(program, "make_optimizer", lambda *of: made.append(make_optimizer(*of)) or made[-1])
     changed = ["0.25" if flag == "0.5" else flag for flag in own]
     assert main([*flags, *changed, "--resume", "--steps", "4", "--rest-lr", "0.001"]) == 0
     printed = capsys.readouterr().out
-    assert "other settings: steps 3 -> 4, rest_lr None -> 0.001, row_beta 0.5 -> 0.25\n" in printed
-    assert "going on from step 3" in printed
+    assert (
+        "note: settings that differ from the checkpoint's: steps 3 -> 4, rest_lr None -> 0.001, row_beta 0.5 -> 0.25\n"
+        in printed
+    )
+    assert "resuming from step 3" in printed
     hidden, rest = made[0].param_groups
     assert (hidden["row_beta"], hidden["steps"], rest["rule"]) == (0.25, 4, "adamw")  # and not the checkpoint's
 
@@ -284,8 +289,8 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
 def test_options_that_older_runs_saved_beside_the_others(capsys) -> None:
     config = TrainConfig(options={"momentum": 0.95})
     saved = {name: value for name, value in as_json(config).items() if name not in ("options", "plugin")}
-    resuming.print_changes(saved | {"scale": "v4", "lambda_mode": "bracketed"}, config)
-    assert capsys.readouterr().out == "note: this run goes on with other settings: scale v4 -> v2\n"
+    resuming.print_changes({"config": saved | {"scale": "v4", "lambda_mode": "bracketed"}}, config)
+    assert capsys.readouterr().out == "note: settings that differ from the checkpoint's: scale v4 -> v2\n"
 
 
 def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsys) -> None:
@@ -316,13 +321,13 @@ def test_help_shows_the_options_of_a_plugin(plugin: Path, monkeypatch: pytest.Mo
     [
         ("missing.py", None, "no such file; pass the path of a Python file, or package.module"),
         ("no_such.module", None, "no such file, and no module of this name in the current folder or installed"),
-        (".", None, "a folder; pass the path of a Python file"),
-        ("rule.txt", "", "not a Python file; its name must end in .py"),
-        ("a_plugin.py", "x = 1\n", "it registers no rule; write @register of muon_fsdp.rules above the class of yours"),
+        (".", None, "this is a folder; pass the path of a Python file"),
+        ("rule.txt", "", "this is not a Python file; its name must end in .py"),
+        ("a_plugin.py", "x = 1\n", "it registers no rule; write @register, from muon_fsdp.rules, above your class"),
         ("a_plugin.py", "x = 1\ny = z\n", "line 2: NameError: name 'z' is not defined"),
         ("a_plugin.py", "import no_such\n", "line 1: ModuleNotFoundError: No module named 'no_such'"),
         ("a_plugin.py", "def f(:\n", "line 1: SyntaxError: invalid syntax"),
-        ("a_plugin.py", "raise SystemExit(3)\n", "it ends the program; leave that to what runs only as a script"),
+        ("a_plugin.py", "raise SystemExit(3)\n", "it ends the program; call sys.exit only under"),
         ("b_plugin", "y = z\n", "NameError: name 'z' is not defined"),
     ],
 )

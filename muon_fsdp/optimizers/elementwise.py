@@ -1,4 +1,4 @@
-"""The element-wise pair: two optimizers that do not orthogonalize; `muon_fsdp.elementwise` describes them."""
+"""Define two element-wise optimizers, which do not orthogonalize; `muon_fsdp.elementwise` describes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OPTIONS = (
 
 
 class _ElementwiseMuon(torch.optim.Optimizer):
-    """What the two share; they differ in where decay is applied, and in its default."""
+    """The common base of both optimizers, which differ in where weight decay is applied and in its default."""
 
     coupled_decay: ClassVar[bool]
     _short_name: ClassVar[str]
@@ -73,7 +73,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         super().__init__([params] if isinstance(params, Tensor) else params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; an unknown option is refused."""
+        """Add parameters with options of their own; an unknown option raises an error."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         _check({**self.defaults, **param_group})
@@ -92,12 +92,13 @@ class _ElementwiseMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; `closure` is called first, and its result returned."""
+        """Update every parameter that has a gradient; call `closure` first, if one is given, and return its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = [self._gradients(group["params"]) for group in self.param_groups]  # or nothing is changed
+        # For all groups first, so that an error leaves every parameter unchanged.
+        gradients = [self._gradients(group["params"]) for group in self.param_groups]
         for index, (group, gradients_of_group) in enumerate(zip(self.param_groups, gradients, strict=True)):
             parts = self._parts(index, group, gradients_of_group)
             sums: list[Tensor | None] = [None] * len(parts)
@@ -110,7 +111,11 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         return loss
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Parameters that have a gradient, their local parts, and its local part: contiguous where the parameter is."""
+        """Collect the parameters that have a gradient.
+
+        Returns:
+            For each of them the parameter, its shard, and the gradient of the shard, contiguous if the shard is.
+        """
         found = []
         for parameter in parameters:
             grad = parameter.grad
@@ -127,7 +132,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
     def _parts(
         self, index: int, group: Mapping[str, Any], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
     ) -> list[_Part]:
-        """Count the step of every parameter of a group, and divide them into those that are updated together."""
+        """Increase the step counter of every parameter of a group, and divide them into those updated together."""
         fused: dict[object, list[_Item]] = defaultdict(list)
         single: list[_Item] = []
         for parameter, shard, grad in gradients:
@@ -146,7 +151,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         return parts
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, which is created here."""
+        """Return the state of a parameter; the first call creates it."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -155,6 +160,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         return state
 
     def _tables_of(self, key: object, items: Sequence[_Item]) -> _FusedTables:
+        """Return the tables of a launch, which are made again only if the sizes of its tensors have changed."""
         numels = tuple([item.shard.numel() for item in items])
         known = self._tables.get(key)
         if known is None or known.numels != numels:
@@ -162,7 +168,11 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         return known
 
     def state_dict(self) -> StateDict:
-        """As torch's; if there are gradients before the first step, with state for distributed checkpoints to load."""
+        """Return the state as `torch.optim.Optimizer` does.
+
+        If there are gradients before the first step, state is created first: `torch.distributed.checkpoint` loads only
+        into state that exists.
+        """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not self.state and any(parameter.grad is not None for parameter in parameters):
             for parameter in parameters:
@@ -170,7 +180,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """As torch's, but momentum and velocity keep their precision and share no memory with `state_dict`."""
+        """Load a state as `torch.optim.Optimizer` does, but copy momentum and velocity in their own precision."""
         incoming: StateDict = {}
 
         def before(_: torch.optim.Optimizer, given: StateDict) -> None:
@@ -194,16 +204,16 @@ class _ElementwiseMuon(torch.optim.Optimizer):
 
 
 class TritonMuon(_ElementwiseMuon):
-    """Fused element-wise optimizer with coupled decay; not orthogonalizing, see the module's description.
+    """Fused element-wise optimizer with coupled weight decay; it does not orthogonalize, see `muon_fsdp.elementwise`.
 
     Args:
-        params: one tensor, tensors, named tensors, or groups.
+        params: one tensor, several tensors, named tensors, or parameter groups.
         lr: learning rate, a float or a one-element tensor.
         momentum: decay of the first moment, in [0, 1).
         velocity: decay of the second moment, in [0, 1).
-        weight_decay: coupled: weight_decay times the weight is added to the gradient.
+        weight_decay: coupled weight decay: weight_decay * W is added to the gradient.
         nesterov: look ahead by one step of momentum.
-        layerwise_norm: divide the gradient of every tensor by its norm, over all shards of it.
+        layerwise_norm: divide the gradient of every parameter by its norm over all shards.
     """
 
     coupled_decay = True
@@ -224,16 +234,16 @@ class TritonMuon(_ElementwiseMuon):
 
 
 class TritonMuonW(_ElementwiseMuon):
-    """`TritonMuon` with decoupled decay: weights shrink by lr * weight_decay, and moments don't see it.
+    """`TritonMuon` with decoupled weight decay: weights shrink by lr * weight_decay, outside of the moments.
 
     Args:
-        params: one tensor, tensors, named tensors, or groups.
+        params: one tensor, several tensors, named tensors, or parameter groups.
         lr: learning rate, a float or a one-element tensor.
         momentum: decay of the first moment, in [0, 1).
         velocity: decay of the second moment, in [0, 1).
-        weight_decay: decoupled weight decay.
+        weight_decay: decoupled weight decay: W is multiplied by 1 - lr * weight_decay.
         nesterov: look ahead by one step of momentum.
-        layerwise_norm: divide the gradient of every tensor by its norm, over all shards of it.
+        layerwise_norm: divide the gradient of every parameter by its norm over all shards.
     """
 
     coupled_decay = False
@@ -269,12 +279,15 @@ class _Part(Protocol):
     items: Sequence[_Item]
 
     def sums_of_squares(self) -> Tensor:
-        """Of every local gradient, with the decay that is coupled to it, as float64."""
+        """Return the sum of squares of every local gradient, with coupled weight decay added, as float64."""
 
-    def update(self, sums: Tensor | None) -> None: ...
+    def update(self, sums: Tensor | None) -> None:
+        """Update the parameters; `sums` are the sums of squares over whole gradients, None without `layerwise_norm`."""
 
 
 class _ForeachPart:
+    """Parameters on any device that foreach operations update."""
+
     def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
         self.items, self.coupled, self.group = items, coupled, group
         _, self.shards, grads, self.first, self.second = (list(column) for column in zip(*items, strict=True))
@@ -303,7 +316,7 @@ class _ForeachPart:
         torch._foreach_add_(denominators, EPSILON)
         if not self.coupled and decay != 0:
             torch._foreach_mul_(self.weights, 1 - lr * decay)
-        if isinstance(lr, Tensor):  # on the device: reading it would stall the host
+        if isinstance(lr, Tensor):  # it stays on the device: reading it would make the host wait
             torch._foreach_div_(denominators, -lr)
             torch._foreach_addcdiv_(self.weights, direction, denominators)
         else:
@@ -314,7 +327,7 @@ class _ForeachPart:
 
 
 class _FusedTables:
-    """What a launch over tensors of these sizes reads on the device."""
+    """The tables that a launch over tensors of these sizes reads on the device."""
 
     def __init__(self, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
         self.numels, self.device = numels, shard.device
@@ -329,6 +342,8 @@ class _FusedTables:
 
 
 class _FusedPart:
+    """CUDA parameters of one precision that a single Triton launch updates."""
+
     def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item], fused: _FusedTables) -> None:
         self.items, self.coupled, self.group, self.fused = items, coupled, group, fused
         _, shards, grads, first, second = zip(*items, strict=True)
@@ -362,9 +377,15 @@ class _FusedPart:
 
 
 def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sums: Sequence[Tensor]) -> None:
-    """Make sums over local gradients those over whole ones: one all-reduce per mesh axis over which some are sharded.
+    """Add up, in place, sums over local gradients to sums over whole gradients.
 
-    Every parameter of the group takes part, because one without a gradient here may have one on another rank.
+    This takes one all-reduce per mesh axis that shards a parameter. Every parameter of the group takes part, because a
+    parameter without a gradient here may have one on another rank.
+
+    Args:
+        group: all parameters of the group.
+        parts: the parameters with a gradient, by part.
+        sums: the sums of each part, which are overwritten.
     """
     by_axis: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
     for index, parameter in enumerate(group):
@@ -390,7 +411,7 @@ def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], s
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raise for a value that an option can't have, and for a key that is no option."""
+    """Raise an error for a value that an option does not accept, and for a key that is not an option."""
     by_name = {option.name: option for option in _OPTIONS}
     for name, value in options.items():
         if name in by_name:

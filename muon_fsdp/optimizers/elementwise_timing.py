@@ -1,4 +1,4 @@
-"""How long steps of the element-wise pair take, beside those of torch."""
+"""Time the steps of the element-wise optimizers beside those of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
 
 
 def benchmark_muon_optimizers(model_size: int = 1000, num_steps: int = 100, lr: float = 1e-3) -> dict[str, float]:
-    """Seconds for `num_steps` steps on `nn.Linear(model_size, model_size)`, beside torch's Adam and SGD.
+    """Time `num_steps` steps on an `nn.Linear(model_size, model_size)`, beside torch's Adam and SGD.
 
-    On the GPU if there is one. Every optimizer warms up first, and clocks are read when the device has finished; of
-    three runs the median counts.
+    It runs on the GPU if there is one. Every optimizer warms up first, and the host waits for the device before it
+    reads the clock. Times are the median of three runs.
 
     Args:
         model_size: rows and columns of the weight.
-        num_steps: steps that are timed together.
-        lr: learning rate of all of them.
+        num_steps: how many steps are timed together.
+        lr: learning rate of all optimizers.
 
     Keys:
         triton_muon_time: seconds for `TritonMuon`.

@@ -1,1 +1,1 @@
-"""Programs that train a small GPT with the library's optimizers, as any user would."""
+"""Train a GPT with the library's optimizers; the programs here use the library as any user would."""

@@ -1,4 +1,4 @@
-"""`python -m muon_fsdp.training`, also under torchrun: the training program."""
+"""Run the training program as `python -m muon_fsdp.training`, also under torchrun."""
 
 from muon_fsdp.training.ending import end_process
 

@@ -1,4 +1,7 @@
-"""Flags of programs; nothing slow is imported here, so that a mistake is told at once."""
+"""Report mistakes in command-line arguments in one line.
+
+Nothing slow is imported here, so that a program can report a mistake at once.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from typing import NoReturn
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot be done; the message says what to change."""
+    """The arguments of a program cannot be used; the message says what to change."""
 
 
 def fail(message: str) -> NoReturn:
-    """Say in one line what was wrong with what was asked, and exit with 2."""
+    """Print an error in one line and exit with code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Tells a mistake in one line; usage is what --help is for."""
+    """An ArgumentParser that reports a mistake in one line and leaves the usage to --help."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the mistake and where to find help, and exit with code 2."""
         fail(f"{message} (see {self.prog} --help)")

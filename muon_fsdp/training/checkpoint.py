@@ -1,4 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, checked, renamed, and loadable on other ranks."""
+"""Save and load checkpoints, on any number of ranks.
+
+A checkpoint is written under another name and renamed when it is complete, so that a kill never leaves half of one.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ from muon_fsdp.training.parallel import World
 from muon_fsdp.training.unpickling import Planner, Reader
 
 _NAME = re.compile(r"step-(\d{8})")
-_MANIFEST = "manifest.json"  # what the run was, and size and checksum of every other file
+_MANIFEST = "manifest.json"  # configuration and step of the run, and size and checksum of every other file
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which one is still good."""
+    """A checkpoint could not be written or read; the message names the newest one that can be used."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete ones, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
@@ -51,76 +54,109 @@ def save(
     world: World,
     keep: int,
 ) -> Path:
-    """Write `folder/step-N`; all ranks call it. Until the last moment it has another name, so a kill leaves no half."""
+    """Write the checkpoint `folder/step-N`, and delete all but the last `keep`; all ranks call it.
+
+    Args:
+        folder: the folder of all checkpoints of the run.
+        step: the number of steps that the model has been trained for.
+        model: the model, on its device or sharded over the ranks.
+        optimizer: its optimizer.
+        run: "config" and "model" of the manifest, which `read_manifest` returns.
+        world: the ranks of the run.
+        keep: how many checkpoints to keep.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: it could not be written; the checkpoints before it are unchanged.
+    """
     final = folder / f"step-{step:08d}"
     aside = folder / f"{final.name}.partial"
-    failure = ""
     world.note(f"saving step {step}")
-    if world.is_main:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob("*.partial"):
-                shutil.rmtree(leftover)
-        except OSError as error:
-            failure = _cause(error)
-    failures = everyone(failure, world)
-    if not any(failures):  # on any rank: the others would wait for it in the collectives of the save
-        try:
-            with _quiet():
-                state = _state(model, optimizer)
-                state_dict_saver.save(state, checkpoint_id=aside, no_dist=world.size == 1)
-        except (Exception, CheckpointException) as error:
-            failure = _cause(error)
-        failures = everyone(failure, world)
-    if world.is_main and not any(failures):
-        try:
-            files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
-            manifest = {"step": step, **run, "world_size": world.size, "files": files}
-            (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            if final.exists():
-                shutil.rmtree(final)
-            aside.rename(final)
-            for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
-        except OSError as error:
-            failure = _cause(error)
-    failures = everyone(failure, world)
+    failures = gather_failures(_make_folder(folder) if world.is_main else "", world)
+    if not any(failures):  # a rank that failed alone would leave the others waiting in the collectives of the save
+        failures = gather_failures(_write(aside, model, optimizer, world), world)
+    if not any(failures):
+        manifest = {"step": step, **run, "world_size": world.size}
+        failures = gather_failures(_publish(aside, final, manifest, keep) if world.is_main else "", world)
     if any(failures):
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
         good, free = checkpoints(folder), shutil.disk_usage(folder.parent).free
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {folder}: {next(filter(None, failures))} "
-            f"({free / 1e9:.3g} GB free there); "
-            + (f"the newest good one is {good[-1].name}" if good else "there is no earlier one")
+            f"({free / 1e9:.3g} GB are free there); "
+            + (f"the newest complete checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint")
         )
     return final
 
 
+def _make_folder(folder: Path) -> str:
+    """Create the folder and delete what a killed run left in it; return the failure, "" for none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.partial"):
+            shutil.rmtree(leftover)
+    except OSError as error:
+        return _cause(error)
+    return ""
+
+
+def _write(aside: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> str:
+    """Write this rank's part of the checkpoint; return the failure, "" for none."""
+    try:
+        with _quiet():
+            state_dict_saver.save(_state(model, optimizer), checkpoint_id=aside, no_dist=world.size == 1)
+    except (Exception, CheckpointException) as error:
+        return _cause(error)
+    return ""
+
+
+def _publish(aside: Path, final: Path, manifest: dict[str, Any], keep: int) -> str:
+    """Add the manifest, give the checkpoint its final name and delete old ones; return the failure, "" for none."""
+    try:
+        files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
+        text = json.dumps({**manifest, "files": files}, indent=1)
+        (aside / _MANIFEST).write_text(text, encoding="utf-8")
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        for old in checkpoints(final.parent)[:-keep]:
+            shutil.rmtree(old)
+    except OSError as error:
+        return _cause(error)
+    return ""
+
+
 def read_manifest(path: Path, world: World) -> dict[str, Any]:
-    """What `save` was told, after a look at every file: a damaged one is named before anything is loaded."""
+    """Return the manifest that `save` wrote, after checking every file against its checksum; all ranks call it.
+
+    Raises:
+        CheckpointError: a file is damaged. Nothing has been loaded yet.
+    """
     failure, manifest = "", {}
     world.note(f"checking {path.name}")
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         step, *_ = (manifest[key] for key in ("step", "config", "model"))
         if path.name != f"step-{step:08d}":
-            failure = f"{_MANIFEST} is of step {step}"
+            failure = f"{_MANIFEST} belongs to step {step}"
         for index, (name, fingerprint) in enumerate(manifest["files"].items()):
             if index % world.size == world.rank and _fingerprint(path / name) != fingerprint:
-                failure = f"{name} is not what was written"
+                failure = f"{name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         failure = f"{_MANIFEST}: {_cause(error)}"
-    failure = next(filter(None, everyone(failure, world)), "")
+    failure = next(filter(None, gather_failures(failure, world)), "")
     if failure:
         earlier = [other.name for other in checkpoints(path.parent) if other.name < path.name]
-        advice = f"delete it to go on from {earlier[-1]}" if earlier else "there is no earlier one: start anew"
+        advice = f"delete it to resume from {earlier[-1]}" if earlier else "there is no earlier checkpoint: start again"
         raise CheckpointError(f"{path} is damaged ({failure}); {advice}")
     return manifest
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Into a model and an optimizer on any number of ranks."""
+    """Load a checkpoint into a model and its optimizer, on any number of ranks; all ranks call it."""
     failure = ""
     world.note(f"loading {path.name}")
     try:
@@ -131,7 +167,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: 
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
     except (Exception, CheckpointException) as error:
         failure = _cause(error)
-    failures = everyone(failure, world)
+    failures = gather_failures(failure, world)
     if any(failures):
         raise CheckpointError(f"{path} could not be loaded: {next(filter(None, failures))}")
 
@@ -141,7 +177,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _fingerprint(file: Path) -> list[int]:
-    """Size and CRC-32."""
+    """Return size and CRC-32 checksum of a file."""
     checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 24):
@@ -149,8 +185,8 @@ def _fingerprint(file: Path) -> list[int]:
     return [file.stat().st_size, checksum]
 
 
-def everyone(failure: str, world: World) -> list[str]:
-    """Every rank's failure, so that all raise or none does."""
+def gather_failures(failure: str, world: World) -> list[str]:
+    """Return the failure of every rank, "" for none, so that either all ranks raise or none does."""
     if world.size == 1:
         return [failure]
     found: list[str] = [""] * world.size
@@ -159,21 +195,21 @@ def everyone(failure: str, world: World) -> list[str]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first thing that went wrong, in a line; torch wraps what the file system said."""
-    failures = getattr(error, "failures", None)  # of a CheckpointException: by rank, with its traceback
+    """Return the first line of the original error, which torch wraps in others."""
+    failures = getattr(error, "failures", None)  # a CheckpointException has one error per rank, each with its traceback
     if failures:
         error = next(iter(failures.values()))[0]
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__ or error
     lines = str(error).strip().splitlines()
-    if lines and "inline_container" in lines[0]:  # torch's writer of files tells where it stood, not what happened
-        return "a file could not be written whole, as on a full disk"
+    if lines and "inline_container" in lines[0]:  # torch reports a line of its C++ code, not the cause
+        return "a file could not be written completely; the disk may be full"
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks about its own calls, which a user can do nothing about."""
+    """Hide warnings in which torch comments on its own calls, because a user can do nothing about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What a training run is told: `TrainConfig`, and the same as flags of a command line."""
+"""Describe a training run as a `TrainConfig`, and parse one from command-line flags."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ Parallelism = Literal["none", "ddp", "fsdp"]
 ScheduleName = Literal["cosine", "trapezoid"]
 Precision = Literal["auto", "float32", "bfloat16"]
 
-VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows: GPUs multiply odd sizes slowly
+VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows, because GPUs are slow on odd sizes
 DEFAULT_REST_LR = 4e-3
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. None stands for a default that depends on the rest, as the flags' help says.
+    """The configuration of one run. None means a default that depends on other fields; `--help` describes it.
 
-    `optimizer` is the rule of the hidden matrices, by name or alias; it ends up as the name. `options` are those of the
-    rule that differ from its defaults. `plugin` names files that register rules, and they are imported.
+    `optimizer` is the rule that updates the hidden matrices, given by name or alias and stored by name. `options` are
+    the options of that rule that differ from its defaults. `plugin` lists files that register rules; creating the
+    configuration imports them.
     """
 
     model: str = "small"
@@ -86,7 +87,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         preset(self.model)
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError("give --steps or --epochs, not both")
+            raise ConfigError("pass --steps or --epochs, not both")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -109,11 +110,11 @@ class TrainConfig:
             if value is not None and not value >= 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {value}")
         if self.parallel == "ddp" and self.replicas * self.tensor_parallel > 1:
-            raise ConfigError("--replicas and --tp belong to --fsdp; leave out --ddp")
+            raise ConfigError("--replicas and --tp work only with --fsdp; leave out --ddp")
         self._settle_optimizer()
 
     def _settle_optimizer(self) -> None:
-        """Find the rule and check its options."""
+        """Import the plugins, find the rule and check its options."""
         load_plugins(self.plugin)
         rule = find_rule(self.optimizer)
         check_options(self.options, rule)
@@ -121,35 +122,39 @@ class TrainConfig:
             object.__setattr__(self, name, value)
         reason = rule.not_capturable(self.matrix_options) if self.cuda_graph else None
         if reason is not None:
-            raise ConfigError(f"--cuda-graph can't capture this step: {reason}; leave it out")
+            raise ConfigError(f"--cuda-graph cannot capture this optimizer's step: {reason}; leave out --cuda-graph")
 
     @property
     def rule(self) -> Rule:
-        """The rule of the hidden matrices."""
+        """Return the rule that updates the hidden matrices."""
         return RULES[self.optimizer]
 
     @property
     def matrix_options(self) -> dict[str, Any]:
-        """All options of the hidden matrices."""
+        """Return all options of the hidden matrices, defaults included."""
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         given = {name: value for name, value in own.items() if value is not None}
         return {**default_options(self.rule), **given, **self.options}
 
     @property
     def label(self) -> str:
+        """Return the name of the run in what it prints."""
         return self.name or self.rule.display_name
 
     @property
     def folder(self) -> Path:
+        """Return the folder for checkpoints and metrics."""
         return self.output or Path("runs") / f"{self.model}-{self.optimizer}"
 
     def model_config(self, data_vocabulary: int | None) -> GPTConfig:
-        """The preset with what was changed; the vocabulary is the data's where it is known (256 for bytes)."""
+        """Return the preset with the changes of the flags; `data_vocabulary` is None for data of unknown vocabulary."""
         base = preset(self.model)
         rounded = -(-(data_vocabulary or base.vocab_size) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         vocab_size = self.vocab_size or rounded
         if data_vocabulary is not None and vocab_size < data_vocabulary:
-            raise ConfigError(f"--vocab-size {vocab_size} is too small: the data has {data_vocabulary} tokens")
+            raise ConfigError(
+                f"--vocab-size {vocab_size} is too small: the data has a vocabulary of {data_vocabulary} tokens"
+            )
         changes: dict[str, Any] = {"vocab_size": vocab_size}
         if self.sequence_length is not None:
             changes["sequence_length"] = self.sequence_length
@@ -174,14 +179,15 @@ def _flag(name: str) -> str:
 
 
 def make_parser(prog: str) -> tuple[argparse.ArgumentParser, list[OptionFlag]]:
-    """Return the flags of every program that trains, and those of options of rules.
+    """Make the parser of every program that trains; register your rules first, because their options become flags.
 
-    Each of the others sets the field of `TrainConfig` that has its name. Rules must have been registered before.
+    Returns:
+        The parser, and the flags of rules' options. Every other flag sets the `TrainConfig` field of the same name.
     """
     parser = OneLineParser(
         prog=prog,
-        allow_abbrev=False,  # the launcher has to find --processes
-        description="Train a GPT on one device, or on ranks with DDP, FSDP2, HSDP and tensor parallelism.",
+        allow_abbrev=False,  # the launcher could not find an abbreviated --processes
+        description="Train a GPT on one device, or on several with DDP, FSDP2, HSDP or tensor parallelism.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
     )
     _add_model_and_data(parser)
@@ -209,42 +215,59 @@ def _add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any
 
 def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and data")
-    _add(model, "--model", "preset", choices=list(PRESETS))
-    _add(model, "--sequence-length", "tokens in a window (default: the preset's)", type=int)
-    _add(model, "--vocab-size", "rows of the embedding (default: the data's, up to a multiple of 64; the preset's for "
-         "token shards without a tokenizer.json)", type=int)  # fmt: skip
-    _add(model, "--positions", "default: the preset's", choices=["rope", "learned"])
+    _add(model, "--model", "model size", choices=list(PRESETS))
+    _add(model, "--sequence-length", "tokens per sequence (default: that of --model)", type=int)
+    _add(model, "--vocab-size", "size of the model's vocabulary (default: the data's, rounded up to a multiple of 64; "
+         "that of --model for token shards without a tokenizer.json)", type=int)  # fmt: skip
+    _add(model, "--positions", "positional encoding (default: that of --model)", choices=["rope", "learned"])
     switch = argparse.BooleanOptionalAction
-    _add(model, "--qk-norm", "normalize queries and keys (default: the preset's)", action=switch)
-    _add(model, "--data", "text file, folder of texts, or folder of token shards *.bin with 16 bits a token "
-         "(default: the source of Python's standard library)", type=Path)  # fmt: skip
+    _add(model, "--qk-norm", "normalize queries and keys (default: as --model does)", action=switch)
+    _add(model, "--data", "text file, folder of text files, or folder of token shards (*.bin, 16 bits per token) "
+         "(default: the source code of Python's standard library)", type=Path)  # fmt: skip
 
 
 def _add_length(parser: argparse.ArgumentParser) -> None:
-    length = parser.add_argument_group("length and batches")
-    _add(length, "--steps", "optimizer steps (default: 100, or what --epochs says)", type=int)
-    _add(length, "--epochs", "as many steps as read the text so many times", type=float)
-    _add(length, "--batch-size", "sequences in a step, over all ranks", type=int)
-    _add(length, "--micro-batch-size", "sequences in one forward on one rank; gradients of several add up "
-         "(default: all that a rank has)", type=int)  # fmt: skip
-    _add(length, "--seed", "of the weights and of the data's order", type=int)
+    length = parser.add_argument_group("training length and batches")
+    _add(length, "--steps", "number of optimizer steps (default: 100, or as --epochs requires)", type=int)
+    _add(length, "--epochs", "train on X times as many tokens as the training data has, instead of --steps", type=float)
+    _add(length, "--batch-size", "sequences per step, over all ranks", type=int)
+    _add(length, "--micro-batch-size", "sequences per forward pass on one rank; gradients of several passes are "
+         "accumulated (default: all sequences of a rank in one pass)", type=int)  # fmt: skip
+    _add(length, "--seed", "seed of the initial weights and of the order of the data", type=int)
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     optimizer = parser.add_argument_group("optimizer")
-    rest, names = RULES[DEFAULT_OTHER_RULE].display_name, [n for r in RULES.values() for n in (r.name, *r.aliases)]
-    _add(optimizer, "--optimizer", f"rule of the hidden matrices; the rest takes {rest}", type=_rule_name,
-         metavar="|".join(names))  # fmt: skip
+    other, names = RULES[DEFAULT_OTHER_RULE].display_name, [n for r in RULES.values() for n in (r.name, *r.aliases)]
+    _add(optimizer, "--optimizer", f"update rule of the hidden matrices; {other} updates all other parameters",
+         type=_rule_name, metavar="|".join(names))  # fmt: skip
     add_plugin_flag(optimizer)
-    _add(optimizer, "--lr", f"of the matrices (default: {_by_rule('lr')})", type=float)
-    _add(optimizer, "--rest-lr", f"of embedding, head and vectors (default: {DEFAULT_REST_LR})", type=float)
-    _add(optimizer, "--weight-decay", f"of the matrices (default: {_by_rule('weight_decay')})", type=float)
-    _add(optimizer, "--cuda-graph", "capture the optimizer's step (on a GPU)", action="store_true")
-    _add(optimizer, "--schedule", "of every lr", choices=list(get_args(ScheduleName)))
-    _add(optimizer, "--warmup-fraction", "of the steps", type=float)
-    _add(optimizer, "--decay-fraction", "of the steps, at the end of a trapezoid", type=float)
-    _add(optimizer, "--final-lr-fraction", "of the lr, at the last step", type=float)
-    _add(optimizer, "--clip-norm", "largest norm of the gradient", type=float)
+    _add(optimizer, "--lr", f"learning rate of the hidden matrices (default: {_by_rule('lr')})", type=float)
+    _add(
+        optimizer,
+        "--rest-lr",
+        f"learning rate of all other parameters: embedding, head and vectors (default: {DEFAULT_REST_LR})",
+        type=float,
+    )
+    _add(
+        optimizer,
+        "--weight-decay",
+        f"weight decay of the hidden matrices (default: {_by_rule('weight_decay')})",
+        type=float,
+    )
+    _add(optimizer, "--cuda-graph", "run the optimizer's step as a CUDA graph (needs a GPU)", action="store_true")
+    _add(optimizer, "--schedule", "how the learning rates fall after the warmup", choices=list(get_args(ScheduleName)))
+    _add(optimizer, "--warmup-fraction", "fraction of the steps in which the learning rates rise", type=float)
+    _add(
+        optimizer, "--decay-fraction", "fraction of the steps in which they fall, with --schedule trapezoid", type=float
+    )
+    _add(
+        optimizer,
+        "--final-lr-fraction",
+        "learning rate at the end, as a fraction of --lr and --rest-lr",
+        type=float,
+    )
+    _add(optimizer, "--clip-norm", "clip the gradient to this norm", type=float)
 
 
 def _by_rule(option: str) -> str:
@@ -261,37 +284,61 @@ def _rule_name(text: str) -> str:
 def _add_devices(parser: argparse.ArgumentParser) -> None:
     parallel = parser.add_argument_group("devices and ranks")
     modes = parallel.add_mutually_exclusive_group()
-    modes.add_argument("--fsdp", dest="parallel", action="store_const", const="fsdp", help="FSDP2: shard everything")
-    modes.add_argument("--ddp", dest="parallel", action="store_const", const="ddp", help="DDP: replicas")
+    modes.add_argument(
+        "--fsdp", dest="parallel", action="store_const", const="fsdp", help="shard the model over the ranks with FSDP2"
+    )
+    modes.add_argument(
+        "--ddp", dest="parallel", action="store_const", const="ddp", help="copy the model to every rank with DDP"
+    )
     parser.set_defaults(parallel=None)
-    _add(parallel, "--replicas", "HSDP: so many replicas of the shards (implies --fsdp)", type=int)
-    _add(parallel, "--tp", "tensor parallelism over so many ranks (implies --fsdp)", dest="tensor_parallel", type=int)
-    parallel.add_argument("--processes", metavar="N", type=int, help="start N processes here, instead of torchrun")
-    _add(parallel, "--timeout", "seconds to wait for a rank that is stopped or hangs", type=float)
-    _add(parallel, "--device", "cpu or cuda (default: cuda where there is one)", choices=["cpu", "cuda"])
+    _add(parallel, "--replicas", "HSDP: shard the model within each of N replicas (implies --fsdp)", type=int)
+    _add(
+        parallel,
+        "--tp",
+        "tensor parallelism: split the matrices of a block over N ranks (implies --fsdp)",
+        dest="tensor_parallel",
+        type=int,
+    )
+    parallel.add_argument("--processes", metavar="N", type=int, help="start N ranks on this machine, without torchrun")
+    _add(parallel, "--timeout", "seconds to wait for a rank that has stopped or hangs before the run ends", type=float)
+    _add(parallel, "--device", "device to train on (default: cuda if there is a GPU)", choices=["cpu", "cuda"])
     precisions = list(get_args(Precision))
-    _add(parallel, "--precision", "of the forward and backward; auto is bfloat16 on GPUs", choices=precisions)
-    _add(parallel, "--compile", "torch.compile the blocks", action="store_true")
+    _add(
+        parallel,
+        "--precision",
+        "precision of forward and backward pass; auto is bfloat16 on a GPU and float32 on a CPU",
+        choices=precisions,
+    )
+    _add(parallel, "--compile", "compile the transformer blocks with torch.compile", action="store_true")
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
-    files = parser.add_argument_group("what it leaves behind")
-    _add(files, "--output", "folder (default: runs/MODEL-RULE)", type=Path)
-    _add(files, "--resume", "go on from the newest checkpoint in the folder", action="store_true")
-    _add(files, "--save-every", "steps between checkpoints (default: one at the end)", type=int)
-    _add(files, "--keep", "checkpoints", type=int)
+    files = parser.add_argument_group("checkpoints and metrics")
+    _add(files, "--output", "folder for checkpoints and metrics (default: runs/MODEL-RULE)", type=Path)
+    _add(files, "--resume", "resume from the newest checkpoint in --output", action="store_true")
+    _add(files, "--save-every", "steps between checkpoints (default: only one, at the end)", type=int)
+    _add(files, "--keep", "number of checkpoints to keep; older ones are deleted", type=int)
     _add(files, "--eval-every", "steps between validations (default: a twentieth of the run)", type=int)
-    _add(files, "--eval-windows", "sequences in a validation", type=int)
-    _add(files, "--log-every", "steps between looks at the device (default: 1 on a CPU, 10 on a GPU)", type=int)
+    _add(files, "--eval-windows", "sequences per validation", type=int)
+    _add(
+        files,
+        "--log-every",
+        "steps between log updates, for which the host waits for the device (default: 1 on a CPU, 10 on a GPU)",
+        type=int,
+    )
     _add(files, "--tensorboard", "write TensorBoard events too", action="store_true")
-    _add(files, "--name", "of the run, in its lines", type=str)
+    _add(files, "--name", "name of the run in its output (default: the name of the rule)", type=str)
 
 
 def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | None]:
-    """Return the configuration, and how many processes to start (None: this one)."""
+    """Parse a command line.
+
+    Returns:
+        The configuration, and the number of processes to start, or None to train in this one.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        load_plugins(plugins_in(arguments, prog))  # before the flags are made, which depend on them
+        load_plugins(plugins_in(arguments, prog))  # first, because rules that they register get flags too
     except ConfigError as error:
         fail(str(error))
     parser, option_flags = make_parser(prog)
@@ -309,7 +356,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | Non
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as JSON holds it."""
+    """Return the configuration as it comes back from JSON."""
     return {field.name: json_value(getattr(config, field.name)) for field in fields(config)}
 
 

@@ -1,4 +1,4 @@
-"""Training text as tokens: where it comes from, how it is split, and in which order batches are drawn."""
+"""Read text or token shards, hold out a part for validation, and draw batches."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ VALIDATION_FRACTION = 0.1
 BYTE_VOCABULARY = 256
 
 SHARD_SUFFIX = ".bin"
-TOKENIZER_FILE = "tokenizer.json"  # beside the shards: what made them
-_SHARD_MAGIC = 20240520  # first of the 256 int32 that llm.c and its descendants put before the tokens
+TOKENIZER_FILE = "tokenizer.json"  # the tokenizer that made the shards lies beside them
+_SHARD_MAGIC = 20240520  # the first of 256 int32 numbers that llm.c and its descendants write before the tokens
 _SHARD_HEADER_BYTES = 1024
 
-# Third-party code, tests and generated files vary between installations of the same Python; the rest does not.
+# These vary between installations of the same Python, so runs on two machines would not read the same text.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"},
 )
 
 
 class DataError(ValueError):
-    """The training text cannot be used; the message says why and what to do."""
+    """The training data cannot be used; the message says why and what to do."""
 
 
 class Tokens:
-    """Tokens in one or several pieces, read as one text; pieces may be files that are mapped, not loaded."""
+    """A text of tokens in one or several tensors, which may be files that are memory-mapped instead of loaded."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self._pieces = list(pieces)  # each 1-D; int16 means unsigned 16 bits, which torch can't index everywhere
+        self._pieces = list(pieces)  # 1-D; int16 stands for uint16, which torch cannot index on every device
         self._ends = list(accumulate(piece.numel() for piece in self._pieces))
 
     def numel(self) -> int:
+        """Return the number of tokens."""
         return self._ends[-1]
 
     def windows(self, starts: Tensor, length: int) -> Tensor:
-        """(len(starts), length), int64."""
+        """Return the windows of `length` tokens at `starts`, as int64 of shape (len(starts), length)."""
         return torch.stack([self.read(start, length) for start in starts.tolist()])
 
     def read(self, start: int, length: int) -> Tensor:
+        """Return `length` tokens from position `start` on, as int64."""
         parts, index = [], bisect.bisect_right(self._ends, start)
         while length > 0:
             piece, first = self._pieces[index], start - (self._ends[index] - self._pieces[index].numel())
@@ -57,7 +59,11 @@ class Tokens:
         return torch.cat(parts)
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
-        """The first `at` tokens, and the others."""
+        """Split the text in two.
+
+        Returns:
+            The first `at` tokens, and the tokens after them.
+        """
         before: list[Tensor] = []
         after: list[Tensor] = []
         for piece, end in zip(self._pieces, self._ends, strict=True):
@@ -69,20 +75,23 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on and is evaluated with."""
+    """The tokens that a run trains on and those that it is validated on."""
 
     train: Tokens
     validation: Tokens
-    vocab_size: int | None  # None for token shards without their tokenizer: they do not say
+    vocab_size: int | None  # None for token shards without a tokenizer, which do not contain it
     source: str
 
 
 def open_corpus(path: Path | None, sequence_length: int) -> Corpus:
-    """Text as bytes from a file, a folder or (None) the standard library, or token shards `*.bin` of 16 bits a token.
+    """Open a text file, a folder of text files, token shards (`*.bin`), or for None Python's standard library.
 
-    Shards may start with llm.c's header of 1024 bytes or have none. Those with "val" in their name are held out; where
-    none has, the last tenth of all tokens is. A `tokenizer.json` beside them, as `tokenizers` saves it, tells the size
-    of the vocabulary.
+    Text is read as bytes. Shards have 16 bits per token and may start with llm.c's header of 1024 bytes. Shards with
+    "val" in their name are held out for validation; if there are none, the last tenth of all tokens is. The size of the
+    shards' vocabulary is read from a `tokenizer.json` beside them, as the package `tokenizers` saves it.
+
+    Raises:
+        DataError: the data cannot be read, or is too short for a sequence of `sequence_length`.
     """
     shards = _shards(path)
     vocab_size: int | None
@@ -102,8 +111,8 @@ def open_corpus(path: Path | None, sequence_length: int) -> Corpus:
     for part, name in ((train, "training"), (validation, "validation")):
         if part.numel() < sequence_length + 1:  # a window is sequence_length inputs and the token after them
             raise DataError(
-                f"{source} gives {part.numel()} {name} tokens, but a window takes {sequence_length} + 1; "
-                "give --data a longer text or lower --sequence-length"
+                f"{source} has only {part.numel()} {name} tokens, but a sequence needs {sequence_length} + 1; "
+                "pass a longer text as --data, or a smaller --sequence-length"
             )
     return Corpus(train, validation, vocab_size, source)
 
@@ -116,15 +125,16 @@ def _shards(path: Path | None) -> list[Path]:
     texts = [file for file in files if file not in shards and file.suffix in (".txt", ".md", ".py")]
     if shards and texts:
         raise DataError(
-            f"{path} holds token shards ({shards[0].name}) and text ({texts[0].name}); give --data one kind"
+            f"{path} contains token shards ({shards[0].name}) and text ({texts[0].name}); pass a folder with only one "
+            "kind as --data"
         )
     if shards and all("val" in shard.name.lower() for shard in shards):
-        raise DataError(f"{path} holds validation shards alone; give --data a folder with training shards too")
+        raise DataError(f"{path} contains only validation shards; pass a folder with training shards too as --data")
     return shards
 
 
 def _tokenizer_vocabulary(file: Path) -> int | None:
-    """The largest token and one: numbers may be left out. None where there is no such file."""
+    """Return one more than the largest token, because numbers may be unused; None if there is no such file."""
     try:
         tokenizer = json.loads(file.read_bytes())
         vocabulary = tokenizer["model"]["vocab"]  # a list of (token, score) in Unigram models
@@ -134,35 +144,41 @@ def _tokenizer_vocabulary(file: Path) -> int | None:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{file} is not a tokenizer as `tokenizers` saves it: write it again, or move it and give --vocab-size"
+            f"{file} is not a tokenizer that the package `tokenizers` saved: save it again, or move it away and pass "
+            "--vocab-size"
         ) from error
 
 
 def _map_shard(file: Path) -> Tensor:
     size = file.stat().st_size
     if size < 2 or size % 2:
-        raise DataError(f"{file} has {size} bytes, which is no whole number of 16-bit tokens; write it again")
+        raise DataError(f"{file} has {size} bytes, which is not a whole number of 16-bit tokens; write it again")
     tokens = torch.from_file(str(file), shared=False, size=size // 2, dtype=torch.int16)
     if size < _SHARD_HEADER_BYTES or tokens[:2].view(torch.int32).item() != _SHARD_MAGIC:
         return tokens
     count = int(tokens[4:6].view(torch.int32).item())
     tokens = tokens[_SHARD_HEADER_BYTES // 2 :]
     if count != tokens.numel():
-        raise DataError(f"{file} announces {count} tokens and holds {tokens.numel()}; it is cut short, write it again")
+        raise DataError(f"{file} has {tokens.numel()} tokens, but its header says {count}; write it again")
     return tokens
 
 
 def load_tokens(path: Path | None = None, byte_budget: int | None = DEFAULT_BYTE_BUDGET) -> Tensor:
-    """The bytes (uint8, 1-D) of a file, of a folder of text files, or of Python's standard library for `None`.
+    """Return the bytes of a text file, of a folder of text files, or for None of Python's standard library.
 
-    At most `byte_budget` of them; None takes all.
+    Args:
+        path: the file or folder.
+        byte_budget: how many bytes to read at most; None for all.
+
+    Returns:
+        A 1-D uint8 tensor.
     """
     if byte_budget is not None and byte_budget < 1:
         raise ValueError(f"byte_budget must be positive, got {byte_budget}")
     if path is None:
         files: Iterable[Path] = standard_library_files()
     elif not path.exists():
-        raise DataError(f"no such file or folder: {path}; give --data an existing text file or folder")
+        raise DataError(f"no such file or folder: {path}; pass an existing text file or folder as --data")
     elif path.is_dir():
         files = _folder_files(path)
     else:
@@ -170,16 +186,16 @@ def load_tokens(path: Path | None = None, byte_budget: int | None = DEFAULT_BYTE
     text = _read(files, byte_budget)
     if not text:
         where = "the standard library" if path is None else str(path)
-        raise DataError(f"{where} holds no text; give --data a text file or a folder of text files")
+        raise DataError(f"{where} contains no text; pass a text file or a folder of text files as --data")
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def standard_library_files() -> list[Path]:
-    """Python's own sources in a fixed order: text that is on every machine, so that no download is needed."""
+    """Return the source files of Python's standard library in a fixed order: text that needs no download."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.suffix == ".py"]
     if not files:
-        raise DataError(f"no Python sources under {root}; give --data a text file or a folder of text files")
+        raise DataError(f"no Python sources under {root}; pass a text file or a folder of text files as --data")
     return files
 
 
@@ -190,9 +206,9 @@ def _folder_files(root: Path) -> list[Path]:
 def _walk(root: Path, skipped_folders: frozenset[str]) -> list[Path]:
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        # Pruned in place, so that os.walk does not descend: site-packages alone can take seconds.
+        # Changed in place, so that os.walk does not descend: site-packages alone can take seconds.
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
-        files += [file for name in names if (file := Path(folder, name)).is_file()]  # no sockets, no dangling links
+        files += [file for name in names if (file := Path(folder, name)).is_file()]  # skips sockets and broken links
     return sorted(files, key=lambda file: file.relative_to(root).parts)
 
 
@@ -211,14 +227,18 @@ def _read(files: Iterable[Path], byte_budget: int | None) -> bytearray:
 
 
 def split_tokens(tokens: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Training and validation tokens: the last tenth of the text is held out, so no byte is in both."""
+    """Hold out the last tenth of a text, so that no byte is in both parts.
+
+    Returns:
+        Training tokens and validation tokens.
+    """
     num_validation = int(tokens.numel() * VALIDATION_FRACTION)
     train, validation = tokens[: tokens.numel() - num_validation], tokens[tokens.numel() - num_validation :]
     if num_validation < sequence_length + 1:  # a window is sequence_length inputs and the byte after them
         needed = int((sequence_length + 1) / VALIDATION_FRACTION) + 1
         raise DataError(
             f"the text has {tokens.numel()} bytes, but sequence_length={sequence_length} needs at least {needed}; "
-            "give --data a longer text"
+            "pass a longer text as --data"
         )
     return train, validation
 
@@ -238,14 +258,14 @@ def training_batches(
     first: int = 0,
     rows: slice = slice(None),
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs, targets), both (B, T), at random places; equal generator seeds give equal batches in order.
+    """Yield (inputs, targets), both (B, T), from random places of the text without end.
 
-    `first` batches are left out, as a resumed run has seen them; of each batch only `rows` are read, as a rank takes
-    its own.
+    Equal generator seeds give equal batches. The first `first` batches are skipped, because a resumed run has seen
+    them. Only `rows` of each batch are read, because every rank needs only its own.
     """
     num_starts = tokens.numel() - sequence_length
     if num_starts < 1:
-        raise DataError(f"{tokens.numel()} tokens are too few for one window of {sequence_length} + 1")
+        raise DataError(f"{tokens.numel()} tokens are too few for one sequence of {sequence_length} + 1")
     for _ in range(first):
         torch.randint(num_starts, (batch_size,), generator=generator)
     while True:
@@ -256,10 +276,13 @@ def training_batches(
 def validation_batches(
     tokens: Tensor | Tokens, batch_size: int, sequence_length: int, num_windows: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The same (inputs, targets) every time: up to `num_windows` windows, none overlapping, spread over the text."""
+    """Return batches of (inputs, targets), the same every time.
+
+    They are at most `num_windows` windows that do not overlap and are spread over the text.
+    """
     num_available = (tokens.numel() - 1) // sequence_length
     if num_available < 1:
-        raise DataError(f"{tokens.numel()} tokens are too few for one window of {sequence_length} + 1")
+        raise DataError(f"{tokens.numel()} tokens are too few for one sequence of {sequence_length} + 1")
     num_windows = min(num_windows, num_available)
     # Integer steps between whole windows: two windows may touch, never overlap.
     starts = torch.arange(num_windows) * (num_available // num_windows) * sequence_length

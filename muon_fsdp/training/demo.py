@@ -1,4 +1,4 @@
-"""The demo: a small GPT with Muon on one process and on two, and with AdamW; a table, a plot and the numbers."""
+"""Train a small GPT with Muon on one process and on two, and with AdamW; write a table, a plot and the metrics."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DEFAULT_STEPS = 200
 BATCH_SIZE = 16
 EVALUATIONS_PER_RUN = 20
 
-# The runs differ only in the hidden matrices: embedding, head and vectors take AdamW with the same lr in all.
+# The runs differ only in the hidden matrices: AdamW updates embedding, head and vectors with the same lr in all.
 # Validation loss after 300 steps (seed 0, Python 3.11), for the learning rates that were tried:
 #   Muon   lr 0.02: 1.522   0.04: 1.477   0.08: 1.501                  with a rest lr of 0.016: 0.04: 1.497
 #   AdamW  lr 1e-3: 1.756   2e-3: 1.689   4e-3: 1.637   8e-3: 1.665    with a rest lr of 0.016: 4e-3: 1.657
-# AdamW's 1e-3 was tried with weight decay 0.1 on embedding and head too. With seed 1 the chosen rates give 1.492 and
-# 1.660. One lr for everything is much worse for AdamW, at best 1.869 (8e-3; tried 1e-3 to 16e-3, weight decay 0.1 on
-# all matrices), so the baseline gets two, as Muon does.
+# AdamW with lr 1e-3 was also tried with weight decay 0.1 on embedding and head. With seed 1 the chosen learning rates
+# give 1.492 and 1.660. One learning rate for all parameters is much worse for AdamW, 1.869 at best (8e-3; we tried 1e-3
+# to 16e-3 with weight decay 0.1 on all matrices), so the baseline has two of them, as Muon does.
 REST_LR = "0.032"
 MUON = ("--optimizer", "muon", "--lr", "0.04", "--weight-decay", "0.01")
-ADAMW = ("--optimizer", "adamw", "--lr", "0.004", "--weight-decay", "0.1")  # times lr, the same decay as Muon's
+ADAMW = ("--optimizer", "adamw", "--lr", "0.004", "--weight-decay", "0.1")  # lr * weight_decay is the same as Muon's
 BASELINE, ALONE, TOGETHER = "AdamW", "Muon", "Muon, 2 ranks"
 RUNS: dict[str, tuple[str, ...]] = {
     TOGETHER: (*MUON, "--processes", "2", "--fsdp"),
@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def missing_packages() -> list[str]:
-    """The optional packages that the demo needs and this environment lacks."""
+    """Return the optional packages that the demo needs and that are not installed."""
     return [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
 
 
@@ -54,18 +54,24 @@ def _positive_int(text: str) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m muon_fsdp.training.demo", description=__doc__)
-    parser.add_argument("--model", default="demo", help="preset (%(default)s)")
-    parser.add_argument("--steps", type=_positive_int, default=DEFAULT_STEPS, help="per run (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data order (%(default)s)")
-    parser.add_argument("--data", type=Path, help="a text file or a folder of them (Python's standard library)")
-    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="where results go (%(default)s)")
+    parser.add_argument("--model", default="demo", help="model size (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=_positive_int, default=DEFAULT_STEPS, help="steps of each run (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
+    parser.add_argument(
+        "--data", type=Path, help="text file or folder of text files (default: Python's standard library)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo_output"), help="folder for the results (default: %(default)s)"
+    )
     return parser.parse_args(argv)
 
 
 def _train(name: str, arguments: argparse.Namespace) -> int:
-    """One run of the training program, from equal weights and on equal batches in equal order; its exit code."""
+    """Run the training program, with the same initial weights and batches every time, and return its exit code."""
     folder = _folder(arguments, name)
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
+    shutil.rmtree(folder, ignore_errors=True)  # else a checkpoint of an earlier demo would stop the run
     flags = ["--model", arguments.model, "--steps", str(arguments.steps), "--seed", str(arguments.seed)]
     flags += ["--batch-size", str(BATCH_SIZE), "--rest-lr", REST_LR, "--device", "cpu", "--precision", "float32"]
     flags += ["--eval-every", str(max(1, arguments.steps // EVALUATIONS_PER_RUN)), "--name", name]
@@ -87,7 +93,7 @@ def _report(arguments: argparse.Namespace) -> None:
     print()
     print_table(runs, baseline)
     distance = largest_distance(results[ALONE], results[TOGETHER])
-    print(f"Muon on one process and on two: training losses differ by at most {distance:.1g}.")
+    print(f"The training losses of Muon on one process and on two differ by at most {distance:.1g}.")
     environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -102,7 +108,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 on success, 1 when training fails, 2 for a mistake in what was asked, 130 after Ctrl-C."""
+    """Run the demo.
+
+    Returns:
+        The exit code: 0 on success, 1 if training failed, 2 for a mistake in the arguments, 130 after Ctrl-C.
+    """
     arguments = _parse(argv)
     missing = missing_packages()
     if missing:
@@ -113,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         open_corpus(arguments.data, preset(arguments.model).sequence_length)
-        arguments.output.mkdir(parents=True, exist_ok=True)  # before the training, so that a bad path costs no time
+        arguments.output.mkdir(parents=True, exist_ok=True)  # before training, so that a bad path costs no time
     except (DataError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""End a process that had process groups. Nothing slow is imported here."""
+"""End a process that had process groups. Nothing slow is imported here, so that every program can use it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import NoReturn
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code` as `sys.exit` does, up to where Python would take the interpreter down.
+    """Exit with `code` as `sys.exit` does, but skip the shutdown of the Python interpreter.
 
-    DTensor's caches keep every mesh, so gloo's threads are still there at the end, also after
-    `destroy_process_group()`. One that frees a tensor just then waits for the GIL, and up to Python 3.13 the
-    interpreter unwinds it through a destructor: SIGABRT, "terminate called without an active exception".
+    DTensor's caches keep every mesh alive, so gloo's threads still run at the end, even after
+    `destroy_process_group()`. A thread that frees a tensor during the shutdown waits for the GIL, and Python up to 3.13
+    unwinds it through a destructor: the process aborts with "terminate called without an active exception".
     """
     atexit.register(_leave, code)
     raise SystemExit(code)
 
 
 def _leave(code: int) -> None:
-    """Run the other exit handlers, which come after this one, and end."""
+    """Run the remaining exit handlers, flush the output and end the process."""
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed by its reader, or by the program
+        with suppress(OSError, ValueError):  # the reader or the program has closed it
             stream.flush()
     os._exit(code)

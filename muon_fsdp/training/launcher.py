@@ -13,18 +13,21 @@ from collections.abc import Sequence
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _LAUNCHER = "MUON_FSDP_LAUNCHER_PID"
-_GRACE_SECONDS = 15.0  # for ranks whose peer has failed
+_GRACE_SECONDS = 15.0  # that ranks have to end by themselves after another rank has failed
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run the program with `arguments` on so many ranks; the first exit code that is not 0.
+    """Run the training program with `arguments` on `processes` ranks.
 
-    Ranks have a process session of their own, so a Ctrl-C in the terminal reaches them once, from here.
+    Each rank gets a process session of its own: a Ctrl-C would otherwise reach it twice, from the terminal and from us.
+
+    Returns:
+        The first exit code that is not 0, or 0; 1 if a signal ended a rank.
     """
     command = [sys.executable, "-m", "muon_fsdp.training", *_without_processes(arguments)]
     store = _open_store()
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), _LAUNCHER: str(os.getpid())}
-    job["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 opens no store of its own
+    job["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 must not open a store of its own
     job |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     job.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))))
     ranks = [
@@ -50,7 +53,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
 
 def _open_store() -> TCPStore:
-    """Open the store of the job on a port that is taken from the first moment on, for this machine alone."""
+    """Open the job's store on a free port of this machine, and hold the port so that no other program takes it."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -67,7 +70,11 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     codes = [rank.poll() for rank in ranks]
     for i, code in enumerate(codes):
         if code is None:
-            print(f"error: rank {i} did not end after another had failed, and is killed", file=sys.stderr, flush=True)
+            print(
+                f"error: rank {i} did not end after another rank had failed, and was killed",
+                file=sys.stderr,
+                flush=True,
+            )
     died = [(i, code) for i, code in enumerate(codes) if code is not None and code < 0]
     for i, code in died:
         print(f"error: rank {i} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
@@ -77,7 +84,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def launcher_is_gone() -> bool:
-    """Whether this rank was started by `launch` and nobody waits for it any more."""
+    """Return whether `launch` started this rank and has ended since, so that nobody waits for the rank."""
     pid = os.environ.get(_LAUNCHER)
     return pid is not None and os.getppid() != int(pid)
 

@@ -1,4 +1,4 @@
-"""The loop: accumulation, clipping, timed steps, validation, and when to look, to save and to stop."""
+"""Run the training loop: gradient accumulation, clipping, timed steps, validation, logging, saving and stopping."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from muon_fsdp.training.data import DataError
 from muon_fsdp.training.parallel import World, clip_gradient, synchronize_gradients
 from muon_fsdp.training.results import Evaluation, RunResult
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a run is and how often it does what."""
+    """The number of steps of a run, and the number of steps between validations, log lines and checkpoints."""
 
     steps: int
     eval_every: int
@@ -28,16 +28,48 @@ class Pace:
     num_micro_batches: int = 1
     clip_norm: float = 1.0
 
+    def evaluates_after(self, step: int) -> bool:
+        """Return whether a validation follows step `step`, counted from 1."""
+        return step % self.eval_every == 0 or step == self.steps
+
+    def saves_after(self, step: int) -> bool:
+        """Return whether a checkpoint is saved after step `step`, counted from 1."""
+        return step == self.steps or (self.save_every is not None and step % self.save_every == 0)
+
+    def reads_after(self, step: int) -> bool:
+        """Return whether the host reads losses from the device after step `step`, counted from 1."""
+        return self.evaluates_after(step) or self.saves_after(step) or step % self.log_every == 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that the loop needs: what is trained, on which data, with which schedule, and whom it reports to."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    base_lrs: Sequence[float]  # learning rate of every param group, before the schedule
+    schedule: Callable[[int], float]  # factor on every learning rate, by the step counted from 0
+    train_batches: Iterator[Batch]  # this rank's rows
+    validation: Sequence[Batch]  # all rows
+    pace: Pace
+    world: World
+    on_log: Callable[[RunResult, Sequence[float]], None]  # the result so far; factors of the steps since the last call
+    on_save: Callable[[int], None]  # the number of steps done
+    stop_wanted: Callable[[], bool]
+
 
 class Clock:
-    """Seconds of each step and of its update: by events on a GPU, so that nothing waits, else by the host's clock."""
+    """Measures the seconds of each step and of its `optimizer.step()`.
+
+    On a GPU it uses CUDA events, so that timing does not make the host wait; on a CPU it uses the host's clock.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[list[float | torch.cuda.Event]] = []
 
     def mark(self) -> None:
-        """Four times a step: at its start, before and after the update, at its end."""
+        """Record the time now; call it four times a step: at its start, before and after the update, at its end."""
         if not self._marks or len(self._marks[-1]) == 4:
             self._marks.append([])
         if self._on_gpu:
@@ -48,7 +80,11 @@ class Clock:
             self._marks[-1].append(time.perf_counter())
 
     def read(self) -> list[tuple[float, float]]:
-        """(step, update) of the steps since the last look."""
+        """Return and forget the times of the steps since the last call.
+
+        Returns:
+            For every step, its seconds and the seconds of its update.
+        """
         if self._on_gpu:
             torch.cuda.synchronize()
         times = [(_seconds(start, end), _seconds(before, after)) for start, before, after, end in self._marks]
@@ -65,17 +101,18 @@ def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 
 
 def check_tokens(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
+    """Raise DataError if a token is not in the model's vocabulary: on a GPU, its lookup would abort the process."""
     largest = int(max(inputs.max(), targets.max()))
     if largest >= vocab_size:
         raise DataError(
-            f"the data holds token {largest}, but the model's vocabulary has {vocab_size}: give a larger --vocab-size, "
-            "or data that was tokenized for this model"
+            f"the data contains token {largest}, but the model's vocabulary has only {vocab_size} tokens: pass a "
+            "larger --vocab-size, or data that was tokenized for this model"
         )
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[Batch], world: World | None = None) -> float:
-    """Mean loss per token over `batches`, each of which is split evenly over the data-parallel ranks."""
+    """Return the mean loss per token over `batches`, each of which is split evenly over the data-parallel ranks."""
     losses, num_tokens = [], 0
     for inputs, targets in batches:
         if world is None:
@@ -83,91 +120,109 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], world: World | None = N
         else:
             world.note()
             with world.autocast():
-                _, loss = model(_mine(inputs, world), _mine(targets, world))
+                _, loss = model(_rows_of_this_rank(inputs, world), _rows_of_this_rank(targets, world))
         losses.append(loss.float() * targets.numel())
         num_tokens += targets.numel()
     total = torch.stack(losses).sum()
     return (total.item() if world is None else world.mean(total[None])[0]) / num_tokens
 
 
-def _mine(rows: Tensor, world: World) -> Tensor:
+def _rows_of_this_rank(rows: Tensor, world: World) -> Tensor:
     return rows.tensor_split(world.data_size)[world.data_rank].to(world.device)
 
 
-def train(
-    result: RunResult,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    train_batches: Iterator[Batch],
-    validation: Sequence[Batch],
-    pace: Pace,
-    schedule: Callable[[int], float],
-    world: World,
-    *,
-    base_lrs: Sequence[float],
-    on_log: Callable[[RunResult, Sequence[float]], None],
-    on_save: Callable[[int], None],
-    stop_wanted: Callable[[], bool],
-) -> RunResult:
-    """From where `result` stands to the last step.
+def train(training: Training, result: RunResult) -> RunResult:
+    """Train from the step that `result` has reached to the last one, or until a stop is wanted.
 
-    `train_batches` yields this rank's rows. `on_log` sees the result after each look at the device, with the factors
-    of the schedule for the steps since the last; `on_save` is told the step.
+    Returns:
+        `result`, to which every step and validation has been added.
     """
+    pace, world = training.pace, training.world
     world.note("the first step")
     clock = Clock(world.device)
     if not result.evaluations:
-        result.evaluations.append(Evaluation(result.num_steps, evaluate(model, validation, world)))
-    waiting: list[Tensor] = []  # (loss, norm of the gradient) of steps that were not looked at
+        _validate(training, result, result.num_steps)
+    unread: list[Tensor] = []
     for step in range(result.num_steps, pace.steps):
-        world.note(f"step {step + 1}")
-        clock.mark()
-        for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
-            group["lr"] = lr * schedule(step)
-        loss = _accumulate(model, next(train_batches), pace.num_micro_batches, world)
-        norm = clip_gradient(model, pace.clip_norm)
-        clock.mark()
-        optimizer.step()
-        clock.mark()
-        optimizer.zero_grad()
-        clock.mark()
-        waiting.append(torch.stack((loss, norm.to(loss.dtype))))
+        unread.append(_take_step(training, step, clock))
         done = step + 1
-        evaluates = done % pace.eval_every == 0 or done == pace.steps
-        saves = done == pace.steps or (pace.save_every is not None and done % pace.save_every == 0)
-        if not (evaluates or saves or done % pace.log_every == 0):
+        if not pace.reads_after(done):
             continue
-        *values, stop = world.mean(torch.cat((*waiting, loss.new_tensor([float(stop_wanted())]))))
-        result.train_losses += values[0::2]
-        result.gradient_norms += values[1::2]
-        for seconds, update_seconds in clock.read():
-            result.step_seconds.append(seconds)
-            result.optimizer_seconds.append(update_seconds)
-        first = done - len(waiting) + 1
-        for behind, (loss_there, norm_there) in enumerate(zip(values[0::2], values[1::2], strict=True), start=first):
-            _refuse_not_finite("loss", loss_there, result.name, behind)
-            _refuse_not_finite("norm of the gradient", norm_there, result.name, behind)
-        if evaluates:
-            result.evaluations.append(Evaluation(done, evaluate(model, validation, world)))
-            _refuse_not_finite("validation loss", result.final_validation_loss, result.name, done)
-        on_log(result, [schedule(index) for index in range(done - len(waiting), done)])
-        waiting.clear()
-        if saves or stop:
-            on_save(done)
+        stop = _read_steps(training, result, unread, clock)
+        if pace.evaluates_after(done):
+            _validate(training, result, done)
+            _require_finite("validation loss", result.final_validation_loss, result.name, done)
+        training.on_log(result, [training.schedule(index) for index in range(done - len(unread), done)])
+        unread.clear()
+        if pace.saves_after(done) or stop:
+            training.on_save(done)
         if stop and done < pace.steps:
             result.stopped = True
             break
     return result
 
 
-def _refuse_not_finite(what: str, value: float, name: str, step: int) -> None:
-    """Before a checkpoint is written: what follows from such a step is of no use, and would push out a good one."""
+def _validate(training: Training, result: RunResult, step: int) -> None:
+    loss = evaluate(training.model, training.validation, training.world)
+    result.evaluations.append(Evaluation(step, loss))
+
+
+def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
+    """Take one optimizer step without waiting for the device.
+
+    Returns:
+        Loss and gradient norm, as a tensor of shape (2,) on the device.
+    """
+    optimizer, pace, world = training.optimizer, training.pace, training.world
+    world.note(f"step {step + 1}")
+    clock.mark()
+    for group, lr in zip(optimizer.param_groups, training.base_lrs, strict=True):
+        group["lr"] = lr * training.schedule(step)
+    loss = _accumulate(training.model, next(training.train_batches), pace.num_micro_batches, world)
+    norm = clip_gradient(training.model, pace.clip_norm)
+    clock.mark()
+    optimizer.step()
+    clock.mark()
+    optimizer.zero_grad()
+    clock.mark()
+    return torch.stack((loss, norm.to(loss.dtype)))
+
+
+def _read_steps(training: Training, result: RunResult, unread: Sequence[Tensor], clock: Clock) -> bool:
+    """Average losses and norms of the unread steps over the ranks, check them, and add them to `result`.
+
+    The wish to stop travels in the same all-reduce, so that all ranks stop at the same step.
+
+    Returns:
+        Whether any rank wants to stop.
+    """
+    stop_wanted = unread[0].new_tensor([float(training.stop_wanted())])
+    *values, stop = training.world.mean(torch.cat((*unread, stop_wanted)))
+    losses, norms = values[0::2], values[1::2]
+    first = result.num_steps + 1
+    result.train_losses += losses
+    result.gradient_norms += norms
+    for seconds, update_seconds in clock.read():
+        result.step_seconds.append(seconds)
+        result.optimizer_seconds.append(update_seconds)
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
+        _require_finite("loss", loss, result.name, step)
+        _require_finite("gradient norm", norm, result.name, step)
+    return stop > 0
+
+
+def _require_finite(what: str, value: float, name: str, step: int) -> None:
+    """Raise FloatingPointError for a NaN or infinity, before a checkpoint of useless weights replaces a good one."""
     if not math.isfinite(value):
-        raise FloatingPointError(f"the {what} of {name} is {value} at step {step}; lower its learning rate")
+        raise FloatingPointError(f"the {what} of {name} is {value} at step {step}; lower the learning rate")
 
 
 def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: World) -> Tensor:
-    """Backward through the rank's rows in equal pieces; the mean loss."""
+    """Run forward and backward over this rank's rows in equal micro-batches.
+
+    Returns:
+        The mean loss of the rows.
+    """
     total = torch.zeros((), device=world.device)
     pieces = [rows.to(world.device, non_blocking=True).chunk(num_micro_batches) for rows in batch]
     for index, (inputs, targets) in enumerate(zip(*pieces, strict=True)):

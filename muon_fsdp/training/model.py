@@ -1,4 +1,4 @@
-"""A compact decoder-only GPT: RMSNorm, rotary or learned positions, causal attention, GELU MLP."""
+"""Define a compact decoder-only GPT: RMSNorm, rotary or learned positions, causal attention, GELU MLP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes and switches of a `GPT`; values that cannot work are refused with a ValueError."""
+    """Sizes and options of a `GPT`; values that cannot work raise a ValueError."""
 
     num_layers: int
     num_heads: int
@@ -23,7 +23,7 @@ class GPTConfig:
     qk_norm: bool = True
     positions: Literal["rope", "learned"] = "rope"
     rope_base: float = 10_000.0
-    tie_embeddings: bool = False  # the head is the embedding
+    tie_embeddings: bool = False  # whether head and embedding share their weight
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "d_model", "sequence_length", "vocab_size", "mlp_ratio"):
@@ -37,21 +37,22 @@ class GPTConfig:
         if self.d_model % self.num_heads != 0:
             raise ValueError(
                 f"GPTConfig.d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}): "
-                "each head takes an equal slice of the model width"
+                "each head uses an equal slice of the model width"
             )
         if self.positions == "rope" and self.head_dim % 2 != 0:
             raise ValueError(
-                f"GPTConfig.d_model / num_heads must be even, got {self.head_dim}: rotary positions turn pairs of "
-                "channels; change d_model or num_heads, or take positions='learned'"
+                f"GPTConfig.d_model / num_heads must be even, got {self.head_dim}: rotary positions rotate pairs of "
+                "channels; change d_model or num_heads, or pass positions='learned'"
             )
 
     @property
     def head_dim(self) -> int:
+        """Return the number of channels of one attention head."""
         return self.d_model // self.num_heads
 
 
-# d_model differs from vocab_size on purpose: at equal sizes the head would have the shape of a hidden matrix, and a
-# reader could not tell from shapes alone which matrices Muon orthogonalizes.
+# d_model differs from vocab_size on purpose: if they were equal, the head would have the shape of a hidden matrix, and
+# a reader could not see from shapes alone which matrices Muon orthogonalizes.
 PRESETS: dict[str, GPTConfig] = {
     "demo": GPTConfig(num_layers=4, num_heads=5, d_model=160, sequence_length=128),
     "small": GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256),  # 10.8M
@@ -66,21 +67,21 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 def preset(name: str) -> GPTConfig:
-    """The named configuration; the error lists the names there are."""
+    """Return the configuration with this name; an unknown name raises a ValueError that lists all names."""
     if name not in PRESETS:
         raise ValueError(f"unknown model preset {name!r}; choose one of: {', '.join(sorted(PRESETS))}")
     return PRESETS[name]
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the precision of its input: under autocast queries and keys are bfloat16, and torch's would be slow."""
+    """An nn.RMSNorm that computes in the precision of its input, because torch's is slow on bfloat16 under autocast."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # any shape -> same
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns channel pairs by an angle that grows with the position, so that q.k depends on the distance alone."""
+    """Rotates pairs of channels by an angle that grows with the position, so that q.k depends only on the distance."""
 
     cos: Tensor
     sin: Tensor
@@ -89,7 +90,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (head_dim / 2,)
         angles = torch.outer(torch.arange(sequence_length, dtype=torch.float64), frequencies)  # (T, head_dim / 2)
-        # Derived from the config, so kept out of checkpoints.
+        # Not persistent, because checkpoints do not need what follows from the configuration.
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
@@ -101,7 +102,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention to earlier positions, with separate q, k, v, o matrices: four updates for Muon."""
+    """Multi-head causal attention with separate q, k, v and o matrices, each of which Muon orthogonalizes by itself."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class CausalSelfAttention(nn.Module):
         )
 
     def _split_heads(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> (B, heads, T, head_dim)
-        # By the size of a head, not by their number: under tensor parallelism a rank has some of them.
+        # By the size of a head, not by the number of heads: under tensor parallelism a rank has only some of them.
         return x.view(x.size(0), x.size(1), -1, self.head_dim).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> same
@@ -131,7 +132,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a GELU between them."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normalized input and added to the residual stream."""
+    """A transformer block: attention, then MLP, each on a normalized input and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -178,16 +179,17 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random embedding of unit variance, matrices that keep it, and a zero head: the first loss is log(vocab_size).
+        """Initialize all weights at random; the head is zero, so that the first loss is log(vocab_size).
 
-        The embedding's scale matters: with AdamW and one lr of 4e-3 for everything, the demo's validation loss after
-        200 steps was 2.43 with a standard deviation of 0.02 and 2.06 with 1. One that is the head too has to be small.
+        The embedding has unit variance, and the matrices preserve it. The scale of the embedding matters: with AdamW
+        and one lr of 4e-3 for all parameters, the demo's validation loss after 200 steps was 2.43 with a standard
+        deviation of 0.02 and 2.06 with 1. An embedding that is also the head has to be small.
         """
         embedding_std = 0.02 if self.config.tie_embeddings else 1.0
         nn.init.normal_(self.wte.weight, std=embedding_std)
         if self.config.positions == "learned":
             nn.init.normal_(self.wpe.weight, std=embedding_std)
-        # Each block adds two branches to the residual stream; this keeps the sum's variance independent of the depth.
+        # Each block adds two branches to the residual stream; this factor keeps its variance independent of the depth.
         branch_scale = (2 * self.config.num_layers) ** -0.5
         for module in self.blocks.modules():
             if isinstance(module, CausalSelfAttention):
@@ -201,10 +203,15 @@ class GPT(nn.Module):
             nn.init.zeros_(self.lm_head.weight)
 
     def num_parameters(self) -> int:
+        """Return the number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, T, vocab) for tokens (B, T), and the mean cross-entropy in nats if `targets` (B, T) are given."""
+        """Predict the next token at every position of `tokens` (B, T).
+
+        Returns:
+            Logits (B, T, vocab), and the mean cross-entropy in nats if `targets` (B, T) are given, else None.
+        """
         length = tokens.size(-1)
         if length > self.config.sequence_length:
             raise ValueError(

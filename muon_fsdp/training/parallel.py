@@ -1,4 +1,4 @@
-"""Where a run's ranks are and how its model lies on them: one device, DDP, FSDP2, HSDP, tensor parallelism."""
+"""Connect the ranks of a run and place its model on them: one device, DDP, FSDP2, HSDP or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from muon_fsdp.training.model import GPT
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run. `data_rank` says which part of a batch is this rank's; tensor-parallel ranks share one."""
+    """The ranks of a run. This rank reads part `data_rank` of a batch; tensor-parallel ranks read the same part."""
 
     device: torch.device
     precision: torch.dtype
@@ -36,31 +36,33 @@ class World:
     size: int = 1
     data_rank: int = 0
     data_size: int = 1
-    mesh: DeviceMesh | None = None  # (replicas, shards, tensor), of FSDP2 alone
+    mesh: DeviceMesh | None = None  # (replicas, shards, tensor); only with FSDP2
     heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def mean(self, values: Sequence[float] | Tensor) -> list[float]:
-        """Of each value over all ranks; waits for the device."""
+        """Return the mean of each value over all ranks; this waits for the device."""
         tensor = torch.as_tensor(values, dtype=torch.float32, device=self.device)
         if self.size > 1:
             dist.all_reduce(tensor)
         return [float(value) / self.size for value in tensor.tolist()]
 
     def barrier(self) -> None:
+        """Wait until all ranks have arrived here."""
         if self.size > 1:
             dist.barrier()
 
     def note(self, where: str | None = None) -> None:
-        """Say that this rank moves, and where it is, to whoever waits for it."""
+        """Record for the heartbeat that this rank makes progress, and where it is."""
         if self.heartbeat is not None:
             self.heartbeat.note(where)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """FSDP2 casts by itself."""
+        """Return the context of a forward pass: `torch.autocast`, or none under FSDP2, which casts by itself."""
         if self.mesh is not None or self.precision == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.precision)
@@ -68,9 +70,12 @@ class World:
 
 @contextmanager
 def connect(config: TrainConfig) -> Iterator[World]:
-    """Join the other processes, if torchrun (or `--processes`) started several; leave them at the end.
+    """Join the other ranks if torchrun or `--processes` started several, and leave them at the end.
 
-    A process that is in a job already stays in it.
+    If the process group is initialized already, it is used and left as it is.
+
+    Raises:
+        ConfigError: device, number of ranks and layout do not fit together.
     """
     joined = dist.is_initialized()
     size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
@@ -79,10 +84,10 @@ def connect(config: TrainConfig) -> Iterator[World]:
     if config.cuda_graph and device.type == "cpu":
         raise ConfigError("--cuda-graph needs a GPU; leave it out on a CPU")
     if size > 1 and config.parallel == "none":
-        raise ConfigError(f"{size} processes were started: say --fsdp to shard the model over them, or --ddp")
+        raise ConfigError(f"{size} processes were started: pass --fsdp to shard the model over them, or --ddp")
     per_replica = config.replicas * config.tensor_parallel
     if size % per_replica:
-        raise ConfigError(f"{size} process(es) can't be divided into --replicas {config.replicas} x --tp "
+        raise ConfigError(f"{size} process(es) cannot be divided into --replicas {config.replicas} x --tp "
                           f"{config.tensor_parallel}; start a multiple of {per_replica}")  # fmt: skip
     precision = torch.bfloat16 if _is_half(config, device) else torch.float32
     if config.parallel == "none":
@@ -101,7 +106,7 @@ def connect(config: TrainConfig) -> Iterator[World]:
                     dist.distributed_c10d._set_pg_timeout(_longer(config.timeout), group)
             tensor_size = config.tensor_parallel
             yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh, heartbeat)
-            dist.barrier()  # a rank that leaves early closes connections that others still use
+            dist.barrier()  # a rank that leaves early would close connections that others still use
     finally:
         if not joined and dist.is_initialized():
             dist.destroy_process_group()
@@ -112,11 +117,13 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU; see `muon-fsdp doctor`")
-    count = torch.cuda.device_count()
-    if local_size > count and "NCCL_HOSTID" not in os.environ:  # which makes NCCL let ranks share one
         raise ConfigError(
-            f"{local_size} processes on a machine with {count} GPU(s): start {count}, or say --device cpu"
+            "--device cuda: torch sees no GPU; run `muon-fsdp doctor` to find out why, or pass --device cpu"
+        )
+    count = torch.cuda.device_count()
+    if local_size > count and "NCCL_HOSTID" not in os.environ:  # with it, NCCL lets ranks share a GPU
+        raise ConfigError(
+            f"{local_size} processes were started on a machine with {count} GPU(s): start {count}, or pass --device cpu"
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
@@ -139,8 +146,8 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"no connection at {where}: {error}. If another run has that port, start with torchrun --standalone, "
-            "another --master-port, or --processes"
+            f"cannot connect to {where}: {error}. If another program uses that port, pass torchrun --standalone or "
+            "another --master-port, or start with --processes instead of torchrun"
         ) from error
     return found
 
@@ -148,7 +155,8 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
 def _heartbeat(store: Store | None, rank: int, size: int, timeout: float) -> AbstractContextManager[Heartbeat | None]:
     if store is None or size == 1:
         return nullcontext()
-    keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # torchrun's, or --processes' own
+    hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun and --processes set it
+    keeper = None if hosted_by_launcher else 0
     return Heartbeat(store, rank, size, timeout, keeper)
 
 
@@ -158,12 +166,16 @@ def _join(device: torch.device, store: Store, rank: int, size: int, timeout: flo
 
 
 def _longer(timeout: float) -> timedelta:
-    """Return when torch's own timeouts end a collective: they name no rank, so the heartbeat comes first."""
+    """Return the timeout of torch's process groups: their errors name no rank, so the heartbeat must come first."""
     return timedelta(seconds=2 * timeout + 60)
 
 
 def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """The model on its device or ranks; every rank has built the same one."""
+    """Place a model, which every rank has built with the same weights, on its device or shard it over the ranks.
+
+    Returns:
+        The model, wrapped in DistributedDataParallel for `--ddp`.
+    """
     if world.mesh is None:
         model.to(world.device)
     if config.tensor_parallel > 1:
@@ -187,7 +199,7 @@ def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 def _split_heads_and_channels(model: GPT, size: int, world: World) -> None:
     assert world.mesh is not None
     if model.config.num_heads % size or model.config.mlp_ratio * model.config.d_model % size:
-        raise ConfigError(f"--tp {size} does not divide the model's {model.config.num_heads} heads")
+        raise ConfigError(f"--tp {size} must divide the model's {model.config.num_heads} heads")
     plan = {
         "attention.q": ColwiseParallel(), "attention.k": ColwiseParallel(), "attention.v": ColwiseParallel(),
         "attention.o": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(),
@@ -197,7 +209,10 @@ def _split_heads_and_channels(model: GPT, size: int, world: World) -> None:
 
 
 def synchronize_gradients(model: nn.Module, wanted: bool) -> AbstractContextManager[object]:
-    """Whether the backward inside reduces gradients over ranks: only the last of an accumulation does."""
+    """Return a context whose backward pass reduces gradients over ranks only if `wanted`.
+
+    Only the last micro-batch of an accumulation needs the reduction.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
     elif isinstance(model, DistributedDataParallel) and not wanted:
@@ -207,7 +222,11 @@ def synchronize_gradients(model: nn.Module, wanted: bool) -> AbstractContextMana
 
 @torch.no_grad()
 def clip_gradient(model: nn.Module, largest: float) -> Tensor:
-    """As `nn.utils.clip_grad_norm_`, which refuses parameters on several meshes; the norm before."""
+    """Clip the gradient norm to `largest`, like `nn.utils.clip_grad_norm_`, but for parameters on several meshes too.
+
+    Returns:
+        The norm before clipping.
+    """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     squares: dict[DeviceMesh | None, Tensor] = {}

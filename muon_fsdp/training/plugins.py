@@ -1,4 +1,4 @@
-"""Rules by the names of a command line, and files of users that register further ones."""
+"""Find rules by name or alias, and import the files of `--plugin`, which register more rules."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from muon_fsdp.declarations.option import suggestion
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.training.arguments import ConfigError, OneLineParser
 
-_LOADED: dict[str, dict[str, Rule]] = {}  # by the name of a module: what it has registered
-HELP = "Python file, or package.module, that registers rules of your own; may be repeated"
+_LOADED: dict[str, dict[str, Rule]] = {}  # the rules that a module has registered, by the module's name
+HELP = "Python file, or package.module, that registers update rules of your own; repeat it for several"
 
 
 def find_rule(name: str) -> Rule:
     """Return the rule that has this name or this alias.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none; the message lists all rules.
     """
     if name in RULES:
         return RULES[name]
@@ -34,20 +34,20 @@ def find_rule(name: str) -> Rule:
             return rule
     aliases = [alias for rule in RULES.values() for alias in rule.aliases]
     near = suggestion(name, [*RULES, *aliases])
-    there_are = f"{near} Rules are" if near else "; rules are"
+    available = f"{near} Available rules:" if near else "; available rules:"
     raise ConfigError(
-        f"unknown rule {name!r}{there_are} {shown_names()}; pass --plugin FILE to load a rule of your own"
+        f"unknown rule {name!r}{available} {shown_names()}; pass --plugin FILE to load a rule of your own"
     )
 
 
 def shown_names() -> str:
-    """Return the names of all rules, their aliases in brackets."""
+    """Return the names of all rules as text, with aliases in parentheses."""
     names = (f"{rule.name} ({', '.join(rule.aliases)})" if rule.aliases else rule.name for rule in RULES.values())
     return ", ".join(names)
 
 
 def plugins_in(argv: Sequence[str], prog: str) -> list[str]:
-    """Return what `--plugin` names in arguments that nobody has parsed yet: further flags depend on it."""
+    """Return the values of `--plugin` in arguments that are not parsed yet, because other flags depend on them."""
     parser = OneLineParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--plugin", action="append", default=[])
     found: list[str] = parser.parse_known_args(list(argv))[0].plugin
@@ -55,15 +55,15 @@ def plugins_in(argv: Sequence[str], prog: str) -> list[str]:
 
 
 def load_plugins(plugins: Iterable[str]) -> None:
-    """Import files and modules that register rules; one that was imported before is left as it is.
+    """Import files and modules that register rules; a module that was imported before is not imported again.
 
     Raises:
-        ConfigError: there is no such file, it fails, or it registers nothing.
+        ConfigError: a plugin does not exist, raises an error, or registers no rule.
     """
     for plugin in plugins:
         before = dict(RULES)
         try:
-            with redirect_stdout(sys.stderr):  # what is imported may print; stdout belongs to the program
+            with redirect_stdout(sys.stderr):  # a plugin may print, and stdout may have to be JSON
                 module = _import_file(plugin) if _is_file(plugin) else _import_module(plugin)
         except ConfigError:
             raise
@@ -74,7 +74,7 @@ def load_plugins(plugins: Iterable[str]) -> None:
         if not _LOADED[module]:
             del _LOADED[module]
             raise ConfigError(
-                f"--plugin {plugin}: it registers no rule; write @register of muon_fsdp.rules above the class of yours"
+                f"--plugin {plugin}: it registers no rule; write @register, from muon_fsdp.rules, above your class"
             )
 
 
@@ -87,10 +87,10 @@ def _is_file(plugin: str) -> bool:
 
 
 def _import_file(plugin: str) -> str:
-    """Run a file as a module of its own, which finds its neighbours; return the module's name."""
+    """Import a file, which may import modules beside it, and return the name of its module."""
     path = Path(plugin).resolve()
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "no such file"
+        what = "this is a folder" if path.is_dir() else "no such file"
         raise ConfigError(f"--plugin {plugin}: {what}; pass the path of a Python file, or package.module")
     name = f"muon_fsdp_plugin_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
     if name in _LOADED:
@@ -98,7 +98,7 @@ def _import_file(plugin: str) -> str:
     _search_in(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--plugin {plugin}: not a Python file; its name must end in .py")
+        raise ConfigError(f"--plugin {plugin}: this is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -125,13 +125,13 @@ def _import_module(plugin: str) -> str:
 
 def _search_in(folder: str) -> None:
     if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
-        sys.path.append(folder)  # last, so that nothing there hides what is installed
+        sys.path.append(folder)  # last, so that no file there hides an installed package
 
 
 def _reason(error: BaseException, plugin: str) -> str:
-    """Return what went wrong in a plugin in one line, with the line of the file where that is known."""
+    """Return in one line what went wrong in a plugin, with the line number in its file if that is known."""
     if isinstance(error, SystemExit):
-        return "it ends the program; leave that to what runs only as a script (if __name__ == '__main__')"
+        return "it ends the program; call sys.exit only under if __name__ == '__main__'"
     lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
     name = Path(plugin).name
@@ -141,5 +141,5 @@ def _reason(error: BaseException, plugin: str) -> str:
 
 
 def add_plugin_flag(group: argparse._ActionsContainer) -> None:
-    """Let `--help` show the flag that `plugins_in` reads."""
+    """Add `--plugin`, which `plugins_in` has read already, so that `--help` shows it."""
     group.add_argument("--plugin", action="append", default=[], metavar="FILE", help=HELP)

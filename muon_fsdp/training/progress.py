@@ -1,4 +1,7 @@
-"""How far a run is: a live line on a terminal, plain lines elsewhere. `rich` is optional, so imported where used."""
+"""Show the progress of a run: a live line on a terminal, plain lines elsewhere.
+
+The package `rich` is optional, so it is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from muon_fsdp.training.results import RunResult
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_RECENT_STEPS = 10  # speed and loss are of these, because single steps jump
+_RECENT_STEPS = 10  # loss and speed are averaged over these, because those of single steps vary
 
 
 def describe(result: RunResult, tokens_per_step: int) -> str:
+    """Return losses, speed and the optimizer's share of the time over the last steps, as text."""
     losses, seconds = result.train_losses[-_RECENT_STEPS:], _recent_seconds(result)
     share = median(result.times()[1][-_RECENT_STEPS:]) / seconds
     return (
@@ -34,7 +38,7 @@ def _recent_seconds(result: RunResult) -> float:
 def show_progress(
     name: str, steps: int, tokens_per_step: int, plain_every: int
 ) -> Iterator[Callable[[RunResult], None]]:
-    """Yields what to call with the result so far, for the kind of output there is."""
+    """Yield a function that shows the result so far; call it after every log update."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _plain_lines(steps, tokens_per_step, plain_every)
         return
@@ -67,7 +71,7 @@ def _plain_lines(steps: int, tokens_per_step: int, every: int) -> Callable[[RunR
         seconds_left = (steps - step) * _recent_seconds(result)
         print(
             f"{result.name:<6} step {step:>4}/{steps}  {describe(result, tokens_per_step)}  {seconds_left:.0f} s left",
-            flush=True,  # a pipe would hold the lines back until the end
+            flush=True,  # else a pipe would buffer the lines until the end
         )
 
     return show

@@ -1,6 +1,6 @@
-"""What a comparison leaves behind: a table, a loss-curve image and the numbers as JSON.
+"""Report a comparison of runs as a table, an image of the loss curves and a JSON file.
 
-`rich` and `matplotlib` are optional, so imported where used.
+The packages `rich` and `matplotlib` are optional, so they are imported where they are used.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from muon_fsdp.training.results import RunResult
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-blind readers too
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # colour-blind readers can tell these apart too
 
 
 def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int | None]:
-    """The numbers of one run; `steps_to_baseline` counts until the baseline's final validation loss is reached."""
+    """Return the figures of one run; `steps_to_baseline` is when it reached the baseline's final validation loss."""
     reached = result.first_reaching(baseline.final_validation_loss)
     return {
         "final_train_loss": result.final_train_loss,
@@ -31,18 +31,18 @@ def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int |
 
 
 def largest_distance(one: RunResult, other: RunResult) -> float:
-    """Between the training losses of two runs at the same step."""
+    """Return the largest difference between the training losses of two runs at the same step."""
     return max(abs(a - b) for a, b in zip(one.train_losses, other.train_losses, strict=True))
 
 
 def print_table(results: Sequence[RunResult], baseline: RunResult) -> None:
-    """One row per run, and below it how the others compare with the baseline."""
+    """Print a table with one row per run, and below it how each run compares with the baseline."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table()
     table.add_column("optimizer", no_wrap=True)
-    # Broken by hand: the table then fits 80 columns, which is what a pipe gets.
+    # Line breaks by hand, so that the table fits into 80 columns, the width of a pipe.
     table.add_column("final\ntrain\nloss", justify="right")
     table.add_column("final\nval.\nloss", justify="right")
     table.add_column("best\nval.\nloss", justify="right")
@@ -78,7 +78,7 @@ def _comparison(result: RunResult, baseline: RunResult) -> str:
 
 
 def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[RunResult], baseline: RunResult) -> None:
-    """Everything that the table and the image show, and the whole loss curves."""
+    """Write the figures of the table and the complete loss curves as JSON."""
     runs = {
         result.name: summarize(result, baseline)
         | {
@@ -94,17 +94,17 @@ def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[Run
 
 
 def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: RunResult) -> None:
-    """Validation loss against steps and against seconds of training, as a PNG."""
-    from matplotlib.figure import Figure  # without pyplot: no window system and no global state
+    """Plot the validation loss over steps and over seconds of training, as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot, which needs a window system and has global state
 
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
     by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
     for index, (result, color) in enumerate(zip(results, _COLORS, strict=False)):
-        trained = result.evaluations[1:]  # the first, before training, would squeeze the rest into the lower third
+        trained = result.evaluations[1:]  # the loss before training would squeeze all others into the lower third
         steps = [evaluation.step for evaluation in trained]
         losses = [evaluation.loss for evaluation in trained]
         label = f"{result.name}: {result.final_validation_loss:.3f}"
-        # Curves that lie on each other are all seen: each later one is thinner.
+        # Each curve is thinner than the one before it, so that curves on top of each other are all visible.
         width = max(1.0, 4.5 - 1.4 * index)
         style = {"color": color, "marker": "o", "markersize": width + 1.5, "linewidth": width}
         by_steps.plot(steps, losses, label=label, **style)

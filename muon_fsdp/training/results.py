@@ -1,4 +1,4 @@
-"""What a run did, in numbers: kept while it trains, written as JSON lines, and read back."""
+"""Keep the metrics of a run while it trains, write them as JSON lines, and read them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A validation loss after so many steps."""
+    """The validation loss after `step` steps."""
 
     step: int
     loss: float
@@ -29,7 +29,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """What one param group does, before any schedule; `num_parameters` counts numbers, not tensors."""
+    """Rule and options of one param group, before any schedule; `num_parameters` counts elements, not tensors."""
 
     rule: str
     num_tensors: int
@@ -46,7 +46,7 @@ class OptimizerGroup:
 
 @dataclass
 class RunResult:
-    """What one optimizer did; grows while it trains."""
+    """Losses, times and gradient norms of one run; they grow while it trains."""
 
     name: str
     groups: list[OptimizerGroup] = field(default_factory=list)
@@ -55,55 +55,67 @@ class RunResult:
     step_seconds: list[float] = field(default_factory=list)
     optimizer_seconds: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
-    num_steps_before: int = 0  # of the run that this one goes on with, whose times may be those of other ranks
-    num_steps_lost: int = 0  # the first so many of those, of which nothing else is known
-    stopped: bool = False  # before its last step, by a signal
+    num_steps_before: int = 0  # steps before the run was last resumed: other ranks may have taken and timed them
+    num_steps_lost: int = 0  # the first of those steps, whose metrics were lost; all lists start after them
+    stopped: bool = False  # whether a signal ended the run before its last step
 
     @property
     def final_train_loss(self) -> float:
-        """Mean over the last twentieth of the steps: the loss of one batch is noise."""
+        """Return the mean loss over the last twentieth of the steps, because the loss of one batch is noisy."""
         last = self.train_losses[-max(1, len(self.train_losses) // 20) :]
         return sum(last) / len(last)
 
     @property
     def final_validation_loss(self) -> float:
+        """Return the loss of the last validation."""
         return self.evaluations[-1].loss
 
     @property
     def best_validation_loss(self) -> float:
+        """Return the lowest loss of any validation."""
         return min(evaluation.loss for evaluation in self.evaluations)
 
     @property
     def milliseconds_per_step(self) -> float:
-        """Median, as every time here: another program on the same cores makes some steps many times slower."""
+        """Return the median, like every time here: other programs on the machine make some steps many times slower."""
         return 1e3 * median(self.times()[0])
 
     @property
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained, counted once over all ranks."""
+        return sum(group.num_parameters for group in self.groups)
+
+    @property
     def num_steps(self) -> int:
+        """Return how many steps the run has taken, those before a resume included."""
         return self.num_steps_lost + len(self.train_losses)
 
     @property
     def optimizer_share(self) -> float:
-        """The part of a step that is `optimizer.step()`, between 0 and 1."""
+        """Return the share of a step's time that `optimizer.step()` takes, between 0 and 1."""
         seconds, optimizer_seconds = self.times()
         return median(optimizer_seconds) / median(seconds)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Seconds of steps, and of the optimizer in them, since the run was last started."""
+        """Return the times of the steps since the run was last started.
+
+        Returns:
+            The seconds of every step, and the seconds of its `optimizer.step()`.
+        """
         first = self.num_steps_before - self.num_steps_lost
         return self.step_seconds[first:], self.optimizer_seconds[first:]
 
     def training_seconds(self, num_steps: int) -> float:
-        """How long so many steps take, evaluation left out."""
+        """Return the seconds that `num_steps` steps take at the median time per step, without validation."""
         return num_steps * median(self.times()[0])
 
     def first_reaching(self, loss: float) -> Evaluation | None:
-        """The first evaluation whose validation loss is at most `loss`; None if there is none."""
+        """Return the first evaluation whose validation loss is at most `loss`, or None if there is none."""
         return next((evaluation for evaluation in self.evaluations if evaluation.loss <= loss), None)
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
-    """The param groups of any optimizer; the library's own name their rule, others are known by their class."""
+    """Describe the param groups of any optimizer; one that does not name its rules is described by its class."""
     return [
         OptimizerGroup(
             rule=group.get("rule", type(optimizer).__name__.lower()),
@@ -117,9 +129,10 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
 
 
 class Journal:
-    """`metrics.jsonl` of a run, a line for its start, every step, every validation and its end; TensorBoard if asked.
+    """Writes `metrics.jsonl`: a line for the start of a run, every step, every validation and its end.
 
-    A resumed run goes on in the same file, without the lines of steps that came after its checkpoint.
+    With `tensorboard` it writes TensorBoard events too. A resumed run continues the same file, after the lines of steps
+    that came after its checkpoint have been removed.
     """
 
     def __init__(self, folder: Path, resumed_from: int | None, tensorboard: bool) -> None:
@@ -132,6 +145,7 @@ class Journal:
         self._stream = self._path.open("a", encoding="utf-8")
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Append a line; `kind` is "start", "train", "validation" or "end"."""
         self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
         if self._events is not None and "step" in values:
             for name, value in values.items():
@@ -139,23 +153,29 @@ class Journal:
                     self._events.add_scalar(f"{kind}/{name}", value, values["step"])
 
     def flush(self) -> None:
+        """Write what is buffered to the file."""
         self._stream.flush()
 
     def close(self) -> None:
+        """Close the file and the TensorBoard events."""
         self._stream.close()
         if self._events is not None:
             self._events.close()
 
 
 def set_metrics_aside(folder: Path) -> Path | None:
-    """Rename `metrics.jsonl` to `metrics.jsonl.bad`, with a number where that is taken; None if there is no file."""
+    """Rename `metrics.jsonl` to `metrics.jsonl.bad`, or to `.bad2`, `.bad3` ... if that name is taken.
+
+    Returns:
+        The new path, or None if there was no file.
+    """
     path = folder / METRICS_FILE
     names = (path.with_name(f"{METRICS_FILE}.bad{number}") for number in itertools.chain([""], itertools.count(2)))
     return path.rename(next(name for name in names if not name.exists())) if path.exists() else None
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines up to `step`, and up to the first that is not one of a journal, as one that a kill cut short."""
+    """Return the lines up to `step`, or up to the first line that is not valid, such as one that a kill cut short."""
     found = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -170,8 +190,11 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def check_tensorboard() -> None:
+    """Raise ConfigError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError('--tensorboard needs tensorboard; install with: pip install -e ".[integrations]"')
+        raise ConfigError(
+            '--tensorboard needs the package tensorboard; install it with: pip install -e ".[integrations]"'
+        )
 
 
 def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
@@ -181,27 +204,31 @@ def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
 
 
 def read_result(folder: Path, until: int | None = None) -> RunResult:
-    """Return the result that `metrics.jsonl` tells, up to a step."""
+    """Return the result that `metrics.jsonl` records, up to step `until`."""
     path = folder / METRICS_FILE
     return _result_of(_lines_until(path, 2**63 if until is None else until), path)
 
 
 def read_result_until(folder: Path, manifest: Mapping[str, Any]) -> RunResult:
-    """Return the result up to a checkpoint; a ConfigError says why `metrics.jsonl` is not of the checkpoint's run."""
+    """Return the result that `metrics.jsonl` records up to a checkpoint.
+
+    Raises:
+        ConfigError: the file is missing, cannot be read, or does not belong to the checkpoint's run.
+    """
     path, step = folder / METRICS_FILE, manifest["step"]
     try:
         if not path.exists():
             raise ConfigError(f"{path} is missing")
         lines = _lines_until(path, step)
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     result = _result_of(lines, path)
     if result.num_steps != step:
-        raise ConfigError(f"{path} tells of {result.num_steps} steps, but the checkpoint is of step {step}")
+        raise ConfigError(f"{path} records {result.num_steps} steps, but the checkpoint is of step {step}")
     last = max((index for index, line in enumerate(lines) if line["kind"] == "train"), default=0)
     before = [line for line in lines[:last] if line["kind"] == "start"]
     if before and any(before[-1].get(name) != manifest[name] for name in ("config", "model")):
-        raise ConfigError(f"{path} is of another run than the checkpoint")
+        raise ConfigError(f"{path} belongs to another run than the checkpoint")
     return result
 
 
@@ -221,16 +248,17 @@ def _result_of(lines: Sequence[Mapping[str, Any]], path: Path) -> RunResult:
             elif line["kind"] == "validation":
                 result.evaluations.append(Evaluation(line["step"], float(line["loss"])))
     except (LookupError, TypeError, ValueError):
-        raise ConfigError(f"{path} does not tell of a run") from None
+        raise ConfigError(f"{path} is not the record of a run") from None
     return result
 
 
 def start_line(result: RunResult, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a "start" line."""
     return {"name": result.name, "groups": [asdict(group) for group in result.groups], **facts}
 
 
 def train_line(result: RunResult, index: int, lr: float) -> dict[str, Any]:
-    """Return the line of the step whose loss is at `index`."""
+    """Return the values of the "train" line for the step whose loss is at `index`."""
     return {
         "step": result.num_steps_lost + index + 1,
         "loss": result.train_losses[index],

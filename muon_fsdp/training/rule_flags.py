@@ -1,4 +1,4 @@
-"""Flags for the options of rules, made from what the rules declare; nothing here knows a rule."""
+"""Make command-line flags from the options that rules declare. Nothing here names a rule."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.rules.base import VIEW_OPTIONS
 from muon_fsdp.training.arguments import ConfigError
 
-OWN_FLAGS = ("lr", "weight_decay")  # options that the program has flags for
+OWN_FLAGS = ("lr", "weight_decay")  # options for which the program has flags of its own
 WITHOUT_FLAGS = (*OWN_FLAGS, *(option.name for option in VIEW_OPTIONS))
-# What the program starts from instead of a rule's own default, where a rule has such an option.
+# Defaults of the program that replace those of the rules.
 STARTS_FROM = {"nesterov": True}
 
 
 def default_options(rule: Rule) -> dict[str, Any]:
-    """Return the options that matrices of the program have where no flag says otherwise, views aside."""
+    """Return the options of the hidden matrices, without views, if no flag is passed."""
     views = {option.name for option in VIEW_OPTIONS}
     declared = {name: option.default for name, option in rule.all_options.items() if name not in views}
     starts = {name: value for name, value in STARTS_FROM.items() if name in declared}
@@ -37,19 +37,21 @@ class OptionFlag:
 
     @property
     def destination(self) -> str:
-        """Where the parser leaves what was given: no name of a field."""
+        """Return the argparse destination of the flag; its space keeps it apart from the fields of `TrainConfig`."""
         return f"option {self.flag}"
 
     @property
     def declarations(self) -> list[Option]:
+        """Return the option as each of the rules declares it."""
         return [rule.all_options[self.option] for rule in self.rules]
 
     @property
     def is_switch(self) -> bool:
+        """Return whether the flag has no value, but a form with `--no-`."""
         return all(isinstance(option.default, bool) for option in self.declarations)
 
     def help(self) -> str:
-        """Return each documentation and default with the rules that have them."""
+        """Return the help text: documentation and default of the option, with the names of the rules that have it."""
         shown: dict[str, list[str]] = {}
         for rule in self.rules:
             default = _written(default_options(rule)[self.option])
@@ -58,7 +60,7 @@ class OptionFlag:
 
 
 def by_value(value_of: Callable[[Rule], object]) -> str:
-    """Return a value of every rule as text: "0.02 for a, b; 0.1 for c"."""
+    """Return a value of every rule as text, such as "0.02 for a, b; 0.1 for c"."""
     names: dict[str, list[str]] = {}
     for rule in RULES.values():
         names.setdefault(_written(value_of(rule)), []).append(rule.name)
@@ -66,8 +68,8 @@ def by_value(value_of: Callable[[Rule], object]) -> str:
 
 
 def add_option_flags(parser: argparse.ArgumentParser) -> list[OptionFlag]:
-    """Add a flag for every option of every registered rule; only those that are given leave a value."""
-    group = parser.add_argument_group("options of the rule of the hidden matrices")
+    """Add a flag for every option of every registered rule; a flag that is not passed leaves no value."""
+    group = parser.add_argument_group("options of the update rule")
     flags = option_flags(set(parser._option_string_actions))
     for flag in flags:
         shared: dict[str, Any] = {"dest": flag.destination, "default": argparse.SUPPRESS, "help": flag.help()}
@@ -80,7 +82,7 @@ def add_option_flags(parser: argparse.ArgumentParser) -> list[OptionFlag]:
 
 
 def option_flags(taken: Iterable[str]) -> list[OptionFlag]:
-    """Return the flags of all options; one that is called like a `taken` flag has the name of its rule before it."""
+    """Return the flags of all options; a name that is `taken` already gets the name of the rule as a prefix."""
     taken, owners = set(taken), dict[str, list[Rule]]()
     for rule in RULES.values():
         for name in rule.all_options:
@@ -97,10 +99,10 @@ def option_flags(taken: Iterable[str]) -> list[OptionFlag]:
 
 
 def given_options(values: dict[str, Any], flags: Iterable[OptionFlag], rule: Rule) -> dict[str, Any]:
-    """Take the options of a rule out of what a parser has found.
+    """Remove the options of rules from parsed arguments, and return those of `rule` by name.
 
     Raises:
-        ConfigError: the rule has no such option, or not with this value.
+        ConfigError: the rule does not have an option that was passed, or does not accept its value.
     """
     options = {}
     for flag in flags:
@@ -119,10 +121,10 @@ def given_options(values: dict[str, Any], flags: Iterable[OptionFlag], rule: Rul
 
 
 def check_options(options: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ConfigError for an option that a rule does not have, or not with this value."""
+    """Raise ConfigError for an option that a rule does not have, or a value that it does not accept."""
     for name, value in options.items():
         if name in OWN_FLAGS:
-            raise ConfigError(f"option {name!r} is a field of its own: pass {name}={value!r}")
+            raise ConfigError(f"{name!r} is a field of TrainConfig, not an option: pass {name}={value!r}")
         if name not in rule.all_options:
             owners = [other for other in RULES.values() if name in other.all_options]
             raise ConfigError(_not_an_option(f"option {name!r}", name, rule, owners))
@@ -137,15 +139,15 @@ def _not_an_option(what: str, name: str, rule: Rule, owners: Iterable[Rule]) -> 
         return f"{what}: rule {rule.name!r} has no {name}: {rule.hints[name]}"
     names = ", ".join(repr(owner.name) for owner in owners)
     own = [option for option in rule.all_options if option not in WITHOUT_FLAGS]
-    instead = f"only rule {names} has it; leave it out" if names else f"no rule has it{suggestion(name, own)}"
-    return f"{what} is no option of rule {rule.name!r}: {instead}"
+    instead = f"only {names} has it; leave it out" if names else f"no rule has it{suggestion(name, own)}"
+    return f"{what} is not an option of rule {rule.name!r}: {instead}"
 
 
 def _read(option: Option, text: str) -> Any:
-    """Return the value that a text stands for; the option's default says of what kind it is."""
+    """Convert the text of a flag to the type of the option's default."""
     default = option.default
     if option.choices and (text in option.choices or option.check is None):
-        return text  # a wrong name is told by the option
+        return text  # the option itself reports a wrong name
     if isinstance(default, bool):
         return _boolean(text)
     if isinstance(default, tuple | list):
@@ -179,7 +181,7 @@ def _name_or_number(option: Option, text: str) -> float:
 
 
 def _anything(text: str) -> Any:
-    """Return what an option may be whose default None says nothing about its kind."""
+    """Convert the text of an option whose default is None: to None, a tuple, a number or the text itself."""
     if text.lower() == "none":
         return None
     if "," in text:
@@ -201,7 +203,7 @@ def _metavar(option: Option) -> str:
 
 
 def _written(value: object) -> str:
-    """Return a value as one writes it behind a flag."""
+    """Return a value as a user writes it after a flag."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""The factor on every learning rate, as a function of the step."""
+"""Compute the factor on every learning rate from the step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from muon_fsdp.training.config import ScheduleName
 def make_schedule(
     name: ScheduleName, steps: int, warmup: float = 0.1, decay: float = 0.4, final: float = 0.05
 ) -> Callable[[int], float]:
-    """Linear warmup over a part of the steps, then a half cosine down to `final`, or ("trapezoid") 1 and a line down.
+    """Make a schedule that starts with a linear warmup.
 
-    `warmup` and `decay` are parts of the steps, `final` of the lr.
+    Args:
+        name: "cosine" falls along half a cosine after the warmup; "trapezoid" stays at 1 and then falls along a line.
+        steps: the number of steps of the run.
+        warmup: the fraction of the steps for the warmup.
+        decay: the fraction of the steps for the line of "trapezoid".
+        final: the factor after the last step.
+
+    Returns:
+        A function from a step, counted from 0, to the factor.
     """
     warmup_steps = max(1, round(warmup * steps))
     first_down = warmup_steps if name == "cosine" else max(warmup_steps, steps - round(decay * steps))
 
-    def factor(step: int) -> float:  # counted from 0
+    def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         progress = min(1.0, max(0, step - first_down) / max(1, steps - first_down))

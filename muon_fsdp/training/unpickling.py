@@ -1,4 +1,4 @@
-"""Read checkpoints of `torch.distributed.checkpoint` without running what they say: their `.metadata` is a pickle."""
+"""Read checkpoints of `torch.distributed.checkpoint`, which contain pickles, without running code from them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,30 @@ _OF_METADATA = {
 
 
 class ForeignObjectError(pickle.UnpicklingError):
-    """A file of a checkpoint names a class or function that a checkpoint does not need."""
+    """A file of a checkpoint names a class or function that no checkpoint needs."""
 
 
 class Reader(FileSystemReader):
-    """Reads `.metadata` by a list of classes; tensors are read with `weights_only=True` by torch itself."""
+    """A FileSystemReader that unpickles only a fixed list of classes; torch reads tensors with `weights_only=True`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, as the reader of torch does."""
+        """Read `.metadata` like FileSystemReader does, but refuse foreign classes."""
         with (Path(self.path) / _METADATA).open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
         if not isinstance(metadata, Metadata):
-            raise ForeignObjectError(f"{_METADATA} holds a {type(metadata).__name__}, which is not a checkpoint's")
+            raise ForeignObjectError(
+                f"{_METADATA} contains a {type(metadata).__name__} instead of the metadata of a checkpoint"
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """An Unpickler that finds only the classes that the metadata of a checkpoint needs."""
+
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names, before it can be called."""
+        """Return a class or function that the pickle names; raise for a foreign one before it can be called."""
         if name in _OF_METADATA.get(module, ()) or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
         raise ForeignObjectError(f"{_METADATA} names {module}.{name}, which no checkpoint needs; it was not executed")
@@ -59,23 +63,23 @@ def _is_dtype(name: str) -> bool:
 
 
 class Planner(DefaultLoadPlanner):
-    """Loads what is not a tensor, as numbers and names of param groups, with `weights_only=True` too."""
+    """A DefaultLoadPlanner that loads values other than tensors with `weights_only=True` too."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one value; torch's own does so without limits, so it is told only after a look."""
+        """Load one value after checking it, because DefaultLoadPlanner would run any code in it."""
         foreign = _foreign_in(value)
         if foreign:
             where = read_item.dest_index.fqn
-            raise ForeignObjectError(f"{where!r} holds {foreign}, which no checkpoint needs; it was not executed")
+            raise ForeignObjectError(f"{where!r} contains {foreign}, which no checkpoint needs; it was not executed")
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def _foreign_in(value: io.BytesIO) -> str:
-    """Return what `weights_only=True` refuses in a saved value, "" if nothing."""
+    """Return the name of what `weights_only=True` refuses in a saved value, or "" if it refuses nothing."""
     try:
         torch.load(value, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        return named[1] if named else "what is not plain data"
+        return named[1] if named else "something that is not plain data"
     return ""

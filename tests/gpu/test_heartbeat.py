@@ -43,4 +43,4 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
-    assert "error: rank 0: waited 20 s for rank 1 (last heard of at " in (tmp_path / "log0").read_text()
+    assert "error: rank 0: waited 20 s for rank 1 (last seen at " in (tmp_path / "log0").read_text()

@@ -1,0 +1,129 @@
+"""Settle what a run is given before anything is built: configuration, data, ranks, number of steps and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.training.config import TrainConfig
+from muon_fsdp.training.data import Corpus, DataError, open_corpus, training_batches, validation_batches
+from muon_fsdp.training.loop import Batch, Pace, check_tokens
+from muon_fsdp.training.model import GPTConfig
+from muon_fsdp.training.parallel import World
+
+DEFAULT_STEPS = 100
+EVALUATIONS_PER_RUN = 20
+
+
+class OneRankError(DataError):
+    """An error in data that only this rank has read, so that only this rank can report it."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The configuration of a run with the data, the ranks and the number of steps that follow from it."""
+
+    config: TrainConfig
+    model_config: GPTConfig
+    corpus: Corpus
+    world: World
+    pace: Pace
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens all ranks together read in one step."""
+        return self.config.batch_size * self.model_config.sequence_length
+
+    def with_config(self, config: TrainConfig) -> Inputs:
+        """Return these inputs for another configuration of the same model and data."""
+        pace = _make_pace(config, self.model_config, self.corpus, self.world)
+        return replace(self, config=config, pace=pace)
+
+
+def open_inputs(config: TrainConfig, world: World) -> Inputs:
+    """Open the data and compute what the configuration leaves open.
+
+    Raises:
+        ConfigError: the batch size does not fit the number of ranks, or the model the data.
+        DataError: the data cannot be used.
+    """
+    length = config.model_config(None).sequence_length
+    corpus = open_corpus(config.data, length)
+    model_config = config.model_config(corpus.vocab_size)
+    return Inputs(config, model_config, corpus, world, _make_pace(config, model_config, corpus, world))
+
+
+def _make_pace(config: TrainConfig, model_config: GPTConfig, corpus: Corpus, world: World) -> Pace:
+    rows = rows_per_rank(config, world.data_size)
+    steps = config.steps or DEFAULT_STEPS
+    if config.epochs is not None:
+        tokens_per_step = config.batch_size * model_config.sequence_length
+        steps = max(1, round(config.epochs * corpus.train.numel() / tokens_per_step))
+    return Pace(
+        steps=steps,
+        eval_every=config.eval_every or max(5, steps // EVALUATIONS_PER_RUN),
+        log_every=config.log_every or (1 if world.device.type == "cpu" else 10),
+        save_every=config.save_every,
+        num_micro_batches=rows // (config.micro_batch_size or rows),
+        clip_norm=config.clip_norm,
+    )
+
+
+def rows_per_rank(config: TrainConfig, data_size: int) -> int:
+    """Return how many sequences of a batch each of `data_size` data-parallel ranks reads.
+
+    Raises:
+        ConfigError: the batch cannot be divided evenly over ranks and micro-batches.
+    """
+    rows = config.batch_size // data_size
+    micro = config.micro_batch_size or rows
+    if rows == 0 or config.batch_size % data_size or rows % micro:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} must be a multiple of {data_size} data-parallel rank(s)"
+            + (f" x --micro-batch-size {micro}" if config.micro_batch_size else "")
+        )
+    return rows
+
+
+def read_training_rows(inputs: Inputs, first: int) -> Iterator[Batch]:
+    """Yield this rank's rows of every batch from batch `first` on; a batch is the same on any number of ranks.
+
+    Raises:
+        OneRankError: a token is not in the model's vocabulary.
+    """
+    config, world = inputs.config, inputs.world
+    rows = config.batch_size // world.data_size
+    mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
+    generator = torch.Generator().manual_seed(config.seed)
+    length = inputs.model_config.sequence_length
+    batches = training_batches(inputs.corpus.train, config.batch_size, length, generator, first, mine)
+    return _checked(batches, inputs.model_config.vocab_size)
+
+
+def _checked(batches: Iterator[Batch], vocab_size: int) -> Iterator[Batch]:
+    for inputs, targets in batches:
+        try:
+            check_tokens(inputs, targets, vocab_size)
+        except DataError as error:
+            raise OneRankError(str(error)) from None
+        yield inputs, targets
+
+
+def read_validation(inputs: Inputs) -> list[Batch]:
+    """Return the validation windows in batches that can be split evenly over the ranks."""
+    config, world, tokens = inputs.config, inputs.world, inputs.corpus.validation
+    length = inputs.model_config.sequence_length
+    available = (tokens.numel() - 1) // length
+    windows = min(config.eval_windows, available) // world.data_size * world.data_size
+    if windows == 0:
+        raise ConfigError(
+            f"the data has only {available} validation window(s) for {world.data_size} ranks: pass a longer text as "
+            "--data, or start fewer ranks"
+        )
+    batches = validation_batches(tokens, config.batch_size // inputs.pace.num_micro_batches, length, windows)
+    for batch in batches:
+        check_tokens(*batch, inputs.model_config.vocab_size)
+    return batches

@@ -1,0 +1,45 @@
+"""Fixtures and helpers for tests of the training program: a tiny preset, a text, and the metrics of a run.
+
+A test module that imports `surroundings` and `text_fixture` uses them: the first in every test, the second as `text`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muon_fsdp.training import model
+from muon_fsdp.training.model import GPTConfig
+
+ROOT = Path(__file__).parent.parent
+TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
+DEMO = ["--model", "demo", "--sequence-length", "16"]  # unlike TINY, a preset that other processes know too
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make preset "small" one that trains in a moment, and remove the variables of a job that pytest may run in."""
+    monkeypatch.setitem(model.PRESETS, "small", TINY)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(name="text")
+def text_fixture(tmp_path: Path) -> Path:
+    """Write a text to train on, and return its path."""
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
+    return file
+
+
+def lines(output: Path) -> list[dict]:
+    """Return the lines of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def has_trained(output: Path) -> bool:
+    """Return whether a run has taken its first step."""
+    file = output / "metrics.jsonl"
+    return file.exists() and '"train"' in file.read_text()
