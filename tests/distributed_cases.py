@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm import transfers
 from muon_fsdp.rules import RULES
+from tests.comparisons import assert_changed, assert_same
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
@@ -187,8 +188,8 @@ def curve(
 # ----------------------------------------------------------------------------------- against the float64 reference
 
 
-def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> float:
-    """Random gradients on a float64 model in a layout; the largest difference from the reference, over all weights."""
+def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> None:
+    """Check that a float64 model in a layout follows the reference to 1e-10, given random gradients."""
     model_options = {"hidden": 32} if layout == "fsdp_tp" else {}
     model = make_model(**model_options).double()
     references: dict[str, list[Any]] = {}
@@ -210,7 +211,6 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
         rule=rule,
         **OPTIONS,
     )
-    worst = 0.0
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for name, p in module.named_parameters():
@@ -223,8 +223,8 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
     for name, p in module.named_parameters():
         many = [reference.w for reference in references[name.replace("module.", "")]]
         value = (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
-        worst = max(worst, float(np.abs(value - (np.stack(many) if p.ndim == 3 else many[0])).max()))
-    return worst
+        expected = np.stack(many) if p.ndim == 3 else many[0]
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-10, err_msg=name)
 
 
 # --------------------------------------------------------------------------------------------------------- counting
@@ -285,8 +285,11 @@ def lone_matrix() -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------- rank agreement
 
 
-def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[str, bool]:
-    """Leave out gradients on no, some or all ranks; whether parameters and state changed, per parameter."""
+def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> None:
+    """Leave out gradients on rank 0, or on all ranks, of four parameters of different kinds.
+
+    Check that a parameter and its state change when some rank has a gradient, and stay as they are when none has.
+    """
     module, data_rank, data_size = lay_out(make_model(), layout)
     group = dist.group.WORLD if layout == "ddp" else None
     optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, rule=rule, **OPTIONS)
@@ -297,23 +300,21 @@ def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[
         for name in affected:
             parameters[name].grad = None
 
-    def snapshot() -> dict[str, list[Tensor]]:
-        return {
-            name: [transfers.local(v).clone() for v in (p.detach(), *optimizer.state[p].values())]
-            for name, p in parameters.items()
-        }
+    held = [name for name in affected if transfers.local(parameters[name]).numel() > 0]
+    assert held, f"rank {dist.get_rank()} holds nothing of {affected}, so there is nothing to compare"
+
+    def snapshot() -> dict[str, dict[str, Tensor]]:
+        state = {name: {"weight": parameters[name].detach(), **optimizer.state[parameters[name]]} for name in held}
+        return {name: {key: transfers.local(v).clone() for key, v in one.items()} for name, one in state.items()}
 
     before = snapshot()
     optimizer.step()
-    after = snapshot()
-    changed = {n: all(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
-    same = {n: all(torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
-    holds = {n: transfers.local(parameters[n]).numel() > 0 for n in affected}
-    return {n: changed[n] if missing_on == "some" else same[n] for n in affected if holds[n]}
+    compare = assert_changed if missing_on == "some" else assert_same
+    compare(snapshot(), before)
 
 
-def zero_equals_missing() -> bool:
-    """A gradient that is missing on one rank counts as zero there."""
+def zero_equals_missing() -> None:
+    """Check that a gradient that is missing on one rank counts as zero there."""
     results = []
     for missing in (True, False):
         module, _, _ = lay_out(make_model(), "fsdp")
@@ -328,15 +329,19 @@ def zero_equals_missing() -> bool:
                     p.grad.to_local().zero_()
         optimizer.step()
         results.append(full_state(module))
-    return all(np.array_equal(results[0][name], results[1][name]) for name in results[0])
+    assert_same(results[0], results[1])
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [transfers.local(value) for state in optimizer.state.values() for value in state.values()]
 
 
-def not_finite_on_one_rank(policy: str) -> tuple[bool, str, float]:
-    """Whether nothing changed, the error's text, and skipped steps."""
+def not_finite_on_one_rank(policy: str) -> tuple[str, float]:
+    """Give rank 1 a NaN in a gradient, and check that the step changes nothing and training can go on.
+
+    Returns:
+        The text of the error of that step, "" if there was none, and the number of skipped steps.
+    """
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     optimizer = MuonOptimizer(module.named_parameters(), nonfinite=policy, **OPTIONS)
     train(module, optimizer, range(2), data_rank, data_size)
@@ -348,12 +353,11 @@ def not_finite_on_one_rank(policy: str) -> tuple[bool, str, float]:
         optimizer.step()
     except RuntimeError as error:
         text = str(error)
-    after = full_state(module), local_state(optimizer)
-    same = all(np.array_equal(before[0][n], after[0][n]) for n in before[0])
-    same = same and all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+    assert_same(full_state(module), before[0], "weights")
+    assert_same(local_state(optimizer), before[1], "state")
     losses = train(module, optimizer, range(2, 4), data_rank, data_size)
-    assert all(np.isfinite(losses))
-    return same, text, optimizer.metrics()["skipped_steps"]
+    assert all(np.isfinite(losses)), losses
+    return text, optimizer.metrics()["skipped_steps"]
 
 
 def disagreement(kind: str) -> str:
@@ -401,12 +405,12 @@ def unsupported_layout() -> list[str]:
             texts.append(str(error))
     before = strided.to_local().clone()
     MuonOptimizer([{"params": [strided], "rule": "adamw"}]).step()
-    assert not torch.equal(before, strided.to_local())
+    assert_changed(strided, before, "the parameter that AdamW updates")
     return texts
 
 
-def partial_gradients() -> bool:
-    """A gradient of partial sums is reduced to the layout of its parameter first."""
+def partial_gradients() -> None:
+    """Check that a gradient of partial sums is reduced to the layout of its parameter first."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     start, grad = torch.randn(6, 4), torch.randn(6, 4)
@@ -420,7 +424,7 @@ def partial_gradients() -> bool:
             p.grad = distribute_tensor(grad, mesh, placements)
         MuonOptimizer([p]).step()
         results.append(p.full_tensor())
-    return bool(torch.allclose(results[0], results[1], atol=1e-6))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 def crossing_meshes() -> float:
@@ -435,7 +439,8 @@ def crossing_meshes() -> float:
         if step == 1 and dist.get_rank() == 3:
             parameters[0].grad.to_local().fill_(torch.nan)
         optimizer.step()
-    assert all(p.to_local().isfinite().all() for p in parameters)
+    for name, p in zip(("a", "b"), parameters, strict=True):
+        assert p.to_local().isfinite().all(), f"the parameter on axis {name}: {p.to_local()}"
     return optimizer.metrics()["skipped_steps"]
 
 
@@ -461,8 +466,8 @@ def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> flo
     return max(float((part - expected).abs().max()) for part, expected in pairs)
 
 
-def some_ranks_have_more() -> bool:
-    """A parameter on all three ranks, and one that only two of them hold."""
+def some_ranks_have_more() -> None:
+    """Check that a parameter on all three ranks is updated beside one that only two of them hold."""
     everyone = init_device_mesh("cpu", (3,))
     pair = DeviceMesh("cpu", [0, 1])
     parameters = [nn.Parameter(distribute_tensor(torch.randn(6, 5), everyone, [Shard(0)]))]
@@ -474,7 +479,7 @@ def some_ranks_have_more() -> bool:
         for p in parameters:
             p.grad = distribute_tensor(torch.randn(p.shape), p.device_mesh, p.placements)
         optimizer.step()
-    return all(not torch.equal(a, p.to_local()) for a, p in zip(before, parameters, strict=True))
+    assert_changed(parameters, before)
 
 
 def first_step_without_lr(kind: str) -> float:
@@ -491,19 +496,24 @@ def first_step_without_lr(kind: str) -> float:
     return float(optimizer.state[layer.bias]["step"])
 
 
-def metrics_on_one_rank() -> bool:
-    """One rank may ask for metrics before the first step, when a scheduler is made only afterwards."""
+def metrics_on_one_rank() -> list[float]:
+    """Ask for metrics on rank 0 alone, before the first step and after every step; a scheduler is made in between.
+
+    Returns:
+        The losses of three steps.
+    """
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     optimizer = MuonOptimizer(module.named_parameters(), **OPTIONS)
     if dist.get_rank() == 0:
         optimizer.metrics()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 * (step + 1))
+    losses = []
     for step in range(3):
-        train(module, optimizer, range(step, step + 1), data_rank, data_size)
+        losses += train(module, optimizer, range(step, step + 1), data_rank, data_size)
         scheduler.step()
         if dist.get_rank() == 0:
             optimizer.metrics()
-    return True
+    return losses
 
 
 def odd_meshes() -> list[str]:
@@ -551,5 +561,5 @@ def by_kernels(case: str, *args: Any) -> Any:
     expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}
     if any(isinstance(arg, dict) and arg.get("rule") == "spectral_sphere" for arg in args):
         expected |= {"_bilinear_kernel", "_shifted_cast_kernel"}
-    assert expected <= set(launched)
+    assert expected <= set(launched), f"not launched: {expected - set(launched)}"
     return result
