@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
+from tests.comparisons import assert_changed, assert_same
 
 
 class Net(nn.Module):
@@ -75,7 +76,7 @@ def test_parameters_exchanged_during_training():
     model.up.weight = weight
     before = weight.detach().clone()
     train(model, optimizer, 1)
-    assert not torch.equal(before, weight)
+    assert_changed(weight, before)
 
 
 def test_parameters_added_by_hand_are_refused():
@@ -235,7 +236,7 @@ def test_distributed_checkpoint_finds_parameters_by_name():
     set_optimizer_state_dict(reordered, resumed, saved)
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
-            assert torch.equal(resumed.state[reordered.get_parameter(name)][key], value)
+            assert_same(resumed.state[reordered.get_parameter(name)][key], value)
 
 
 def test_a_fresh_optimizer_can_be_saved_through_distributed_checkpoint():
@@ -283,7 +284,7 @@ def test_options_changed_during_training_take_effect():
     optimizer.param_groups[0]["ns_stepsize"] = 0.0
     before = model.up.weight.detach().clone()
     train(model, optimizer, 1)
-    assert torch.equal(before, model.up.weight)
+    assert_same(model.up.weight, before)
 
 
 def test_a_profile_explains_itself():

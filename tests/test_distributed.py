@@ -65,7 +65,7 @@ def test_bfloat16_on_the_wire(ranks: RankPool, layout, world_size):
     assert results[0][0] != expected
     for _, weights in results[1:]:  # replicas and everyone else see the same weights
         for name, value in weights.items():
-            np.testing.assert_array_equal(value, results[0][1][name])
+            np.testing.assert_array_equal(value, results[0][1][name], err_msg=name)
 
 
 @pytest.mark.parametrize("max_stage_bytes", [1, 3000])

@@ -10,6 +10,7 @@ from transformers import Trainer
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, create_hybrid_optimizer
 from muon_fsdp.integrations import trainer_optimizer
 from tests import integration_cases as cases
+from tests.comparisons import assert_same
 from tests.pool import RankPool
 
 pytestmark = [
@@ -120,7 +121,7 @@ def test_trainer_resumes_its_checkpoint(make_model, scheduler, tmp_path):
     assert_weights(cases.weights_of(resumed.model), cases.weights_of(run.model))
     state, expected = cases.state_of(resumed.optimizer), cases.state_of(run.optimizer)
     assert len(state) == len(expected) > 20
-    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+    assert_same(state, expected, "optimizer state")
 
 
 def test_gradient_accumulation_of_trainer(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from muon_fsdp import elementwise
 from muon_fsdp.step import fused
 from muon_optimizer import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 from tests import elementwise_cases
+from tests.comparisons import assert_changed, assert_same
 from tests.pool import RankPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,7 +208,7 @@ def test_muonw_vs_muon():
     decoupled, _, _ = one_step(TritonMuonW)
     assert not torch.allclose(coupled, decoupled)
     without = [one_step(cls, weight_decay=0.0)[0] for cls in PAIR]
-    assert torch.equal(*without)
+    assert_same(without[0], without[1], "without weight decay")
 
 
 def test_muonw_state_initialization():
@@ -302,7 +303,7 @@ def test_cpu_tensors(cls):
     optimizer.step()
     assert p.device.type == "cpu"
     assert p.data_ptr() == storage
-    assert not torch.equal(p.detach(), before)
+    assert_changed(p, before)
     assert all(optimizer.state[p][name].device.type == "cpu" for name in ("momentum", "velocity"))
 
 
@@ -360,7 +361,7 @@ def test_sparse_gradients(cls, name):
     before = embedding.weight.detach().clone()
     with pytest.raises(RuntimeError, match=f"^{name} does not support sparse gradients"):
         optimizer.step()
-    assert torch.equal(embedding.weight.detach(), before)
+    assert_same(embedding.weight, before)
     assert not optimizer.state
     dense = nn.Parameter(torch.ones(2))
     dense.grad = torch.ones(2)
@@ -498,14 +499,14 @@ def test_state_dict_keeps_precision_and_memory_apart(cls, dtype):
     assert other.state[p]["step"] == 1
     for name in ("momentum", "velocity"):
         assert other.state[p][name].dtype == torch.float32
-        assert torch.equal(other.state[p][name], optimizer.state[p][name])
+        assert_same(other.state[p][name], optimizer.state[p][name], name)
         assert other.state[p][name].data_ptr() != loaded["state"][0][name].data_ptr()
     copied = copy.deepcopy(optimizer)
     (copied_p,) = copied.param_groups[0]["params"]
     copied_p.grad = p.grad.clone()
     copied.step()
     optimizer.step()
-    assert torch.equal(copied_p.detach(), p.detach())
+    assert_same(copied_p, p)
 
 
 def test_schedulers_and_hooks():

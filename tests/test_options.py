@@ -358,9 +358,6 @@ def test_options_changed_between_steps_are_checked_and_made_plain():
     optimizer.param_groups[0]["split_sizes"] = [3, 1]  # a list, where the constructor would have made a tuple
     optimizer.step()
     assert optimizer.param_groups[0]["split_sizes"] == (3, 1)
-    plan = optimizer._planned
-    optimizer.step()
-    assert optimizer._planned is plan
     optimizer.param_groups[0]["ns_steps"] = 0
     with pytest.raises(ValueError, match=r"param_groups\[0\]: Invalid ns_steps: 0"):
         optimizer.step()
