@@ -831,3 +831,14 @@ def test_metrics():
     model[0].bias.grad.fill_(torch.nan)
     optimizer.step()
     assert optimizer.metrics()["skipped_steps"] == 1
+
+
+def test_a_profile_names_the_phases_of_a_step_and_the_shapes_of_matrices():
+    model = mlp()
+    optimizer = create_hybrid_optimizer(model)
+    train(optimizer, model, 1)
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    names = {event.key for event in profiler.key_averages() if event.key.startswith("muon_fsdp.")}
+    assert any(name.startswith("muon_fsdp.orthogonalize stage 0 muon") and "20x12" in name for name in names), names
+    assert {name.split()[0] for name in names} == {"muon_fsdp.prepare", "muon_fsdp.orthogonalize", "muon_fsdp.apply"}
