@@ -1,4 +1,4 @@
-"""Compare tensors bit for bit; a failure names the tensor and prints the numbers."""
+"""Compare tensors, one or many; a failure names the tensor and prints the numbers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from torch.distributed.tensor import DTensor
 
 
 def assert_same(found: Any, expected: Any, name: str = "") -> None:
-    """Check that two tensors are equal to the last bit.
+    """Check that two tensors are equal to the last bit; see `assert_near`."""
+    assert_near(found, expected, name)
+
+
+def assert_near(found: Any, expected: Any, name: str = "", *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Check that two tensors differ by no more than the tolerances.
 
     Mappings and sequences of tensors are compared item by item, and the failure names the item. A DTensor is compared
-    by the shard on this rank. `name` is put before the message: pass the parameter, or what both sides are.
+    by the shard on this rank. `name` is put before the message: pass the parameter, the rank, or what both sides are.
     """
 
     def message(text: str) -> str:
         return f"{name}: {text}" if name else text
 
-    torch.testing.assert_close(_comparable(found), _comparable(expected), rtol=0, atol=0, msg=message)
+    torch.testing.assert_close(_comparable(found), _comparable(expected), rtol=rtol, atol=atol, msg=message)
 
 
 def assert_changed(found: Any, before: Any, name: str = "") -> None:

@@ -40,7 +40,10 @@ def compiled(
     source_type: type[ASTSource] = ASTSource,
     **options: int,
 ) -> Any:
-    """`types` of the arguments before the constants: None for None, a trailing ! for 16-byte alignment."""
+    """Compile a kernel; `types` are those of the arguments before the constants.
+
+    None stands for None, and a trailing ! for 16-byte alignment.
+    """
     signature, values, attributes = {}, dict(constants), {}
     for number, (parameter, kind) in enumerate(zip(kernel.params, types, strict=False)):
         if kind is None:

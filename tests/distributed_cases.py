@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm import transfers
 from muon_fsdp.rules import RULES
-from tests.comparisons import assert_changed, assert_same
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
@@ -96,7 +96,7 @@ def train(
     data_size: int = 1,
     after_backward: Callable[[nn.Module], None] | None = None,
 ) -> list[float]:
-    """Train on this rank's part of every batch; the losses of the whole batch."""
+    """Train on this rank's part of every batch; return the losses of the whole batch."""
     losses = []
     for step in steps:
         tokens, targets = (part.chunk(data_size)[data_rank] for part in batch(step))
@@ -131,7 +131,11 @@ def shard(model: Model, mesh: Any, placement_fn: Any = None) -> None:
 
 
 def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
-    """Distribute the model; gives it back with this rank's place in the data-parallel dimension."""
+    """Distribute the model as `layout` says.
+
+    Returns:
+        The model, this rank's place in the data-parallel dimension, and the size of that dimension.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     if layout == "fsdp":
         shard(model, init_device_mesh("cpu", (world,)))
@@ -172,7 +176,7 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
 def curve(
     layout: str | None, options: dict[str, Any], model_options: Any = None, steps: int = 20, by_model: bool = False
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The loss curve and the final weights of a training run in a layout; None is one device."""
+    """Train in a layout, where None is one device; return the losses and the final weights."""
     model = make_model(**(model_options or {}))
     module, data_rank, data_size = (model, 0, 1) if layout is None else lay_out(model, layout)
     options = {**OPTIONS, **options}
@@ -231,7 +235,7 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
 
 
 def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, Any]:
-    """Orthogonalizations and bytes of one step, counted, beside what the plan says."""
+    """Count the orthogonalizations and the bytes sent of one step; return them beside what the plan says."""
     module, data_rank, data_size = lay_out(make_model(**(model_options or {})), layout)
     group = dist.group.WORLD if layout == "ddp" else None
     optimizer = MuonOptimizer(module.named_parameters(), strategy=strategy, replicate_group=group, **OPTIONS)
@@ -272,7 +276,11 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
 
 
 def lone_matrix() -> tuple[int, int]:
-    """One (64, 48) matrix on all ranks: matrices that this rank computes, and bytes that it sends."""
+    """Take a step with one (64, 48) matrix on all ranks.
+
+    Returns:
+        The number of matrices that this rank computes, and the bytes that it sends.
+    """
     layer = nn.Linear(48, 64, bias=False)
     fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = MuonOptimizer(layer.parameters())
@@ -361,7 +369,7 @@ def not_finite_on_one_rank(policy: str) -> tuple[str, float]:
 
 
 def disagreement(kind: str) -> str:
-    """Build something different on rank 1; the error that every rank gets."""
+    """Build something different on rank 1; return the error on this rank."""
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     options = dict(OPTIONS)
     if dist.get_rank() == 1:
@@ -389,7 +397,10 @@ def disagreement(kind: str) -> str:
 
 
 def unsupported_layout() -> list[str]:
-    """Errors for a parameter of partial sums and for one whose shard is not a box; AdamW takes the second."""
+    """Return the errors for a parameter of partial sums and for one whose shard is not a box.
+
+    Check also that AdamW updates the second.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     texts = []
     partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
@@ -428,7 +439,7 @@ def partial_gradients() -> None:
 
 
 def crossing_meshes() -> float:
-    """One parameter on each axis of a 2 x 2 mesh, and a NaN on one rank: skipped steps here."""
+    """Put one parameter on each axis of a 2 x 2 mesh and a NaN on rank 3; return the steps that this rank skipped."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     parameters = [nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh[name], [Shard(0)])) for name in ("a", "b")]
@@ -444,9 +455,11 @@ def crossing_meshes() -> float:
     return optimizer.metrics()["skipped_steps"]
 
 
-def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> float:
-    """Matrices on several meshes, given by their ranks, placements and numbers of matrices, in the smallest stages: the
-    largest difference from one device."""
+def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> None:
+    """Train matrices on several meshes in the smallest stages, and compare them with one device.
+
+    A mesh is given by its ranks, the placements of its matrices and their number.
+    """
     generator = torch.Generator().manual_seed(0)
     sharded, whole = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
     for place, (ranks, placements, number) in enumerate(sets):
@@ -462,8 +475,9 @@ def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> flo
             for p in parameters.values():
                 p.grad = p.detach().clone()
             optimizer.step()
-    pairs = [(transfers.local(p), transfers.local_part(whole[name], p)) for name, p in sharded.items()]
-    return max(float((part - expected).abs().max()) for part, expected in pairs)
+    found = {name: transfers.local(p) for name, p in sharded.items()}
+    expected = {name: transfers.local_part(whole[name], p) for name, p in sharded.items()}
+    assert_near(found, expected, atol=1e-5)
 
 
 def some_ranks_have_more() -> None:
@@ -483,7 +497,7 @@ def some_ranks_have_more() -> None:
 
 
 def first_step_without_lr(kind: str) -> float:
-    """A warm-up that starts at lr = 0, where one rank has nothing: the AdamW step counter after two steps."""
+    """Take two steps at lr = 0 where rank 1 holds nothing or has no gradients; return the step counter of AdamW."""
     layer = nn.Linear(8, 1)  # the weight is one row: rank 1 holds nothing of it
     fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = MuonOptimizer(layer, lr=0.0, adamw_lr=0.0, overrides={"weight": "muon"})
@@ -517,7 +531,7 @@ def metrics_on_one_rank() -> list[float]:
 
 
 def odd_meshes() -> list[str]:
-    """Errors for a mesh whose ranks do not ascend, and for one that this rank does not belong to."""
+    """Return the errors for a mesh whose ranks do not ascend, and for one that this rank may not belong to."""
     texts = []
     for mesh in (DeviceMesh("cpu", [1, 0, 2]), DeviceMesh("cpu", [0, 1])):
         p = nn.Parameter(DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)], run_check=False))
@@ -532,13 +546,13 @@ def odd_meshes() -> list[str]:
 
 
 def imagined_ranks() -> int:
-    """A sharded model can be planned for other ranks than it lies on."""
+    """Plan a sharded model for 64 ranks; return the number of ranks in the report."""
     module, _, _ = lay_out(make_model(), "fsdp")
     return MuonOptimizer(module.named_parameters()).plan_report(world_size=64).num_ranks
 
 
 def by_kernels(case: str, *args: Any) -> Any:
-    """Another case with updates by fused kernels, in Triton's interpreter."""
+    """Run another case with updates by fused kernels in Triton's interpreter, and check that they were launched."""
     from unittest.mock import patch
 
     from muon_fsdp.kernels import triton_elementwise, triton_spectral

@@ -113,7 +113,11 @@ def norms_of_shards() -> tuple[list[float], list[float]]:
 
 
 def surveys_by_kernels() -> list[tuple[Tensor, Tensor]]:
-    """Singular triples and subspaces of sharded matrices, by kernels in the interpreter and by the library."""
+    """Find singular triples and subspaces of sharded matrices.
+
+    Returns:
+        For each layout, the numbers by kernels in the interpreter and the numbers by the library.
+    """
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
     results = []

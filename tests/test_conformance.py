@@ -84,7 +84,7 @@ DIFFERENCES: dict[str, str] = {
 
 
 def inputs(*kwargs: dict[str, Any]) -> Callable[..., list[Any]]:
-    """Constructor arguments in the form of torch's tests, fresh at every call: a tensor lr is changed in place."""
+    """Make constructor arguments in the form of torch's tests, anew at every call: a tensor lr is changed in place."""
     common: tuple[dict[str, Any], ...] = ({}, {"lr": 0.01}, {"lr": torch.tensor(0.01)}, {"weight_decay": 0.1})
 
     def make(device: object = None, dtype: object = None) -> list[Any]:
@@ -208,7 +208,7 @@ def test_a_run_is_resumed_from_a_file(info, number):
 @each_optimizer
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_goes_on_in_the_same_way(info, duplicate):
-    """It is copied together with the model, as parameters are the keys of the state."""
+    """An optimizer is copied together with its model, because parameters are the keys of the state."""
     model = network()
     optimizer = info.optim_cls(model.parameters())
     train(model, optimizer)
@@ -319,7 +319,7 @@ SCHEDULERS = [make for makers in SGD.scheduler_inputs for make in makers]
 @each_optimizer
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_schedulers_of_torchs_tests(info, as_tensor):
-    """Each moves lr as it does for SGD, and training works with it."""
+    """Each scheduler moves lr as it does for SGD, and training works with it."""
     assert len(SCHEDULERS) > 5
     for make in SCHEDULERS:
         rates = []

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, migrate
 from muon_fsdp.comm.transfers import local
 from muon_optimizer import TritonMuon
-from tests.comparisons import assert_changed, assert_same
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -180,7 +180,7 @@ def test_a_new_state_dict_has_state_only_if_there_are_gradients(make):
     backward(model)
     state = optimizer.state_dict()["state"]
     assert len(state) == len(list(model.parameters()))
-    assert not any(torch.as_tensor(value).any() for values in state.values() for value in values.values())
+    assert [(i, key) for i, each in state.items() for key, value in each.items() if torch.as_tensor(value).any()] == []
     other = net()
     expected = make(other)
     backward(other)
@@ -246,7 +246,11 @@ def test_parameters_without_saved_state_are_named():
 
 
 def partly_loaded(make: Callable[[nn.Module], list[torch.optim.Optimizer]], flatten: bool) -> str:
-    """Load another optimizer's checkpoint as far as names fit; the error, after a look at what is left."""
+    """Load another optimizer's checkpoint as far as names fit, and check that nothing of it is left.
+
+    Returns:
+        The error, or "" if there was none.
+    """
     model, options = net(), FLATTENED[flatten]
     old = make(model)
     fresh = MuonOptimizer(model, overrides={"0.weight": "muon"})
@@ -258,8 +262,9 @@ def partly_loaded(make: Callable[[nn.Module], list[torch.optim.Optimizer]], flat
     try:
         set_optimizer_state_dict(model, fresh, state["optimizer"], options=options)
     except RuntimeError as error:
-        assert not any(value.any() for value in state_of(model, fresh).values())
-        assert fresh.param_groups[0]["nesterov"] is False
+        kept = [name for name, value in state_of(model, fresh).items() if value.any()]
+        assert not kept, f"state of the other optimizer is left: {kept}"
+        assert fresh.param_groups[0]["nesterov"] is False, fresh.param_groups[0]
         return str(error)
     return ""
 
@@ -407,7 +412,7 @@ def continued(form: str, options: dict[str, Any], through_dcp: bool = False) -> 
     advance(twin, optimizer, range(3, 8))
     for name in names:
         there, here = local(model.get_parameter(name)), local(twin.get_parameter(name))
-        torch.testing.assert_close(here, there, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        assert_near(here, there, name, rtol=2e-5, atol=2e-6)
     resumed = FSDPMuonOptimizer(twin, **OURS)
     resumed.load_state_dict(optimizer.state_dict())  # it counts as one of ours from now on
     assert_same_state(state_of(twin, resumed), state_of(twin, optimizer))
@@ -595,7 +600,7 @@ def test_state_that_can_not_be_migrated_is_named(change, match):
     optimizer = MuonOptimizer(model)
     with pytest.raises((RuntimeError, ValueError), match=match):
         migrate.load_state_dict(optimizer, saved, None if change == "nameless" else params)
-    assert not any(value.any() for value in state_of(model, optimizer).values())
+    assert [name for name, value in state_of(model, optimizer).items() if value.any()] == []
 
 
 # ------------------------------------------------------------------------------------------- ZeroRedundancyOptimizer

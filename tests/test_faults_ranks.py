@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm.transfers import local
-from tests.comparisons import assert_changed, assert_same
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.distributed_cases import lay_out, make_model, train
 from tests.fault_cases import error_of, net
 from tests.pool import RankPool
@@ -149,7 +149,7 @@ def ddp_with_ignored(make: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reference.step()
-    torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()), rtol=0, atol=1e-6)
+    assert_near(dict(model.named_parameters()), dict(alone.named_parameters()), atol=1e-6)
 
 
 @promise(
@@ -207,7 +207,7 @@ def groups_with_a_history() -> None:
             backward(module, step)
             optimizer.step()
     found = {name: p.full_tensor() for name, p in model.named_parameters()}
-    torch.testing.assert_close(found, dict(alone.named_parameters()), rtol=0, atol=1e-5)
+    assert_near(found, dict(alone.named_parameters()), atol=1e-5)
 
 
 @promise(
@@ -664,7 +664,7 @@ def partial_on_one_rank(placements: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         MuonOptimizer([("weight", alone)]).step()
-    torch.testing.assert_close(parameter.full_tensor(), alone, rtol=0, atol=1e-6)
+    assert_near(parameter.full_tensor(), alone, atol=1e-6)
 
 
 @promise(

@@ -1,6 +1,6 @@
-"""The acceptance snippets and a training run under FSDP2.
+"""Check that both classes train under FSDP2, used as a newcomer would use them.
 
-By pytest on a pool of gloo ranks; and directly, on two GPUs or on the CPU:
+pytest runs this on a pool of gloo ranks, and torchrun on two GPUs or on the CPU:
 
     torchrun --nproc_per_node=2 tests/test_fsdp_integration.py
 """
@@ -70,11 +70,11 @@ def loss_falls() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_acceptance_snippet(ranks: RankPool, world_size):
+def test_the_plain_class_updates_every_shard(ranks: RankPool, world_size):
     ranks.run(world_size, acceptance_snippet)
 
 
-def test_loss_falls(ranks: RankPool):
+def test_the_loss_falls(ranks: RankPool):
     ranks.run(2, loss_falls)
 
 
@@ -90,8 +90,8 @@ runpy.run_path(second, run_name="__main__")
 """
 
 
-def test_both_run_under_torchrun(tmp_path):
-    """Both files run as programs; on the same ranks, because starting ranks takes longer than all that they do."""
+def test_both_files_run_under_torchrun(tmp_path):
+    """They share their ranks, because starting ranks takes longer than all that they do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -60,15 +60,16 @@ def poisoned(*shape, dtype):
 
 
 def error(result, expected, size=None):
-    """The distance, relative to what is expected or, where terms may cancel, to the size of the terms."""
+    """Return the distance relative to the expected norm or, where terms may cancel, to the size of the terms."""
     size = expected if size is None else size
     return float((result.double() - expected).norm() / size.norm().clamp_min(1e-30))
 
 
 def assert_symmetric(out, side, within_tiles):
-    """To the bit: tiles of `side` beside the diagonal are mirrored, and the tensor cores of a GPU are symmetric.
+    """Check symmetry to the bit.
 
-    The interpreter computes tiles with a BLAS, and no BLAS promises that: the half-precision results of a tile on the
+    Tiles of `side` beside the diagonal are mirrored, and the tensor cores of a GPU are symmetric. The interpreter
+    computes tiles with a BLAS, which does not promise symmetry: the half-precision results of a tile on the
     diagonal may then be rounded to neighbours, unless the kernel makes them symmetric `within_tiles`.
     """
     if within_tiles or DEVICE == "cuda":
@@ -134,7 +135,7 @@ def test_multiply_add(batch, rows, inner, cols, dtype):
 
 @pytest.mark.parametrize("rows_of_tiles", [1, 2, *unmeasured([9])])
 def test_a_triangle_is_covered_once(rows_of_tiles):
-    """Every tile of the lower triangle, whatever the grouping: seen by what a product leaves unwritten."""
+    """Every tile of the lower triangle is written whatever the grouping: the output is NaN before."""
     x = random(1, 16 * rows_of_tiles - 3, 16)
     for group in (1, 3, 8):
         out = poisoned(1, x.shape[1], x.shape[1], dtype=torch.float32)
@@ -143,7 +144,7 @@ def test_a_triangle_is_covered_once(rows_of_tiles):
 
 
 def unpacked(line):
-    """The tiles (matrix, row, column) of a program, read as the Hopper kernel reads them."""
+    """Return the tiles (matrix, row, column) of a program, decoded as the Hopper kernel decodes them."""
     (num_tasks, _), *tasks = line
     assert len(tasks) > num_tasks  # one more is read than there are
     tiles = []
@@ -180,7 +181,7 @@ def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
 
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
-    """Kernels are used for whatever they can compute, on the CPU too."""
+    """Use kernels for all that they can compute, on the CPU too; give the names of those launched."""
     for module in (fused, newton_schulz):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     if DEVICE == "cpu":

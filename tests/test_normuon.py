@@ -18,7 +18,7 @@ OPTIONS = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05}
 
 
 def gradients(shape: tuple[int, ...], steps: int) -> torch.Tensor:
-    """Rows of very different sizes, as embeddings of rare features give."""
+    """Make gradients with rows of very different sizes, as rare features cause."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-3, 0, shape[-2], dtype=torch.float64)[:, None]
     return torch.randn((steps, *shape), generator=generator, dtype=torch.float64) * sizes
@@ -41,7 +41,7 @@ def test_follows_the_reference(shape, nesterov):
 
 
 def test_logical_matrices_have_moments_of_their_own():
-    """A fused weight in blocks, and a stack of experts."""
+    """The weights are a fused weight in blocks and a stack of experts."""
     fused, stack = (nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in ((12, 8), (3, 4, 6)))
     optimizer = MuonOptimizer(
         [{"params": [fused], "split_sizes": (6, 4, 2)}, {"params": [stack]}],
@@ -58,7 +58,7 @@ def test_logical_matrices_have_moments_of_their_own():
 
 
 def test_rows_of_one_size_and_the_norm_of_muon():
-    """That is what it is for: constant gradients, so that the moments are those of the update itself."""
+    """This is the purpose of NorMuon. After one step the moments are those of the update itself."""
     grad = torch.randn(30, 10, generator=torch.Generator().manual_seed(1))  # O has rows of different sizes
     moved = {}
     for rule in ("muon", "normuon"):

@@ -32,7 +32,7 @@ def view(shape, kind="auto", **options):
         ((2, 6, 8), {"num_heads": 2}, [(4, 3, 8)]),
     ],
 )
-def test_split(shape, options, blocks):
+def test_a_view_splits_a_parameter_into_blocks_that_share_its_memory(shape, options, blocks):
     tensor = torch.randn(shape)
     parameter_view = view(shape, **options)
     parts = parameter_view.split(tensor)

@@ -30,7 +30,7 @@ def full_precision(monkeypatch):
 
 
 def operands(kind, batch, rows, inner, dtype):
-    """a, b, c, e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
+    """Make a, b, c and e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
     generator = torch.Generator(CUDA).manual_seed(batch * rows + inner)
     a = torch.randn(batch, rows, inner, device=CUDA, generator=generator)
     if kind == "gram":
@@ -81,7 +81,7 @@ def test_products(kind, batch, rows, inner, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_other_kernel_every_time(kind):
-    """Ranks that run different kernels would still agree, and no race shows in a hundred runs."""
+    """Ranks that run different kernels agree, and no race shows in a hundred runs."""
     a, b, c, e = operands(kind, 20, 1000, 1000, torch.float16)
     alpha, beta, gamma = KINDS[kind]
     tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
