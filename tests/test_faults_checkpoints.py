@@ -1,4 +1,4 @@
-"""Faults of checkpoints and state."""
+"""Checkpoints and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of models, wrappers and optimizers."""
+"""Models, wrappers and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of pipeline stages."""
+"""Pipeline stages."""
 
 from __future__ import annotations
 

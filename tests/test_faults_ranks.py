@@ -1,4 +1,4 @@
-"""Faults of ranks and process groups."""
+"""Ranks and process groups."""
 
 from __future__ import annotations
 

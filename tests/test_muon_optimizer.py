@@ -526,9 +526,12 @@ def test_schedulers_and_hooks_work():
     assert calls == ["pre", "post"] * 5
 
 
-def test_unsupported_parameters_and_options_are_refused():
+def test_complex_parameters_are_refused():
     with pytest.raises(TypeError, match="floating-point"):
         TritonMuon([torch.ones(2, dtype=torch.complex64, requires_grad=True)])
+
+
+def test_the_module_says_that_it_does_not_orthogonalize():
     assert "NOT the orthogonalizing optimizer" in (elementwise.__doc__ or "")
 
 
