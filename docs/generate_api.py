@@ -40,7 +40,7 @@ from muon_fsdp.statistics.observer import STATISTICS
 
 PAGE = Path(__file__).with_name("api.md")
 
-# Modules whose `__all__` is the public surface; tests/test_api.py asks for every name of them on the page.
+# Modules whose `__all__` is the public surface; tests/test_api_page.py asks for every name of them on the page.
 PUBLIC_MODULES: tuple[ModuleType, ...] = (
     muon_fsdp,
     muon_fsdp.utils,

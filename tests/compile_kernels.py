@@ -1,4 +1,4 @@
-"""Compiles every kernel for GPUs that need not be there, and prints one line each; run by tests/test_kernels.py.
+"""Compile every kernel for GPUs that need not be there, and print one line each; run by tests/test_kernels.py.
 
 The interpreter accepts what a compiler does not, and says nothing about shared memory or the width of loads.
 """
@@ -40,7 +40,10 @@ def compiled(
     source_type: type[ASTSource] = ASTSource,
     **options: int,
 ) -> Any:
-    """`types` of the arguments before the constants: None for None, a trailing ! for 16-byte alignment."""
+    """Compile a kernel; `types` are those of the arguments before the constants.
+
+    None stands for None, and a trailing ! for 16-byte alignment.
+    """
     signature, values, attributes = {}, dict(constants), {}
     for number, (parameter, kind) in enumerate(zip(kernel.params, types, strict=False)):
         if kind is None:
@@ -163,6 +166,7 @@ def elementwise(kernel: Any, types: list[str | None], constants: dict[str, Any],
 
 
 def spectral() -> None:
+    """Compile the kernels of the spectral sphere: inner products, products with weights, subspaces."""
     tiles = {"HAS_ACTIVE": True, "ALIGNED": True, "ROWS": 8, "BLOCK": 512}
     numbers: list[str | None] = ["i32", "i32", "i32"]
     elementwise(
@@ -214,7 +218,8 @@ def in_float64(kernel: Any, types: list[str | None], constants: dict[str, Any]) 
     print(90, kernel.fn.__name__, "in float64, shared memory", result.metadata.shared, flush=True)
 
 
-def main() -> None:
+def matrix_products() -> None:
+    """Compile the kernels of matrix products with tiles for Hopper and Ampere."""
     half, bf16, single = torch.float16, torch.bfloat16, torch.float32
     for batch, rows, inner in [(12, 768, 768), (8, 2048, 2048), (8, 2048, 8192), (1, 50, 100)]:
         tiles = _hopper_tiles(Product("symmetric", batch, rows, rows, inner, half), 132)
@@ -250,6 +255,9 @@ def main() -> None:
     )
     multiply_add(_candidates(large)[0], half, AMPERE, bf16, half)
 
+
+def fused_updates() -> None:
+    """Compile the kernels of fused updates, of norms and of the element-wise pair."""
     tables: list[str | None] = ["*i64", "*i64", "*i64", "*fp32", "*i64"]
     aligned = {"ALIGNED": True, "CHUNK": triton_norms.CHUNK}
     prepare = {"NESTEROV": True, "NORMS": True, "GRADIENT_TYPE": tl.float32}
@@ -277,10 +285,11 @@ def main() -> None:
     update = {"COUPLED": True, "NESTEROV": True, "NORM": True}
     update |= {**pair, "BLOCK": triton_pair.BLOCK}
     elementwise(triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], update)
-    spectral()
     sums: list[str | None] = ["*i64", "*i64", "*fp32", "*i32!", "*fp64!", "*i32!", "*fp64!", "i32"]
     elementwise(triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
 
 
 if __name__ == "__main__":
-    main()
+    matrix_products()
+    fused_updates()
+    spectral()

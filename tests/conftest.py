@@ -28,12 +28,15 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes of `-n auto`: a GPU is for one, and with more than four each imports torch for few tests."""
+    """Choose the number of processes of `-n auto`.
+
+    A GPU is for one process, and with more than four each imports torch for few tests.
+    """
     return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
 
 
 def unmeasured(*cases: Sequence[object]) -> list[ParameterSet]:
-    """More arguments of a test of kernels, without measuring what they cover: other cases cover the same lines.
+    """Mark arguments of a test of kernels as not measured by coverage, because other cases cover the same lines.
 
     Triton's interpreter makes millions of Python calls, which are more than twice as slow when coverage sees them.
     """
@@ -48,7 +51,7 @@ def seed() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Real gloo ranks: `ranks.run(world_size, function, *args)`."""
+    """Give real gloo ranks: `ranks.run(world_size, function, *args)`."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm import transfers
 from muon_fsdp.rules import RULES
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
@@ -95,7 +96,7 @@ def train(
     data_size: int = 1,
     after_backward: Callable[[nn.Module], None] | None = None,
 ) -> list[float]:
-    """Train on this rank's part of every batch; the losses of the whole batch."""
+    """Train on this rank's part of every batch; return the losses of the whole batch."""
     losses = []
     for step in steps:
         tokens, targets = (part.chunk(data_size)[data_rank] for part in batch(step))
@@ -130,7 +131,11 @@ def shard(model: Model, mesh: Any, placement_fn: Any = None) -> None:
 
 
 def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
-    """Distribute the model; gives it back with this rank's place in the data-parallel dimension."""
+    """Distribute the model as `layout` says.
+
+    Returns:
+        The model, this rank's place in the data-parallel dimension, and the size of that dimension.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     if layout == "fsdp":
         shard(model, init_device_mesh("cpu", (world,)))
@@ -171,7 +176,7 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
 def curve(
     layout: str | None, options: dict[str, Any], model_options: Any = None, steps: int = 20, by_model: bool = False
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The loss curve and the final weights of a training run in a layout; None is one device."""
+    """Train in a layout, where None is one device; return the losses and the final weights."""
     model = make_model(**(model_options or {}))
     module, data_rank, data_size = (model, 0, 1) if layout is None else lay_out(model, layout)
     options = {**OPTIONS, **options}
@@ -187,8 +192,8 @@ def curve(
 # ----------------------------------------------------------------------------------- against the float64 reference
 
 
-def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> float:
-    """Random gradients on a float64 model in a layout; the largest difference from the reference, over all weights."""
+def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> None:
+    """Check that a float64 model in a layout follows the reference to 1e-10, given random gradients."""
     model_options = {"hidden": 32} if layout == "fsdp_tp" else {}
     model = make_model(**model_options).double()
     references: dict[str, list[Any]] = {}
@@ -210,7 +215,6 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
         rule=rule,
         **OPTIONS,
     )
-    worst = 0.0
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for name, p in module.named_parameters():
@@ -223,15 +227,15 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
     for name, p in module.named_parameters():
         many = [reference.w for reference in references[name.replace("module.", "")]]
         value = (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
-        worst = max(worst, float(np.abs(value - (np.stack(many) if p.ndim == 3 else many[0])).max()))
-    return worst
+        expected = np.stack(many) if p.ndim == 3 else many[0]
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-10, err_msg=name)
 
 
 # --------------------------------------------------------------------------------------------------------- counting
 
 
 def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, Any]:
-    """Orthogonalizations and bytes of one step, counted, beside what the plan says."""
+    """Count the orthogonalizations and the bytes sent of one step; return them beside what the plan says."""
     module, data_rank, data_size = lay_out(make_model(**(model_options or {})), layout)
     group = dist.group.WORLD if layout == "ddp" else None
     optimizer = MuonOptimizer(module.named_parameters(), strategy=strategy, replicate_group=group, **OPTIONS)
@@ -272,7 +276,11 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
 
 
 def lone_matrix() -> tuple[int, int]:
-    """One (64, 48) matrix on all ranks: matrices that this rank computes, and bytes that it sends."""
+    """Take a step with one (64, 48) matrix on all ranks.
+
+    Returns:
+        The number of matrices that this rank computes, and the bytes that it sends.
+    """
     layer = nn.Linear(48, 64, bias=False)
     fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = MuonOptimizer(layer.parameters())
@@ -285,8 +293,11 @@ def lone_matrix() -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------- rank agreement
 
 
-def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[str, bool]:
-    """Leave out gradients on no, some or all ranks; whether parameters and state changed, per parameter."""
+def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> None:
+    """Leave out gradients on rank 0, or on all ranks, of four parameters of different kinds.
+
+    Check that a parameter and its state change when some rank has a gradient, and stay as they are when none has.
+    """
     module, data_rank, data_size = lay_out(make_model(), layout)
     group = dist.group.WORLD if layout == "ddp" else None
     optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, rule=rule, **OPTIONS)
@@ -297,23 +308,21 @@ def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> dict[
         for name in affected:
             parameters[name].grad = None
 
-    def snapshot() -> dict[str, list[Tensor]]:
-        return {
-            name: [transfers.local(v).clone() for v in (p.detach(), *optimizer.state[p].values())]
-            for name, p in parameters.items()
-        }
+    held = [name for name in affected if transfers.local(parameters[name]).numel() > 0]
+    assert held, f"rank {dist.get_rank()} holds nothing of {affected}, so there is nothing to compare"
+
+    def snapshot() -> dict[str, dict[str, Tensor]]:
+        state = {name: {"weight": parameters[name].detach(), **optimizer.state[parameters[name]]} for name in held}
+        return {name: {key: transfers.local(v).clone() for key, v in one.items()} for name, one in state.items()}
 
     before = snapshot()
     optimizer.step()
-    after = snapshot()
-    changed = {n: all(not torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
-    same = {n: all(torch.equal(a, b) for a, b in zip(before[n], after[n], strict=True)) for n in affected}
-    holds = {n: transfers.local(parameters[n]).numel() > 0 for n in affected}
-    return {n: changed[n] if missing_on == "some" else same[n] for n in affected if holds[n]}
+    compare = assert_changed if missing_on == "some" else assert_same
+    compare(snapshot(), before)
 
 
-def zero_equals_missing() -> bool:
-    """A gradient that is missing on one rank counts as zero there."""
+def zero_equals_missing() -> None:
+    """Check that a gradient that is missing on one rank counts as zero there."""
     results = []
     for missing in (True, False):
         module, _, _ = lay_out(make_model(), "fsdp")
@@ -328,15 +337,19 @@ def zero_equals_missing() -> bool:
                     p.grad.to_local().zero_()
         optimizer.step()
         results.append(full_state(module))
-    return all(np.array_equal(results[0][name], results[1][name]) for name in results[0])
+    assert_same(results[0], results[1])
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [transfers.local(value) for state in optimizer.state.values() for value in state.values()]
 
 
-def not_finite_on_one_rank(policy: str) -> tuple[bool, str, float]:
-    """Whether nothing changed, the error's text, and skipped steps."""
+def not_finite_on_one_rank(policy: str) -> tuple[str, float]:
+    """Give rank 1 a NaN in a gradient, and check that the step changes nothing and training can go on.
+
+    Returns:
+        The text of the error of that step, "" if there was none, and the number of skipped steps.
+    """
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     optimizer = MuonOptimizer(module.named_parameters(), nonfinite=policy, **OPTIONS)
     train(module, optimizer, range(2), data_rank, data_size)
@@ -348,16 +361,15 @@ def not_finite_on_one_rank(policy: str) -> tuple[bool, str, float]:
         optimizer.step()
     except RuntimeError as error:
         text = str(error)
-    after = full_state(module), local_state(optimizer)
-    same = all(np.array_equal(before[0][n], after[0][n]) for n in before[0])
-    same = same and all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+    assert_same(full_state(module), before[0], "weights")
+    assert_same(local_state(optimizer), before[1], "state")
     losses = train(module, optimizer, range(2, 4), data_rank, data_size)
-    assert all(np.isfinite(losses))
-    return same, text, optimizer.metrics()["skipped_steps"]
+    assert all(np.isfinite(losses)), losses
+    return text, optimizer.metrics()["skipped_steps"]
 
 
 def disagreement(kind: str) -> str:
-    """Build something different on rank 1; the error that every rank gets."""
+    """Build something different on rank 1; return the error on this rank."""
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     options = dict(OPTIONS)
     if dist.get_rank() == 1:
@@ -385,7 +397,10 @@ def disagreement(kind: str) -> str:
 
 
 def unsupported_layout() -> list[str]:
-    """Errors for a parameter of partial sums and for one whose shard is not a box; AdamW takes the second."""
+    """Return the errors for a parameter of partial sums and for one whose shard is not a box.
+
+    Check also that AdamW updates the second.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     texts = []
     partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
@@ -401,12 +416,12 @@ def unsupported_layout() -> list[str]:
             texts.append(str(error))
     before = strided.to_local().clone()
     MuonOptimizer([{"params": [strided], "rule": "adamw"}]).step()
-    assert not torch.equal(before, strided.to_local())
+    assert_changed(strided, before, "the parameter that AdamW updates")
     return texts
 
 
-def partial_gradients() -> bool:
-    """A gradient of partial sums is reduced to the layout of its parameter first."""
+def partial_gradients() -> None:
+    """Check that a gradient of partial sums is reduced to the layout of its parameter first."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     start, grad = torch.randn(6, 4), torch.randn(6, 4)
@@ -420,11 +435,11 @@ def partial_gradients() -> bool:
             p.grad = distribute_tensor(grad, mesh, placements)
         MuonOptimizer([p]).step()
         results.append(p.full_tensor())
-    return bool(torch.allclose(results[0], results[1], atol=1e-6))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 def crossing_meshes() -> float:
-    """One parameter on each axis of a 2 x 2 mesh, and a NaN on one rank: skipped steps here."""
+    """Put one parameter on each axis of a 2 x 2 mesh and a NaN on rank 3; return the steps that this rank skipped."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     parameters = [nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh[name], [Shard(0)])) for name in ("a", "b")]
@@ -435,13 +450,16 @@ def crossing_meshes() -> float:
         if step == 1 and dist.get_rank() == 3:
             parameters[0].grad.to_local().fill_(torch.nan)
         optimizer.step()
-    assert all(p.to_local().isfinite().all() for p in parameters)
+    for name, p in zip(("a", "b"), parameters, strict=True):
+        assert p.to_local().isfinite().all(), f"the parameter on axis {name}: {p.to_local()}"
     return optimizer.metrics()["skipped_steps"]
 
 
-def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> float:
-    """Matrices on several meshes, given by their ranks, placements and numbers of matrices, in the smallest stages: the
-    largest difference from one device."""
+def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> None:
+    """Train matrices on several meshes in the smallest stages, and compare them with one device.
+
+    A mesh is given by its ranks, the placements of its matrices and their number.
+    """
     generator = torch.Generator().manual_seed(0)
     sharded, whole = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
     for place, (ranks, placements, number) in enumerate(sets):
@@ -457,12 +475,13 @@ def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> flo
             for p in parameters.values():
                 p.grad = p.detach().clone()
             optimizer.step()
-    pairs = [(transfers.local(p), transfers.local_part(whole[name], p)) for name, p in sharded.items()]
-    return max(float((part - expected).abs().max()) for part, expected in pairs)
+    found = {name: transfers.local(p) for name, p in sharded.items()}
+    expected = {name: transfers.local_part(whole[name], p) for name, p in sharded.items()}
+    assert_near(found, expected, atol=1e-5)
 
 
-def some_ranks_have_more() -> bool:
-    """A parameter on all three ranks, and one that only two of them hold."""
+def some_ranks_have_more() -> None:
+    """Check that a parameter on all three ranks is updated beside one that only two of them hold."""
     everyone = init_device_mesh("cpu", (3,))
     pair = DeviceMesh("cpu", [0, 1])
     parameters = [nn.Parameter(distribute_tensor(torch.randn(6, 5), everyone, [Shard(0)]))]
@@ -474,11 +493,11 @@ def some_ranks_have_more() -> bool:
         for p in parameters:
             p.grad = distribute_tensor(torch.randn(p.shape), p.device_mesh, p.placements)
         optimizer.step()
-    return all(not torch.equal(a, p.to_local()) for a, p in zip(before, parameters, strict=True))
+    assert_changed(parameters, before)
 
 
 def first_step_without_lr(kind: str) -> float:
-    """A warm-up that starts at lr = 0, where one rank has nothing: the AdamW step counter after two steps."""
+    """Take two steps at lr = 0 where rank 1 holds nothing or has no gradients; return the step counter of AdamW."""
     layer = nn.Linear(8, 1)  # the weight is one row: rank 1 holds nothing of it
     fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = MuonOptimizer(layer, lr=0.0, adamw_lr=0.0, overrides={"weight": "muon"})
@@ -491,23 +510,28 @@ def first_step_without_lr(kind: str) -> float:
     return float(optimizer.state[layer.bias]["step"])
 
 
-def metrics_on_one_rank() -> bool:
-    """One rank may ask for metrics before the first step, when a scheduler is made only afterwards."""
+def metrics_on_one_rank() -> list[float]:
+    """Ask for metrics on rank 0 alone, before the first step and after every step; a scheduler is made in between.
+
+    Returns:
+        The losses of three steps.
+    """
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     optimizer = MuonOptimizer(module.named_parameters(), **OPTIONS)
     if dist.get_rank() == 0:
         optimizer.metrics()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 * (step + 1))
+    losses = []
     for step in range(3):
-        train(module, optimizer, range(step, step + 1), data_rank, data_size)
+        losses += train(module, optimizer, range(step, step + 1), data_rank, data_size)
         scheduler.step()
         if dist.get_rank() == 0:
             optimizer.metrics()
-    return True
+    return losses
 
 
 def odd_meshes() -> list[str]:
-    """Errors for a mesh whose ranks do not ascend, and for one that this rank does not belong to."""
+    """Return the errors for a mesh whose ranks do not ascend, and for one that this rank may not belong to."""
     texts = []
     for mesh in (DeviceMesh("cpu", [1, 0, 2]), DeviceMesh("cpu", [0, 1])):
         p = nn.Parameter(DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)], run_check=False))
@@ -522,13 +546,13 @@ def odd_meshes() -> list[str]:
 
 
 def imagined_ranks() -> int:
-    """A sharded model can be planned for other ranks than it lies on."""
+    """Plan a sharded model for 64 ranks; return the number of ranks in the report."""
     module, _, _ = lay_out(make_model(), "fsdp")
     return MuonOptimizer(module.named_parameters()).plan_report(world_size=64).num_ranks
 
 
 def by_kernels(case: str, *args: Any) -> Any:
-    """Another case with updates by fused kernels, in Triton's interpreter."""
+    """Run another case with updates by fused kernels in Triton's interpreter, and check that they were launched."""
     from unittest.mock import patch
 
     from muon_fsdp.kernels import triton_elementwise, triton_spectral
@@ -551,5 +575,5 @@ def by_kernels(case: str, *args: Any) -> Any:
     expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}
     if any(isinstance(arg, dict) and arg.get("rule") == "spectral_sphere" for arg in args):
         expected |= {"_bilinear_kernel", "_shifted_cast_kernel"}
-    assert expected <= set(launched)
+    assert expected <= set(launched), f"not launched: {expected - set(launched)}"
     return result

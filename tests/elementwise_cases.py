@@ -38,7 +38,7 @@ def train_plain(norm: bool) -> dict[str, Tensor]:
 
 
 def train_sharded(layout: str, norm: bool) -> dict[str, Tensor]:
-    """All ranks see the same data, so the mean gradient is everybody's."""
+    """Train a sharded model; all ranks see the same data, so the mean gradient is the gradient of each."""
     model = _model()
     if layout == "ddp":
         return _train(DistributedDataParallel(model), norm)
@@ -54,7 +54,11 @@ def train_sharded(layout: str, norm: bool) -> dict[str, Tensor]:
 
 
 def one_rank_without_a_gradient(missing: int) -> tuple[float, float]:
-    """The norms of the momentum of a weight whose gradient is absent on rank `missing`, and of one with all of it."""
+    """Take a step where the gradient of the first weight is missing on rank `missing`.
+
+    Returns:
+        The norms of the momentum of the first weight and of the second, which has its whole gradient.
+    """
     # Of a shape that no other case has: DTensor remembers the mesh of an operation, here one of groups that are gone.
     model = nn.Sequential(nn.Linear(23, 19, bias=False), nn.Linear(19, 23, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

@@ -42,7 +42,7 @@ def make(layout: str | None, rule: str, strategy: str = "auto") -> tuple[nn.Modu
 
 
 def step(module: nn.Module, optimizer: MuonOptimizer, number: int) -> None:
-    """One step with the same random gradients in every layout; one matrix has none at the third step."""
+    """Take a step with the same random gradients in every layout; one matrix has none at the third step."""
     generator = torch.Generator().manual_seed(number)
     for name, p in module.named_parameters():
         grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
@@ -57,7 +57,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def results(module: nn.Module, optimizer: MuonOptimizer) -> dict[str, Tensor]:
-    """Weights and per-matrix state by name, whole."""
+    """Return whole weights and states by name."""
     found = {}
     for name, p in module.named_parameters():
         name = name.removeprefix("module.")

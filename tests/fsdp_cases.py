@@ -1,4 +1,4 @@
-"""What FSDPMuonOptimizer does on a model, run on ranks by tests/test_fsdp.py and under torchrun."""
+"""Cases of FSDPMuonOptimizer that tests/test_fsdp.py runs on ranks, and torchrun runs as a program."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
 from muon_fsdp.comm.transfers import local
+from tests.comparisons import assert_same
 from tests.distributed_cases import batch, full_state, lay_out, make_model, shard, train
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05, "adamw_lr": 0.01}
@@ -39,8 +40,8 @@ def data_place() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def classes_agree() -> bool:
-    """The two classes with equal options and routing give equal results, bit for bit."""
+def classes_agree() -> None:
+    """Check that the two classes with equal options and routing give equal results, bit for bit."""
     results = []
     for by_class in (True, False):
         model = make_model()
@@ -56,54 +57,60 @@ def classes_agree() -> bool:
         losses = train(model, optimizer, range(5), *data_place())
         results.append((losses, full_state(model)))
     (losses, weights), (other_losses, other_weights) = results
-    return losses == other_losses and all(np.array_equal(weights[n], other_weights[n]) for n in weights)
+    assert losses == other_losses, (losses, other_losses)
+    assert_same(other_weights, weights)
 
 
-def unshard() -> dict[str, bool]:
-    """Everything that unshard_params promises."""
+def unshard() -> None:
+    """Check everything that `unshard_params` promises."""
     model = make_model().double()
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     shard(model, world_mesh())
     optimizer = FSDPMuonOptimizer(model, **OPTIONS)
-    seen: dict[str, bool] = {}
     before = {name: local(p).clone() for name, p in model.named_parameters()}
     with optimizer.unshard_params():
         inside = dict(model.named_parameters())
-        seen["plain"] = all(not isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in inside.values())
-        seen["whole"] = all(torch.equal(inside[name], value) for name, value in expected.items())
+        assert _types(inside) == {nn.Parameter}, _types(inside)
+        assert_same(inside, expected, "inside of unshard_params")
         with torch.no_grad():
             inside["blocks.0.up.weight"].add_(1.0)
     after = dict(model.named_parameters())
-    seen["sharded"] = all(isinstance(p, DTensor) for p in after.values())
-    seen["untouched"] = all(torch.equal(local(after[n]), before[n]) for n in before if n != "blocks.0.up.weight")
-    changed = after["blocks.0.up.weight"].full_tensor()
-    seen["written"] = torch.equal(changed, expected["blocks.0.up.weight"] + 1.0)
+    assert _types(after) == {DTensor}, _types(after)
+    written = after.pop("blocks.0.up.weight").full_tensor()
+    assert_same(written, expected["blocks.0.up.weight"] + 1.0, "the weight that was written")
+    assert_same(after, {name: before[name] for name in after}, "weights that were not written")
+    _unshard_during_training(model, optimizer)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None, "the model keeps the optimizer alive"
+
+
+def _types(parameters: dict[str, nn.Parameter]) -> set[type]:
+    """Return the types of the tensors: DTensor while sharded, nn.Parameter while whole."""
+    return {DTensor if isinstance(p, DTensor) else type(p) for p in parameters.values()}
+
+
+def _unshard_during_training(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    """Check that `unshard_params` is refused between forward and backward, and works after both and an evaluation."""
     train(model.float(), optimizer, range(2), *data_place())
     loss = model(batch(0)[0]).sum()
-    try:
-        with optimizer.unshard_params():
-            pass
-        seen["refused"] = False
-    except RuntimeError as error:
-        seen["refused"] = "between forward and backward" in str(error)
+    with pytest.raises(RuntimeError, match="between forward and backward"), optimizer.unshard_params():
+        pass
     loss.backward()
     with optimizer.unshard_params():
         pass
     with torch.no_grad():
         model(batch(0)[0])
     with optimizer.unshard_params():  # after an evaluation, FSDP keeps the root unsharded
-        seen["after evaluation"] = all(not isinstance(p, DTensor) for p in model.parameters())
+        types = _types(dict(model.named_parameters()))
+        assert types == {nn.Parameter}, types
     optimizer.zero_grad()
     train(model, optimizer, range(2), *data_place())
-    alive = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    seen["not kept alive by the model"] = alive() is None
-    return seen
 
 
 def accumulate(steps_per_update: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Train with micro-batches; the losses of whole batches and the final weights."""
+    """Train with micro-batches; return the losses of whole batches and the final weights."""
     model = make_model()
     shard(model, world_mesh())
     optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=steps_per_update, **OPTIONS)
@@ -122,8 +129,8 @@ def accumulate(steps_per_update: int) -> tuple[list[float], dict[str, np.ndarray
     return losses, full_state(model)
 
 
-def accumulation_is_saved() -> bool:
-    """A run that is saved and resumed in the middle of an accumulation goes on as if it had not been."""
+def accumulation_is_saved() -> None:
+    """Check that a run resumed in the middle of an accumulation gives the weights of one that was not interrupted."""
     rank, world = data_place()
 
     def micro_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -149,12 +156,15 @@ def accumulation_is_saved() -> bool:
     for number in range(4, 9):
         micro_step(model, optimizer, number)
         micro_step(resumed_model, resumed, number)
-    left, right = full_state(model), full_state(resumed_model)
-    return all(np.array_equal(left[name], right[name]) for name in left)
+    assert_same(full_state(resumed_model), full_state(model))
 
 
 def mixed_precision(dtype_name: str) -> tuple[list[float], set[str], set[str]]:
-    """Losses, dtypes of weights and of momentum under FSDP2's mixed precision, fp16 with a GradScaler."""
+    """Train under FSDP2's mixed precision, float16 with a GradScaler.
+
+    Returns:
+        The losses, the dtypes of the weights, and the dtypes of the momentum.
+    """
     dtype = getattr(torch, dtype_name)
     model = make_model()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -181,8 +191,8 @@ def mixed_precision(dtype_name: str) -> tuple[list[float], set[str], set[str]]:
     return losses, {str(p.dtype) for p in model.parameters()}, momenta
 
 
-def scaler_overflow() -> bool:
-    """An infinite gradient on one rank: GradScaler leaves the step out on all, and nothing is poisoned."""
+def scaler_overflow() -> None:
+    """Check that an infinite gradient on rank 0 makes GradScaler skip the step on all ranks and halve its scale."""
     model = make_model()
     shard(model, world_mesh())
     optimizer = FSDPMuonOptimizer(model, **OPTIONS)
@@ -195,12 +205,12 @@ def scaler_overflow() -> bool:
         local(model.blocks[0].up.weight.grad)[0, 0] = torch.inf
     scaler.step(optimizer)
     scaler.update()
-    after = full_state(model)
-    return all(np.array_equal(before[name], after[name]) for name in before) and scaler.get_scale() == 4.0
+    assert_same(full_state(model), before)
+    assert scaler.get_scale() == 4.0, scaler.get_scale()
 
 
 def variant(kind: str) -> tuple[list[float], list[float]]:
-    """Losses with a way of building or running the model that must not matter, and without it."""
+    """Return the losses with a way of building or running the model that must not matter, and without it."""
     results = []
     for special in (True, False):
         if special and kind == "meta":
@@ -233,13 +243,14 @@ def variant(kind: str) -> tuple[list[float], list[float]]:
 
 
 def clip(module: nn.Module) -> None:
-    """To a norm that is never reached: this must work on DTensors and change nothing."""
+    """Clip DTensor gradients to a norm that is never reached, which must change nothing."""
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e4)
-    assert 0 < float(norm.full_tensor() if isinstance(norm, DTensor) else norm) < 1e4
+    size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    assert 0 < size < 1e4, size
 
 
 def refusals() -> list[str]:
-    """Messages for what is not supported."""
+    """Return the error messages for CPU offload, and for FSDP1 given as a model and as parameters."""
     texts = []
     offloaded = nn.Sequential(nn.Linear(4, 4))
     fully_shard(offloaded, mesh=world_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -256,7 +267,7 @@ def refusals() -> list[str]:
 
 
 def labels() -> list[str]:
-    """A label on a module survives fully_shard, put there before or after."""
+    """Return the scales of a layer that is labelled "attn" before `fully_shard`, and after it."""
     scales = []
     for before in (True, False):
         layer = nn.Sequential(nn.Linear(16, 4, bias=False))
@@ -269,23 +280,28 @@ def labels() -> list[str]:
     return scales
 
 
-def ddp_counts() -> tuple[int, int, bool]:
-    """Under DDP the work is split: matrices that this rank computes, in all, and whether replicas stay equal."""
+def ddp_counts() -> tuple[int, int]:
+    """Train under DDP, and check that all replicas have equal weights.
+
+    Returns:
+        The number of matrices that this rank computes, and that all ranks compute.
+    """
     model = nn.parallel.DistributedDataParallel(make_model())
     optimizer = FSDPMuonOptimizer(model, comm_dtype=torch.bfloat16, **OPTIONS)
     train(model, optimizer, range(4), *data_place())
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     gathered = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, weights)
+    assert_same(gathered, [weights] * len(gathered), "weights, by rank")
     plan = optimizer._current_plan().plan
-    return plan.num_matrices, optimizer.plan_report().num_matrices, all(torch.equal(weights, w) for w in gathered)
+    return plan.num_matrices, optimizer.plan_report().num_matrices
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
 def saved_in(folder: str, layout: str, options: dict[str, Any], rule: str = "muon") -> list[float]:
-    """Train, save with torch.distributed.checkpoint, train on; the losses after the save."""
+    """Train, save with torch.distributed.checkpoint, train on; return the losses after the save."""
     module, data_rank, data_size = lay_out(make_model(hidden=32), layout)
     optimizer = FSDPMuonOptimizer(module, rule=rule, **OPTIONS)
     train(module, optimizer, range(3), data_rank, data_size)
@@ -299,7 +315,7 @@ def saved_in(folder: str, layout: str, options: dict[str, Any], rule: str = "muo
 
 
 def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule: str = "muon") -> list[float]:
-    """Load what `saved_in` saved into another layout, and train on."""
+    """Load what `saved_in` saved into another layout, and train on; return the losses."""
     torch.manual_seed(1)
     model = make_model(hidden=32)
     with torch.no_grad():
@@ -315,12 +331,14 @@ def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule:
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(module, state["model"], options=choice)
     set_optimizer_state_dict(module, optimizer, state["optimizer"], options=choice)
-    assert all(isinstance(s["momentum_buffer"], DTensor) == isinstance(p, DTensor) for p, s in optimizer.state.items())
+    for name, p in module.named_parameters():
+        momentum = optimizer.state[p]["momentum_buffer"]
+        assert isinstance(momentum, DTensor) == isinstance(p, DTensor), f"momentum of {name} is a {type(momentum)}"
     return train(module, optimizer, range(3, 6), data_rank, data_size)
 
 
-def full_state_dict_round_trip() -> bool:
-    """A full, CPU-offloaded state dict into a fresh optimizer on the same ranks."""
+def full_state_dict_round_trip() -> None:
+    """Check that a full, CPU-offloaded state dict restores a fresh optimizer on the same ranks."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model = make_model()
     shard(model, world_mesh())
@@ -328,21 +346,22 @@ def full_state_dict_round_trip() -> bool:
     train(model, optimizer, range(3), *data_place())
     saved = get_optimizer_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
-        assert all(not isinstance(v, DTensor) for state in saved["state"].values() for v in state.values())
+        kept = [name for name, state in saved["state"].items() for v in state.values() if isinstance(v, DTensor)]
+        assert not kept, f"state that is still sharded: {kept}"
     other = make_model()
     shard(other, world_mesh())
     resumed = FSDPMuonOptimizer(other, **OPTIONS)
     choice = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(other, resumed, saved, options=choice)
-    return all(
-        torch.equal(local(optimizer.state[p][key]), local(resumed.state[q][key]))
-        for p, q in zip(model.parameters(), other.parameters(), strict=True)
-        for key in optimizer.state[p]
-    )
+    assert_same(_state_by_name(other, resumed), _state_by_name(model, optimizer))
 
 
-def plain_state_dict(folder: str) -> list[bool]:
-    """`state_dict` and `load_state_dict`: the same ranks, and a single device's state into shards."""
+def _state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: optimizer.state[p] for name, p in model.named_parameters()}
+
+
+def plain_state_dict(folder: str) -> None:
+    """Check that `load_state_dict` restores the state of the same ranks, and the state of one device into shards."""
     model = make_model()
     shard(model, world_mesh())
     optimizer = FSDPMuonOptimizer(model, **OPTIONS)
@@ -351,22 +370,23 @@ def plain_state_dict(folder: str) -> list[bool]:
     torch.save(optimizer.state_dict(), path)
     resumed = FSDPMuonOptimizer(model, **OPTIONS)
     resumed.load_state_dict(torch.load(path, weights_only=False))
-    same = all(
-        torch.equal(local(optimizer.state[p][key]), local(resumed.state[p][key]))
-        for p in model.parameters()
-        for key in optimizer.state[p]
-    )
+    assert_same(_state_by_name(model, resumed), _state_by_name(model, optimizer), "from the same ranks")
     alone = make_model()
     single = FSDPMuonOptimizer(alone, **OPTIONS)
     train(alone, single, range(3))
     resumed.load_state_dict(single.state_dict())
-    placed = all(
-        torch.equal(resumed.state[p]["momentum_buffer"].full_tensor(), single.state[q]["momentum_buffer"])
-        for p, q in zip(model.parameters(), alone.parameters(), strict=True)
-    )
-    try:
-        single.load_state_dict(optimizer.state_dict())
-        refused = False
-    except RuntimeError as error:
-        refused = "torch.distributed.checkpoint" in str(error)
-    return [same, placed, refused]
+    whole = {name: resumed.state[p]["momentum_buffer"].full_tensor() for name, p in model.named_parameters()}
+    expected = {name: single.state[p]["momentum_buffer"] for name, p in alone.named_parameters()}
+    assert_same(whole, expected, "momentum from one device")
+
+
+def shards_into_one_device() -> str:
+    """Load the state of shards into an optimizer of whole tensors; return the error."""
+    model = make_model()
+    shard(model, world_mesh())
+    optimizer = FSDPMuonOptimizer(model, **OPTIONS)
+    train(model, optimizer, range(1), *data_place())
+    alone = FSDPMuonOptimizer(make_model(), **OPTIONS)
+    with pytest.raises(RuntimeError) as caught:
+        alone.load_state_dict(optimizer.state_dict())
+    return str(caught.value)

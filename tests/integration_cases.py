@@ -57,7 +57,7 @@ def gpt2() -> PreTrainedModel:
 
 
 def sequences(count: int = 64) -> list[dict[str, Tensor]]:
-    """Every token is the one before it plus a step that the first two tokens show."""
+    """Make sequences in which each token is the previous one plus a step that the first two tokens show."""
     generator = torch.Generator().manual_seed(0)
     start, step = torch.randint(0, VOCABULARY, (2, count, 1), generator=generator)
     tokens = (start + step * torch.arange(LENGTH)) % VOCABULARY
@@ -71,7 +71,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All of an optimizer's state, whole, in the order of its parameters."""
+    """Return all of an optimizer's state, whole, in the order of its parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [whole(value) for p in parameters for value in optimizer.state[p].values()]
 
@@ -82,7 +82,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """What torchrun says to a program, and afterwards nothing left of it or of a library's own memory."""
+    """Set the environment variables of torchrun; afterwards remove them and reset the state that libraries keep."""
     before = dict(os.environ)
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
@@ -99,7 +99,7 @@ def launched() -> Iterator[None]:
 
 @contextmanager
 def fsdp_on_cpus() -> Iterator[None]:
-    """Accelerate turns FSDP on where it finds several GPUs. All that it does then works on CPUs too."""
+    """Make Accelerate use FSDP on CPUs: it does so only where it finds several GPUs, though all of it works on CPUs."""
     original = AcceleratorState.__init__
 
     def patched(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ def history(run: Trainer, key: str = "loss") -> list[float]:
 
 
 def trainer_fsdp(folder: str) -> dict[str, Any]:
-    """Trainer on FSDP2 as its arguments say, saved after half of the steps and resumed."""
+    """Run Trainer on FSDP2, save after half of the steps and resume."""
     arguments: dict[str, Any] = {
         "fsdp": True,
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
@@ -179,7 +179,7 @@ def accelerate_steps(
 
 
 def accelerate_run(folder: str, kind: str, name: str) -> dict[str, Any]:
-    """Six steps of `kind` "fsdp" or "ddp" with a checkpoint after three, which is then loaded and trained on."""
+    """Train six steps of `kind` "fsdp" or "ddp" with a checkpoint after three, then load it and train on."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -278,7 +278,7 @@ def lightning_batches(kind: str) -> DataLoader[Tensor]:
 
 
 def lightning_run(folder: str, kind: str) -> dict[str, Any]:
-    """Six steps in two epochs, with a checkpoint after the first that another run resumes."""
+    """Train six steps in two epochs, with a checkpoint after the first epoch that another run resumes."""
     module, batches = Net(kind), lightning_batches(kind)
     lightning_trainer(kind, 2, folder).fit(module, batches)
     half = Net(kind)

@@ -35,7 +35,11 @@ class RankPool:
         atexit.register(self.close)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-        """`function(*args)` on `world_size` ranks of a fresh process group; the results by rank."""
+        """Run `function(*args)` on `world_size` ranks of a fresh process group; return the results by rank.
+
+        Raises:
+            RankError: `function` raised on some rank, or a rank died or did not answer in `timeout` seconds.
+        """
         self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             task = (function.__module__, function.__qualname__, args, world_size, os.path.join(folder, "store"))

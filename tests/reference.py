@@ -91,7 +91,7 @@ class ReferenceAdamW:
 
 
 def matrix_with_condition(rng: np.random.Generator, rows: int, cols: int, condition: float) -> np.ndarray:
-    """A random matrix with singular values spread evenly in the logarithm from 1 down to 1/condition."""
+    """Make a random matrix whose singular values are log-uniform from 1 down to 1/condition."""
     small = min(rows, cols)
     u = np.linalg.qr(rng.standard_normal((rows, small)))[0]
     v = np.linalg.qr(rng.standard_normal((cols, small)))[0]

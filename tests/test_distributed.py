@@ -1,4 +1,4 @@
-"""Sharded training equals one device, on real gloo ranks; every matrix once, every byte as planned, no rank alone."""
+"""Training on gloo ranks equals one device, computes each matrix once, sends what was planned, and ranks agree."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bfloat16_on_the_wire(ranks: RankPool, layout, world_size):
     assert results[0][0] != expected
     for _, weights in results[1:]:  # replicas and everyone else see the same weights
         for name, value in weights.items():
-            np.testing.assert_array_equal(value, results[0][1][name])
+            np.testing.assert_array_equal(value, results[0][1][name], err_msg=name)
 
 
 @pytest.mark.parametrize("max_stage_bytes", [1, 3000])
@@ -80,7 +80,7 @@ def test_stages_and_their_overlap_do_not_change_the_curve(ranks: RankPool, layou
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 3), ("hsdp", 4), ("fsdp_tp", 4), ("ddp", 2)])
 def test_follows_the_float64_reference(ranks: RankPool, layout, world_size, strategy):
-    assert max(ranks.run(world_size, cases.follow_reference, layout, strategy)) < 1e-10
+    ranks.run(world_size, cases.follow_reference, layout, strategy)
 
 
 # ---------------------------------------------------------------------------------------------------------- counted
@@ -92,15 +92,14 @@ def test_every_matrix_once_and_every_byte_as_planned(ranks: RankPool, layout, wo
     in_model = 2 * 2 + 2 * 3 + 1  # up and down of two blocks, three experts in each, the gate
     repeated = world_size - 1 if layout == "tp" else 0  # experts and gate are plain tensors on every rank there
     assert sum(result["matrices"] for result in results) == in_model + repeated * 7
-    for result in results:
-        assert result["sent"] == result["planned"]
+    assert [result["sent"] for result in results] == [result["planned"] for result in results]
     assert sum(result["sent"] for result in results) == results[0]["report_bytes"]
 
 
 def test_replicate_computes_everything_everywhere(ranks: RankPool):
     results = ranks.run(2, cases.count, "fsdp", "replicate")
     assert [result["matrices"] for result in results] == [11, 11]
-    assert all(result["sent"] == result["planned"] for result in results)
+    assert [result["sent"] for result in results] == [result["planned"] for result in results]
     assert "replicate" in results[0]["strategies"]
 
 
@@ -124,14 +123,12 @@ def test_a_lone_matrix_moves_its_own_bytes_only(ranks: RankPool):
 
 @pytest.mark.parametrize("missing_on", ["some", "all"])
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4), ("ddp", 2)])
-def test_missing_gradients(ranks: RankPool, layout, world_size, missing_on):
-    for result in ranks.run(world_size, cases.missing_gradients, layout, missing_on):
-        assert result
-        assert all(result.values()), result
+def test_a_parameter_without_any_gradient_is_left_alone(ranks: RankPool, layout, world_size, missing_on):
+    ranks.run(world_size, cases.missing_gradients, layout, missing_on)
 
 
 def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(ranks: RankPool):
-    assert all(ranks.run(2, cases.zero_equals_missing))
+    ranks.run(2, cases.zero_equals_missing)
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -145,8 +142,7 @@ def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(ranks: Ra
     ],
 )
 def test_ranks_agree_by_kernels_too(ranks: RankPool, world_size, case, args):
-    for result in ranks.run(world_size, cases.by_kernels, case, *args):
-        assert all(result.values()) if isinstance(result, dict) else result
+    ranks.run(world_size, cases.by_kernels, case, *args)
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -161,17 +157,14 @@ def test_same_curve_by_kernels(ranks: RankPool, layout, world_size):
 
 
 def test_nan_on_one_rank_skips_the_step_on_all(ranks: RankPool):
-    for same, text, skipped in ranks.run(3, cases.not_finite_on_one_rank, "skip"):
-        assert same
-        assert not text
-        assert skipped == 1
+    assert ranks.run(3, cases.not_finite_on_one_rank, "skip") == [("", 1)] * 3
 
 
 def test_nan_on_one_rank_raises_on_all(ranks: RankPool):
-    results = ranks.run(3, cases.not_finite_on_one_rank, "raise")
-    assert all(same for same, _, _ in results)
-    assert "blocks.0.down.weight" in results[1][1]
-    assert "on another rank" in results[0][1]
+    texts = [text for text, _ in ranks.run(3, cases.not_finite_on_one_rank, "raise")]
+    assert "blocks.0.down.weight" in texts[1]
+    assert "on another rank" in texts[0]
+    assert "on another rank" in texts[2]
 
 
 @pytest.mark.parametrize(
@@ -206,11 +199,11 @@ def test_sets_of_ranks_that_cross(ranks: RankPool):
     ],
 )
 def test_sets_that_overlap_do_not_wait_in_a_circle(ranks: RankPool, sets):
-    assert max(ranks.run(4, cases.sets_that_overlap, sets, timeout=60)) < 1e-5
+    ranks.run(4, cases.sets_that_overlap, sets, timeout=60)
 
 
 def test_ranks_with_different_numbers_of_parameters(ranks: RankPool):
-    assert all(ranks.run(3, cases.some_ranks_have_more))
+    ranks.run(3, cases.some_ranks_have_more)
 
 
 @pytest.mark.parametrize("kind", ["empty", "missing"])
@@ -218,13 +211,15 @@ def test_a_warm_up_from_zero_where_one_rank_has_nothing(ranks: RankPool, kind):
     assert ranks.run(2, cases.first_step_without_lr, kind) == [2.0, 2.0]
 
 
-def test_metrics_on_one_rank(ranks: RankPool):
-    assert all(ranks.run(2, cases.metrics_on_one_rank))
+def test_one_rank_may_ask_for_metrics_alone(ranks: RankPool):
+    losses, others = ranks.run(2, cases.metrics_on_one_rank)
+    assert losses == others
 
 
 def test_meshes_that_can_not_be_handled_are_named(ranks: RankPool):
     results = ranks.run(3, cases.odd_meshes)
-    assert all("'odd' lies on a mesh whose ranks do not ascend: [1, 0, 2]" in descending for descending, _ in results)
+    for descending, _ in results:
+        assert "'odd' lies on a mesh whose ranks do not ascend: [1, 0, 2]" in descending
     assert "'odd' lies on ranks (0, 1), not on this one" in results[2][1]
     assert not results[0][1]
 
@@ -241,4 +236,4 @@ def test_layouts_that_can_not_be_handled_are_named(ranks: RankPool):
 
 
 def test_partial_gradients_are_reduced_first(ranks: RankPool):
-    assert all(ranks.run(2, cases.partial_gradients))
+    ranks.run(2, cases.partial_gradients)

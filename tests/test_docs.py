@@ -39,7 +39,7 @@ SNIPPET = re.compile(r"(?:<!-- (distributed|gpu|not run)[^\n]*-->\n)?```python\n
 
 
 def snippets(page: str, *kinds: str) -> list[tuple[int, str]]:
-    """The line and the code of the snippets of these kinds; "" is one without a comment."""
+    """Return the line and the code of the snippets of these kinds; "" is the kind without a comment."""
     text = (ROOT / page).read_text()
     return [
         (text.count("\n", 0, match.start(2)), match.group(2))
@@ -49,7 +49,7 @@ def snippets(page: str, *kinds: str) -> list[tuple[int, str]]:
 
 
 def run_snippets(page: str, *kinds: str) -> int:
-    """Run them, and say how many; tracebacks name the page and its lines."""
+    """Run the snippets of these kinds; return their number. Tracebacks name the page and its lines."""
     names = {"__name__": page} | GIVEN.get(page, {})
     found = snippets(page, *kinds)
     with patch.dict(RULES):  # what a page registers is gone afterwards
@@ -59,7 +59,7 @@ def run_snippets(page: str, *kinds: str) -> int:
 
 
 def run_on_ranks(page: str, folder: str) -> int:
-    """Integrations get what a launcher says to a program, and Accelerate is told to use FSDP on CPUs."""
+    """Run snippets; those of integrations get the environment of a launcher, and Accelerate uses FSDP on CPUs."""
     with ExitStack() as surroundings:
         surroundings.callback(os.chdir, os.getcwd())
         os.chdir(folder)
@@ -125,7 +125,7 @@ def test_links_lead_somewhere(page: str):
 
 
 def commands(page: str) -> Iterator[str]:
-    """Lines of sh blocks, and code in the text that begins like a command."""
+    """Return the lines of sh blocks, and code in the text that begins like a command."""
     text = (ROOT / page).read_text()
     for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):
         yield from re.sub(r"\\\n", " ", block).splitlines()
@@ -154,7 +154,7 @@ def test_commands_name_what_exists(page: str):
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """The longest literal piece of every message that is raised in a file, with its line."""
+    """Yield the longest literal piece of every message that is raised in a file, with its line."""
     tree = ast.parse(path.read_text())
     constants = {
         target.id: node.value
@@ -180,7 +180,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_every_error_has_its_line_in_the_faq():
-    """By the first words of the longest piece of a message. Programs have pages of their own."""
+    """Messages are found by the first words of their longest piece. Programs have pages of their own."""
     faq = " ".join((ROOT / "docs/faq.md").read_text().split())
     missing = []
     count = 0
@@ -200,7 +200,7 @@ def test_every_error_has_its_line_in_the_faq():
 
 
 def skeleton(text: str) -> dict[str, object]:
-    """What a translation has in common with its original."""
+    """Return what a translation has in common with its original."""
     blocks = [re.sub(r"\s*#.*", "", block) for block in re.findall(r"```\w*\n.*?```", text, flags=re.DOTALL)]
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return {

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
+from tests.comparisons import assert_same
 
 
 def matrix() -> nn.Parameter:
@@ -52,7 +53,7 @@ def matrix() -> nn.Parameter:
         ({"rule": "adamw", "lr": 0.1}, "'lr' has no effect; pass 'adamw_lr'"),
     ],
 )
-def test_values(options, text):
+def test_invalid_values_are_named(options, text):
     with pytest.raises(ValueError, match=text):
         MuonOptimizer([matrix()], **options)
 
@@ -74,12 +75,12 @@ def test_values(options, text):
         ({"overrides": {"*": 3}}, r"overrides\['\*'\] must be a rule name or a dict"),
     ],
 )
-def test_types(options, text):
+def test_wrong_types_are_named(options, text):
     with pytest.raises(TypeError, match=text):
         MuonOptimizer([matrix()], **options)
 
 
-def test_unknown_options():
+def test_unknown_options_are_named():
     with pytest.raises(TypeError, match="momentun"):
         MuonOptimizer([matrix()], momentun=0.9)
     with pytest.raises(ValueError, match=r"Unknown option 'momentun' in a parameter group; did you mean 'momentum'"):
@@ -88,13 +89,13 @@ def test_unknown_options():
         MuonOptimizer([{"params": [matrix()], "lr": -1}])
 
 
-def test_options_of_frameworks_pass():
+def test_options_of_frameworks_are_accepted():
     optimizer = MuonOptimizer([{"params": [matrix()], "initial_lr": 0.1, "name": "body"}])
     assert optimizer.param_groups[0]["name"] == "body"
 
 
 @pytest.mark.parametrize("params", [[], iter(()), nn.Module()])
-def test_nothing_to_optimize(params):
+def test_an_empty_list_of_parameters_is_refused(params):
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
         MuonOptimizer(params)
 
@@ -121,12 +122,12 @@ def test_nothing_to_optimize(params):
         ([("w", torch.ones(2, 2)), torch.ones(2, 2)], ValueError, "all parameters of a group have names or none"),
     ],
 )
-def test_parameters(params, error, text):
+def test_what_is_no_parameter_is_refused(params, error, text):
     with pytest.raises(error, match=text):
         MuonOptimizer(params)
 
 
-def test_the_same_parameter_twice():
+def test_the_same_parameter_twice_is_refused():
     w = matrix()
     with pytest.raises(ValueError, match=r"'param\[1\]' is given twice \(first as 'param\[0\]'\)"):
         MuonOptimizer([w, w])
@@ -134,7 +135,7 @@ def test_the_same_parameter_twice():
         MuonOptimizer([{"params": [("a", w)]}, {"params": [("b", w)]}])
 
 
-def test_a_value_that_goes_wrong_during_training():
+def test_an_invalid_value_set_during_training_is_refused_at_the_next_step():
     w = matrix()
     optimizer = MuonOptimizer([w])
     w.grad = torch.randn_like(w)
@@ -143,7 +144,7 @@ def test_a_value_that_goes_wrong_during_training():
         optimizer.step()
 
 
-def test_groups_removed_by_hand():
+def test_groups_removed_by_hand_are_refused():
     optimizer = MuonOptimizer([matrix(), nn.Parameter(torch.ones(3))])
     del optimizer.param_groups[1]
     for use in (optimizer.step, optimizer.routing_report):
@@ -156,7 +157,7 @@ def test_a_vector_can_not_be_orthogonalized():
         MuonOptimizer([("norm.weight", nn.Parameter(torch.ones(4)))], overrides={"norm.weight": "muon"})
 
 
-def test_sparse_gradients():
+def test_sparse_gradients_are_refused_for_matrices_and_made_dense_for_adamw():
     embedding = nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
     optimizer = MuonOptimizer(embedding.parameters())
@@ -166,7 +167,7 @@ def test_sparse_gradients():
         match=r"Sparse gradients are not supported by Muon optimizer.*'param\[0\]'.*create_hybrid_optimizer",
     ):
         optimizer.step()
-    assert torch.equal(before, embedding.weight)
+    assert_same(embedding.weight, before)
     create_hybrid_optimizer(nn.Sequential(embedding, nn.Linear(4, 4))).step()
     dense = nn.Embedding(10, 4)
     dense.load_state_dict({"weight": before})
@@ -175,7 +176,7 @@ def test_sparse_gradients():
     torch.testing.assert_close(embedding.weight, dense.weight)
 
 
-def test_hybrid_needs_a_model_and_two_rates():
+def test_hybrid_needs_a_model_and_two_learning_rates():
     with pytest.raises(TypeError, match="needs the model itself, got list"):
         create_hybrid_optimizer([matrix()])
     with pytest.raises(TypeError, match="muon_lr and adamw_lr"):

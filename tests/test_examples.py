@@ -58,7 +58,7 @@ def test_train_gpt_under_torchrun(tmp_path):
 
 
 def one_line_error(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], object], *arguments: object) -> str:
-    """The only line on stderr of a program that ends with status 2."""
+    """Run a program that ends with status 2; return the only line on its stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_:
         main([str(argument) for argument in arguments])
@@ -69,7 +69,7 @@ def one_line_error(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]
 
 
 def losses_of(text: str) -> list[float]:
-    """The validation losses before and after."""
+    """Return the validation losses before and after training."""
     return [float(number) for number in re.findall(r"validation loss \w+: ([\d.]+)", text)]
 
 

@@ -21,6 +21,7 @@ from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
 from muon_fsdp.step import fused
 from tests import extending_cases as cases
 from tests import toy_rules
+from tests.comparisons import assert_near, assert_same
 from tests.pool import RankPool
 from tests.reference import polar
 
@@ -50,7 +51,7 @@ class ReferenceToySphere:
 
 
 def test_a_rule_with_state_an_option_and_statistics_follows_its_reference():
-    """A matrix, a stack of experts and a fused weight in blocks, with lr changing."""
+    """The weights are a matrix, a stack of experts and a fused weight in blocks, and lr changes."""
     torch.manual_seed(0)
     shapes = {"w": (6, 9), "experts": (3, 7, 5), "qkv": (12, 8)}
     params = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
@@ -113,7 +114,7 @@ def test_a_matrix_that_is_not_updated_keeps_its_state():
     before = unused.detach().clone()
     optimizer.step()
     assert optimizer.state[used]["radius"] > 0
-    assert torch.equal(unused, before)
+    assert_same(unused, before)
     assert not any(value.any() for value in optimizer.state[unused].values())
     with torch.no_grad():
         unused.mul_(3)
@@ -130,14 +131,8 @@ def one_device() -> dict[str, dict[str, torch.Tensor]]:
     return {rule: cases.trained(None, rule) for rule in MATRIX_RULES}
 
 
-def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> list[str]:
-    assert found.keys() == expected.keys()
-    distances = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
-    return [f"{name}: {distance:.1e}" for name, distance in distances.items() if not distance < atol]
-
-
 def signless(numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without what is determined up to a sign or a rotation."""
+    """Leave out the state that is determined only up to a sign or a rotation."""
     return {name: value for name, value in numbers.items() if "singular" not in name}
 
 
@@ -145,21 +140,22 @@ def signless(numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4), ("fsdp_tp", 4), ("fsdp", 3)])
 def test_a_toy_rule_on_ranks_is_the_one_on_a_device(ranks: RankPool, one_device, rule, strategy, layout, world_size):
-    for found in ranks.run(world_size, cases.trained, layout, rule, strategy):
-        assert not differences(signless(found), signless(one_device[rule]), 1e-7)
+    for rank, found in enumerate(ranks.run(world_size, cases.trained, layout, rule, strategy)):
+        assert_near(signless(found), signless(one_device[rule]), f"rank {rank}", atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("rule", ["row_normed", "toy_sphere"])
 def test_a_toy_rule_is_saved_on_four_ranks_and_resumed_on_three_and_one(ranks: RankPool, one_device, tmp_path, rule):
     ranks.run(4, cases.saved, "hsdp", rule, str(tmp_path))
-    for found in (*ranks.run(3, cases.resumed, "fsdp", rule, str(tmp_path)), cases.resumed(None, rule, str(tmp_path))):
-        assert not differences(found, one_device[rule], 1e-7)
+    for rank, found in enumerate(ranks.run(3, cases.resumed, "fsdp", rule, str(tmp_path))):
+        assert_near(found, one_device[rule], f"rank {rank}", atol=1e-7)
+    assert_near(cases.resumed(None, rule, str(tmp_path)), one_device[rule], "one device", atol=1e-7)
 
 
 def test_a_toy_rule_under_ddp(ranks: RankPool, one_device):
-    for found in ranks.run(2, cases.trained, "ddp", "toy_sphere", "owner"):
-        assert not differences(found, one_device["toy_sphere"], 1e-7)
+    for rank, found in enumerate(ranks.run(2, cases.trained, "ddp", "toy_sphere", "owner")):
+        assert_near(found, one_device["toy_sphere"], f"rank {rank}", atol=1e-7)
 
 
 # ---------------------------------------------------------------------------------------------------- registering
@@ -191,7 +187,7 @@ def registry():
 
 
 def test_registering_again_replaces(registry):
-    """As a notebook cell does that is run twice; an optimizer that lives takes the new one at its next step."""
+    """A notebook cell that is run twice does this; a living optimizer uses the new rule at its next step."""
 
     def define(size: float) -> None:
         @register
@@ -223,7 +219,7 @@ def test_five_lines_are_a_rule(registry):
     optimizer = MuonOptimizer([w, b], rule="signs", lr=0.5)
     w.grad, b.grad = torch.randn(3, 4), torch.randn(3)
     optimizer.step()
-    assert torch.equal(w.detach(), -0.5 * w.grad.sign())
+    assert_same(w, -0.5 * w.grad.sign())
     assert [row.rule for row in optimizer.routing_report().rows] == ["signs", "adamw"]
     assert RULES["signs"].display_name == "signs"
     # What extends Muon is not called Muon.
@@ -528,8 +524,8 @@ def test_a_toy_statistic_is_one_object(ranks: RankPool):
     w = nn.Parameter(torch.randn(5, 3))
     expected = with_toy_statistic(None)
     for layout, world_size in (("fsdp", 2), ("hsdp", 4)):
-        for found in ranks.run(world_size, with_toy_statistic, layout):
-            assert not differences(found, expected, 1e-9)
+        for rank, found in enumerate(ranks.run(world_size, with_toy_statistic, layout)):
+            assert_near(found, expected, f"{layout}, rank {rank}", atol=1e-9)
     with patch.dict(STATISTICS, {SumOfEntries.name: SumOfEntries()}), patch.dict(RULES):
         factors = lambda self, n: (n.statistics["sum_of_entries"], 0.0)  # noqa: E731
         register(type("Times", (Muon,), {"name": "times", "statistics": ("sum_of_entries",), "factors": factors}))
@@ -539,7 +535,7 @@ def test_a_toy_statistic_is_one_object(ranks: RankPool):
 
 
 def last_rank_computes(units, holders, loads, wire_bytes):
-    """A toy strategy: everything on the last rank. It is one answer to "who computes a unit"."""
+    """Assign every unit to the last rank, as a toy strategy."""
     last = max(loads)
     return [last] * len(units), {rank: float(rank == last) for rank in loads}
 
@@ -556,15 +552,15 @@ def with_toy_strategy(layout: str, rule: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def test_a_toy_strategy_is_one_function(ranks: RankPool, one_device):
-    """Who computes a unit is decided in one place; exchange, state and statistics follow."""
+    """The owner of a unit is decided in one place; exchange, state and statistics follow."""
     outcomes = ranks.run(2, with_toy_strategy, "fsdp", "toy_sphere")
     assert [count for _, count in outcomes] == [0, 13]
-    for found, _ in outcomes:
-        assert not differences(found, one_device["toy_sphere"], 1e-7)
+    for rank, (found, _) in enumerate(outcomes):
+        assert_near(found, one_device["toy_sphere"], f"rank {rank}", atol=1e-7)
 
 
 def test_a_toy_kernel_is_one_class(monkeypatch):
-    """In Triton's interpreter where there is no GPU; the order of its states and scalars is its own."""
+    """The kernel chooses the order of its states and scalars. Without a GPU it runs in Triton's interpreter."""
     pytest.importorskip("triton")
     from tests import toy_kernels
 
@@ -589,6 +585,6 @@ def test_a_toy_kernel_is_one_class(monkeypatch):
             params[0].grad = None
             optimizer.step()
         found[rule] = [*params, *(optimizer.state[p]["momentum_buffer"] for p in params)]
-    assert len(launched) == 3
+    assert launched
     for plain, by_kernel in zip(*found.values(), strict=True):
         torch.testing.assert_close(by_kernel, plain)

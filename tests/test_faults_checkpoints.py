@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, migrate
 from muon_fsdp.comm.transfers import local
 from muon_optimizer import TritonMuon
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -37,7 +38,7 @@ Make = Callable[..., torch.optim.Optimizer]
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    """A model with matrices, vectors and an embedding; sharded where there are ranks."""
+    """Make a model with matrices, vectors and an embedding, sharded where there are ranks."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.LayerNorm(8))
     if dist.is_initialized():
@@ -58,26 +59,25 @@ def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 3) 
             optimizer.zero_grad()
 
 
-def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
-    """A copy of this rank's state, by the names of parameter and state."""
+def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return a copy of this rank's state, by the names of parameter and state."""
     return {
-        (name, key): local(torch.as_tensor(value)).clone()
+        f"{name} {key}": local(torch.as_tensor(value)).clone()
         for name, parameter in model.named_parameters()
         for optimizer in optimizers
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def assert_same(found: dict[Any, Tensor], expected: dict[Any, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert any(value.any() for value in expected.values())
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Check that two results of `state_of` are equal, and that the state is not all zeros, as in a new optimizer."""
+    assert any(value.any() for value in expected.values()), f"state of a new optimizer: {expected}"
+    assert_same(found, expected)
 
 
 @contextmanager
 def folder() -> Iterator[str]:
-    """A folder that all ranks know."""
+    """Make a temporary folder that all ranks know."""
     with tempfile.TemporaryDirectory() as name:
         names = [name]
         if dist.is_initialized():
@@ -88,7 +88,7 @@ def folder() -> Iterator[str]:
 
 
 def others(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """torch.optim.Muon for matrices and AdamW for the rest, trained."""
+    """Train a model with torch.optim.Muon for matrices and AdamW for other parameters; return both."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors)]
@@ -108,7 +108,7 @@ def the_page_in_order() -> None:
         before = state_of(names["model"], names["optimizer"]) if "dcp.load" in code else None
         exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
         if before is not None:
-            assert_same(state_of(names["model"], names["optimizer"]), before)
+            assert_same_state(state_of(names["model"], names["optimizer"]), before)
             return
     raise AssertionError("the page has no snippet that resumes")
 
@@ -122,7 +122,7 @@ def test_the_snippet_of_the_faq_restores_state(ranks: RankPool):
 
 
 def resumed(make: Make, flatten: bool, whole: bool) -> None:
-    """Save and load into a new optimizer, whose model has gradients."""
+    """Save, load into a new optimizer whose model has gradients, and check that its state is what was saved."""
     model, options = net(), FLATTENED[flatten]
     optimizer = make(model)
     train(model, optimizer)
@@ -148,7 +148,7 @@ def resumed(make: Make, flatten: bool, whole: bool) -> None:
             state = {"optimizer": get_optimizer_state_dict(fresh_model, fresh, options=options)}
             dcp.load(state, checkpoint_id=path)
             set_optimizer_state_dict(fresh_model, fresh, state["optimizer"], options=options)
-    assert_same(state_of(fresh_model, fresh), state_of(model, optimizer))
+    assert_same_state(state_of(fresh_model, fresh), state_of(model, optimizer))
 
 
 def all_resumed() -> None:
@@ -180,13 +180,13 @@ def test_a_new_state_dict_has_state_only_if_there_are_gradients(make):
     backward(model)
     state = optimizer.state_dict()["state"]
     assert len(state) == len(list(model.parameters()))
-    assert not any(torch.as_tensor(value).any() for values in state.values() for value in values.values())
+    assert [(i, key) for i, each in state.items() for key, value in each.items() if torch.as_tensor(value).any()] == []
     other = net()
     expected = make(other)
     backward(other)
     optimizer.step()
     expected.step()
-    assert_same(state_of(model, optimizer), state_of(other, expected))
+    assert_same_state(state_of(model, optimizer), state_of(other, expected))
 
 
 def test_state_of_a_model_on_the_meta_device_is_created_when_it_is_materialised():
@@ -194,7 +194,8 @@ def test_state_of_a_model_on_the_meta_device_is_created_when_it_is_materialised(
         model = net()
     optimizer = MuonOptimizer(model)
     model(torch.arange(8, device="meta")).sum().backward()
-    assert all(value.is_meta for state in optimizer.state_dict()["state"].values() for value in state.values())
+    state = optimizer.state_dict()["state"]
+    assert {value.device.type for each in state.values() for value in each.values()} == {"meta"}
     for parameter in model.parameters():
         parameter.grad = None
         torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(parameter.shape)))
@@ -218,7 +219,7 @@ def test_state_that_would_not_be_loaded_is_an_error(make):
         set_optimizer_state_dict(fresh_model, fresh, saved, options=FLATTENED[True])
     fresh.state_dict()
     set_optimizer_state_dict(fresh_model, fresh, saved, options=FLATTENED[True])
-    assert_same(state_of(fresh_model, fresh), state_of(model, optimizer))
+    assert_same_state(state_of(fresh_model, fresh), state_of(model, optimizer))
 
 
 @promise(
@@ -245,7 +246,11 @@ def test_parameters_without_saved_state_are_named():
 
 
 def partly_loaded(make: Callable[[nn.Module], list[torch.optim.Optimizer]], flatten: bool) -> str:
-    """Load another optimizer's checkpoint as far as names fit; the error, after a look at what is left."""
+    """Load another optimizer's checkpoint as far as names fit, and check that nothing of it is left.
+
+    Returns:
+        The error, or "" if there was none.
+    """
     model, options = net(), FLATTENED[flatten]
     old = make(model)
     fresh = MuonOptimizer(model, overrides={"0.weight": "muon"})
@@ -257,8 +262,9 @@ def partly_loaded(make: Callable[[nn.Module], list[torch.optim.Optimizer]], flat
     try:
         set_optimizer_state_dict(model, fresh, state["optimizer"], options=options)
     except RuntimeError as error:
-        assert not any(value.any() for value in state_of(model, fresh).values())
-        assert fresh.param_groups[0]["nesterov"] is False
+        kept = [name for name, value in state_of(model, fresh).items() if value.any()]
+        assert not kept, f"state of the other optimizer is left: {kept}"
+        assert fresh.param_groups[0]["nesterov"] is False, fresh.param_groups[0]
         return str(error)
     return ""
 
@@ -360,7 +366,11 @@ def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) ->
 
 
 def build(model: nn.Module, form: str, **options: Any) -> tuple[torch.optim.AdamW, Any]:
-    """AdamW in the form that users build it, and what they pass as `params` afterwards."""
+    """Build AdamW in one of the forms that users do.
+
+    Returns:
+        The optimizer, and what users then pass as `params` to `migrate.load_state_dict`.
+    """
     parameters = list(model.parameters())
     decayed, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
     given: dict[str, Any] = {
@@ -374,7 +384,10 @@ def build(model: nn.Module, form: str, **options: Any) -> tuple[torch.optim.Adam
 
 
 def continued(form: str, options: dict[str, Any], through_dcp: bool = False) -> None:
-    """Train with AdamW, go on with it and with ours: the AdamW part is the same, and matrices start at zero."""
+    """Train with AdamW, continue with AdamW and with ours, and compare the parameters that stay under AdamW.
+
+    Check also that matrices start without momentum.
+    """
     model = net()
     old, params = build(model, form, **options)
     advance(model, old, range(3))
@@ -399,10 +412,10 @@ def continued(form: str, options: dict[str, Any], through_dcp: bool = False) -> 
     advance(twin, optimizer, range(3, 8))
     for name in names:
         there, here = local(model.get_parameter(name)), local(twin.get_parameter(name))
-        torch.testing.assert_close(here, there, rtol=2e-5, atol=2e-6)
+        assert_near(here, there, name, rtol=2e-5, atol=2e-6)
     resumed = FSDPMuonOptimizer(twin, **OURS)
     resumed.load_state_dict(optimizer.state_dict())  # it counts as one of ours from now on
-    assert_same(state_of(twin, resumed), state_of(twin, optimizer))
+    assert_same_state(state_of(twin, resumed), state_of(twin, optimizer))
 
 
 VARIANTS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": False}, {"capturable": False, "foreach": True}]
@@ -440,15 +453,20 @@ def whole_to_shards() -> None:
     whole = get_optimizer_state_dict(model, old, options=StateDictOptions(full_state_dict=True))
     optimizer = FSDPMuonOptimizer(model, **OURS)
     migrate.load_state_dict(optimizer, whole)
-    for parameter in (model[0].weight, model[1].bias):
-        here, there = optimizer.state[parameter], old.state[parameter]
-        assert torch.equal(local(here["momentum_buffer"]), local(there["exp_avg"]))
-        assert torch.equal(local(here["second_moment"]), local(there["exp_avg_sq"]))
-        assert here["step"] == 3
+    for name in ("0.weight", "1.bias"):
+        parameter = model.get_parameter(name)
+        assert_took_over_adamw(name, optimizer.state[parameter], old.state[parameter])
+
+
+def assert_took_over_adamw(name: str, here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
+    """Check that our state of a parameter is what torch.optim.AdamW had after three steps."""
+    assert_same(here["momentum_buffer"], there["exp_avg"], f"first moment of {name}")
+    assert_same(here["second_moment"], there["exp_avg_sq"], f"second moment of {name}")
+    assert here["step"] == 3, f"{name}: {here['step']}"
 
 
 def from_the_pair_of_torch() -> None:
-    """torch.optim.Muon and AdamW, by two calls or from one state dict of torch.distributed.checkpoint."""
+    """Migrate from torch.optim.Muon and AdamW, by two calls or from one state dict of torch.distributed.checkpoint."""
     model = net()
     old = others(model)
     for at_once in (True, False):
@@ -458,15 +476,13 @@ def from_the_pair_of_torch() -> None:
         else:
             for part in old:
                 migrate.load_state_dict(optimizer, part.state_dict(), part.param_groups)
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             here = {key: local(torch.as_tensor(value)) for key, value in optimizer.state[p].items()}
             there = {key: local(torch.as_tensor(v)) for o in old for key, v in o.state.get(p, {}).items()}
             if p.ndim == 2:
                 torch.testing.assert_close(here["momentum_buffer"], there["momentum_buffer"] / (1 - 0.95))
             else:
-                assert torch.equal(here["momentum_buffer"], there["exp_avg"])
-                assert torch.equal(here["second_moment"], there["exp_avg_sq"])
-                assert here["step"] == 3
+                assert_took_over_adamw(name, here, there)
 
 
 @promise(
@@ -493,7 +509,7 @@ def test_rules_that_extend_muon_take_its_momentum_and_start_the_rest():
 
 
 def test_keller_jordans_state_is_migrated():
-    """His package is not installed: state and groups as it saves them."""
+    """His package is not installed, so state and groups are written here as it saves them."""
     model = net()
     matrix, vector = model[1].weight, model[1].bias
     moments = {"exp_avg": torch.ones(12), "exp_avg_sq": torch.full((12,), 2.0), "step": 3}
@@ -522,8 +538,7 @@ def test_the_count_of_steps_may_be_any_number(step):
     optimizer = MuonOptimizer(model)
     migrate.load_state_dict(optimizer, saved, model.parameters())
     count = optimizer.state[model[1].bias]["step"]
-    assert torch.equal(count, torch.tensor(7.0))
-    assert count.dtype == torch.float32
+    assert_same(count, torch.tensor(7.0, dtype=torch.float32))
 
 
 def test_a_frozen_parameter_is_no_mismatch():
@@ -585,7 +600,7 @@ def test_state_that_can_not_be_migrated_is_named(change, match):
     optimizer = MuonOptimizer(model)
     with pytest.raises((RuntimeError, ValueError), match=match):
         migrate.load_state_dict(optimizer, saved, None if change == "nameless" else params)
-    assert not any(value.any() for value in state_of(model, optimizer).values())
+    assert [name for name, value in state_of(model, optimizer).items() if value.any()] == []
 
 
 # ------------------------------------------------------------------------------------------- ZeroRedundancyOptimizer
@@ -607,7 +622,7 @@ def wrapped() -> list[str]:
         before = [p.detach().clone() for p in matrices]
         model(torch.ones(4, 8)).square().mean().backward()
         optimizer.step()
-    assert not any(torch.equal(p, old) for p, old in zip(matrices, before, strict=True))
+    assert_changed(matrices, before)
     return texts
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
 from muon_fsdp.linalg.power_iteration import power_iteration
 from muon_fsdp.spectral import compute_spectral_norm
+from tests.comparisons import assert_changed, assert_same
 from tests.fault_cases import error_of, net
 from tests.pool import RankPool
 from tests.promises import promise
@@ -30,7 +31,11 @@ def backward(model: nn.Module) -> None:
 
 
 def built_too_early() -> list[str]:
-    """The errors of optimizers that were built before `fully_shard`, and none of those that were built after it."""
+    """Build optimizers before `fully_shard` and after it, and check that the latter update the shards.
+
+    Returns:
+        The errors of the former.
+    """
     texts = []
     for make in OPTIMIZERS:
         model = net()
@@ -43,13 +48,13 @@ def built_too_early() -> list[str]:
         late = make(model)
         backward(model)
         late.step()
-        shards = [p for group in late.param_groups for p in group["params"]]
-        before = [p.to_local().clone() for p in shards]
+        shards = {name: p for g in late.param_groups for name, p in zip(g["param_names"], g["params"], strict=True)}
+        before = {name: p.to_local().clone() for name, p in shards.items()}
         late.zero_grad()
         model.set_reshard_after_backward(False)  # the parameters of the model are whole at the step
         backward(model)
         late.step()
-        assert any(not torch.equal(a, p.to_local()) for a, p in zip(before, shards, strict=True))
+        assert_changed(shards, before, make.__name__)
     return texts
 
 
@@ -68,7 +73,7 @@ REPLACED = ("assign", "module", "parallelize", "late metrics")
 
 
 def replaced(kind: str) -> str:
-    """The error of a step after parameters of the model have been replaced."""
+    """Replace parameters of a model after its optimizer was built; return the error of a step."""
     model = net()
     optimizer = MuonOptimizer(model)
     if kind == "assign":
@@ -96,14 +101,17 @@ def test_parameters_that_were_replaced_are_told(ranks: RankPool, kind):
     assert "parameters are no longer the model's ('0.weight'" in text
 
 
-def test_parameters_that_a_model_never_had_are_fine():
+def test_parameters_that_a_model_never_had_are_updated_too():
     model, extra = net(), nn.Parameter(torch.ones(4, 4))
     optimizer = FSDPMuonOptimizer(model, [*model.parameters(), extra])
     backward(model)
     extra.grad = torch.ones(4, 4)
     optimizer.step()
-    del model[2]  # by choice
+    assert_changed(extra, torch.ones(4, 4), "extra")
+    before = extra.detach().clone()
+    del model[2]  # a layer that is removed on purpose stops nothing
     optimizer.step()
+    assert_changed(extra, before, "extra")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
@@ -148,9 +156,8 @@ def test_a_step_inside_autocast_is_the_same(rule):
             backward(model)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert_same(found[1], found[0])
 
 
 def test_a_rule_of_a_user_is_outside_autocast_too():
@@ -164,7 +171,7 @@ def test_a_rule_of_a_user_is_outside_autocast_too():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             optimizer.step()
         found.append(model[0].weight.detach().clone())
-    assert torch.equal(*found)
+    assert_same(found[1], found[0])
 
 
 @promise(
@@ -175,8 +182,8 @@ def test_spectral_norms_inside_autocast_are_the_same():
     weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     expected, triple = compute_spectral_norm(weight), power_iteration(weight, 20)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(compute_spectral_norm(weight), expected)
-        assert torch.equal(power_iteration(weight, 20).norm, triple.norm)
+        assert_same(compute_spectral_norm(weight), expected)
+        assert_same(power_iteration(weight, 20).norm, triple.norm)
 
 
 # ------------------------------------------------------------------------------------------------- state and hooks
@@ -197,12 +204,12 @@ def test_gradients_are_cleared_after_resuming_with_less_accumulation():
         resumed = FSDPMuonOptimizer(model, gradient_accumulation_steps=steps)
         resumed.load_state_dict(saved)
         resumed.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == []
         backward(model)
     again = FSDPMuonOptimizer(model, gradient_accumulation_steps=4)
     again.load_state_dict(saved)
     again.zero_grad()
-    assert all(p.grad is not None for p in model.parameters())
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
 @promise(
@@ -275,5 +282,5 @@ def test_a_step_is_not_compiled(rule):
             backward(model)
             step()
         found.append(model[0].weight.detach().clone())
-    assert torch.equal(*found)
+    assert_same(found[1], found[0])
     assert traced == 0

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm.transfers import local
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.distributed_cases import lay_out, make_model, train
 from tests.fault_cases import error_of, net
 from tests.pool import RankPool
@@ -55,7 +56,7 @@ def give_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def nothing_is_shared(kind: str) -> list[str]:
-    """The warnings of three steps."""
+    """Train a model whose parameters no mesh shards; return the warnings of three steps."""
     model: nn.Module = net()
     options: dict[str, Any] = {}
     if kind == "ddp":
@@ -125,8 +126,8 @@ class OwnExpert(nn.Module):
         return self.expert(torch.tanh(self.shared(x)))
 
 
-def ddp_with_ignored(make: str) -> tuple[float, float, list[int]]:
-    """How far the ignored and the shared weights are from one device, and how many matrices this rank computed."""
+def ddp_with_ignored(make: str) -> None:
+    """Train a model of which DDP ignores a layer, and check that its weights are those of one device."""
     model = OwnExpert()
     names = [f"expert.{leaf}" for leaf in ("weight", "bias")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -135,7 +136,6 @@ def ddp_with_ignored(make: str) -> tuple[float, float, list[int]]:
     options = {"lr": 0.1, "orthogonalization": "exact"}
     optimizer = OPTIMIZERS[make == "fsdp"](wrapped, **options)
     reference = OPTIMIZERS[make == "fsdp"](alone, **options)
-    owners = [row.num_owners for row in optimizer.plan_report().rows]
     for step in range(3):
         optimizer.zero_grad()
         backward(wrapped, seed=10 * step + dist.get_rank())
@@ -144,13 +144,12 @@ def ddp_with_ignored(make: str) -> tuple[float, float, list[int]]:
             if name.startswith("shared"):
                 equal = [torch.zeros_like(q.grad) for _ in range(dist.get_world_size())]
                 dist.all_gather(equal, q.grad)
-                assert all(torch.equal(one, q.grad) for one in equal)
+                assert_same(equal, [q.grad] * len(equal), f"gradients of {name}, by rank")
         optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reference.step()
-    ignored = float((model.expert.weight - alone.expert.weight).abs().max())
-    return ignored, float((model.shared.weight - alone.shared.weight).abs().max()), owners
+    assert_near(dict(model.named_parameters()), dict(alone.named_parameters()), atol=1e-6)
 
 
 @promise(
@@ -159,13 +158,11 @@ def ddp_with_ignored(make: str) -> tuple[float, float, list[int]]:
 )
 @pytest.mark.parametrize("make", ["muon", "fsdp"])
 def test_parameters_that_ddp_ignores_stay_on_their_rank(ranks: RankPool, make):
-    for ignored, shared, _ in ranks.run(2, ddp_with_ignored, make):
-        assert ignored < 1e-6
-        assert shared < 1e-6
+    ranks.run(2, ddp_with_ignored, make)
 
 
 def replicated_work() -> int:
-    """Matrices that this rank orthogonalizes in a step of a DDP model."""
+    """Count the matrices that this rank orthogonalizes in a step of a DDP model."""
     from muon_fsdp.rules import RULES
 
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
@@ -192,8 +189,11 @@ def test_the_work_of_a_ddp_model_is_split(ranks: RankPool):
 # ---------------------------------------------------------------------------------------------------- process groups
 
 
-def groups_with_a_history() -> float:
-    """Two stages of 2 x 2 ranks each, after ranks 0 and 4 have made a group that the others know nothing of."""
+def groups_with_a_history() -> None:
+    """Train two stages of 2 x 2 ranks each, after ranks 0 and 4 have made a group that the others know nothing of.
+
+    Check that the weights are those of one device.
+    """
     if dist.get_rank() in (0, 4):
         dist.new_group([0, 4], use_local_synchronization=True)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "replicate", "shard"))
@@ -206,9 +206,8 @@ def groups_with_a_history() -> float:
             optimizer.zero_grad()
             backward(module, step)
             optimizer.step()
-    return max(
-        float((p.full_tensor() - q).abs().max()) for p, q in zip(model.parameters(), alone.parameters(), strict=True)
-    )
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    assert_near(found, dict(alone.named_parameters()), atol=1e-5)
 
 
 @promise(
@@ -216,11 +215,15 @@ def groups_with_a_history() -> float:
     "No effect: groups are named by their ranks, and found through the store",
 )
 def test_the_history_of_process_groups_does_not_matter(ranks: RankPool):
-    assert max(ranks.run(8, groups_with_a_history, timeout=LIMIT)) < 1e-5
+    ranks.run(8, groups_with_a_history, timeout=LIMIT)
 
 
 def groups_in_use() -> tuple[int, int]:
-    """Collectives of a step on groups of torch's, and on others, though rank 0 has asked for a plan by itself."""
+    """Count the collectives of a step, after rank 0 alone has asked for a plan.
+
+    Returns:
+        The number of collectives on process groups of FSDP2 or torch, and the number on other groups.
+    """
     module, data_rank, data_size = lay_out(make_model(), "hsdp")
     optimizer = FSDPMuonOptimizer(module)
     if dist.get_rank() == 0:
@@ -253,8 +256,8 @@ def test_no_group_of_torch_is_borrowed(ranks: RankPool):
         assert own > 0
 
 
-def second_world() -> bool:
-    """Train, shut torch.distributed down, start it again, and go on with the same optimizer."""
+def second_world() -> None:
+    """Train, shut torch.distributed down, start it again, and check that a new optimizer updates the model."""
     import tempfile
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -269,16 +272,16 @@ def second_world() -> bool:
     again = MuonOptimizer(model.named_parameters(), replicate_group=dist.group.WORLD)
     before = model[0].weight.detach().clone()
     again.step()
-    return not torch.equal(before, model[0].weight)
+    assert_changed(model[0].weight, before, "0.weight")
 
 
 @promise("torch.distributed is shut down and started again", "An optimizer that is built then makes new groups")
 def test_another_initialization_of_torch_distributed(ranks: RankPool):
-    assert all(ranks.run(2, second_world, timeout=LIMIT))
+    ranks.run(2, second_world, timeout=LIMIT)
 
 
-def in_a_pretended_world() -> bool:
-    """A step on rank 3 of 64 that do not exist."""
+def in_a_pretended_world() -> tuple[int, ...]:
+    """Take a step on rank 3 of 64 that do not exist; return the shape of this rank's momentum."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -288,18 +291,18 @@ def in_a_pretended_world() -> bool:
     optimizer = FSDPMuonOptimizer(model, strategy="replicate")
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-    return optimizer.state[model[0].weight]["momentum_buffer"].to_local().shape == (2, 64)
+    return tuple(optimizer.state[model[0].weight]["momentum_buffer"].to_local().shape)
 
 
 @promise(
     'A program is tried out under the "fake" backend of torch.distributed', "A step runs, with ranks that do not exist"
 )
 def test_a_pretended_world(ranks: RankPool):
-    assert all(ranks.run(1, in_a_pretended_world, timeout=LIMIT))
+    assert ranks.run(1, in_a_pretended_world, timeout=LIMIT) == [(2, 64)]
 
 
 def late_rank() -> str:
-    """Rank 1 never calls step()."""
+    """Let rank 0 call `step()` and rank 1 never; return rank 0's error."""
     import tempfile
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -328,23 +331,28 @@ def test_ranks_that_do_not_come_are_named(ranks: RankPool):
 # -------------------------------------------------------------------------------------------------------- agreement
 
 
-def nan_far_away(sets: list[list[int]]) -> list[float]:
-    """Skipped steps, and whether all went on afterwards, where sets of ranks overlap in a chain."""
+def nan_far_away(sets: list[list[int]]) -> float:
+    """Give the last rank of a chain of overlapping sets a NaN, and check that no weight becomes one.
+
+    Returns:
+        The number of steps that this rank skipped; 1 for a rank that holds nothing.
+    """
     parameters = []
     for ranks in sets:
         mesh = DeviceMesh("cpu", ranks)
         if mesh.get_coordinate() is not None:
             parameters.append(sharded(torch.randn(6, 5), mesh))
     if not parameters:
-        return [1.0, 1.0]
+        return 1.0
     optimizer = MuonOptimizer(parameters, nonfinite="skip")
     for step in range(3):
         give_gradients(parameters)
         if step == 1 and dist.get_rank() == sets[-1][-1]:
             local(parameters[-1].grad).fill_(torch.nan)
         optimizer.step()
-    finite = all(bool(p.to_local().isfinite().all()) for p in parameters)
-    return [optimizer.metrics()["skipped_steps"], float(finite)]
+    for index, p in enumerate(parameters):
+        assert p.to_local().isfinite().all(), f"parameter {index}: {p.to_local()}"
+    return optimizer.metrics()["skipped_steps"]
 
 
 CUBE = [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
@@ -358,11 +366,15 @@ CUBE = [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7], [0, 4], 
     ("world_size", "sets"), [(5, [[0, 1], [1, 2], [2, 3], [3, 4]]), (8, CUBE), (4, [[0, 1], [0, 1, 2], [2, 3]])]
 )
 def test_news_reach_every_rank(ranks: RankPool, world_size, sets):
-    assert ranks.run(world_size, nan_far_away, sets, timeout=LIMIT) == [[1.0, 1.0]] * world_size
+    assert ranks.run(world_size, nan_far_away, sets, timeout=LIMIT) == [1.0] * world_size
 
 
 def reductions() -> tuple[int, int]:
-    """Reductions of a step under FSDP2 x tensor parallelism, and sets of ranks that this rank shares."""
+    """Take a step under FSDP2 x tensor parallelism.
+
+    Returns:
+        The number of all-reduces of the step, and the number of sets of ranks that share a parameter with this rank.
+    """
     module, data_rank, data_size = lay_out(make_model(hidden=32), "fsdp_tp")
     optimizer = MuonOptimizer(module.named_parameters())
     train(module, optimizer, range(2), data_rank, data_size)
@@ -384,7 +396,7 @@ def test_one_reduction_agrees_for_all_sets_of_ranks(ranks: RankPool):
 
 
 def numbers_of_one_rank(name: str, value: object, make: str) -> list[str]:
-    """Change an option on rank 1 after two steps; the errors of the next two."""
+    """Change an option on rank 1 after two steps; return the errors of the next two."""
     module, data_rank, data_size = lay_out(make_model(), "ddp" if make == "ddp" else "fsdp")
     optimizer = FSDPMuonOptimizer(module, rule="normuon" if name == "beta2" else "muon")
     train(module, optimizer, range(2), data_rank, data_size)
@@ -412,22 +424,22 @@ def test_numbers_that_differ_between_ranks_are_told(ranks: RankPool, name, value
             assert text.count("=") == 2  # what is equal is not printed
 
 
-def betas_as_a_list() -> bool:
-    """A list where a tuple was, between two steps."""
+def betas_as_a_list() -> list[float]:
+    """Put a list where a tuple was between two steps; return the losses."""
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     optimizer = FSDPMuonOptimizer(module)
-    train(module, optimizer, range(1), data_rank, data_size)
+    losses = train(module, optimizer, range(1), data_rank, data_size)
     optimizer.param_groups[1]["betas"] = [0.9, 0.95]
-    train(module, optimizer, range(1, 2), data_rank, data_size)
-    return True
+    return losses + train(module, optimizer, range(1, 2), data_rank, data_size)
 
 
-def test_an_option_that_is_written_as_a_list(ranks: RankPool):
-    assert all(ranks.run(2, betas_as_a_list, timeout=LIMIT))
+def test_a_list_where_an_option_is_a_tuple_stops_no_rank(ranks: RankPool):
+    losses, others = ranks.run(2, betas_as_a_list, timeout=LIMIT)
+    assert losses == others
 
 
-def bad_option_on_one_rank() -> list[str]:
-    """Set what no check admits on rank 1; every rank's error, and whether training goes on when it is put right."""
+def bad_option_on_one_rank() -> str:
+    """Give rank 1 an option that no check admits, put it right after a step and train on; return the step's error."""
     module, data_rank, data_size = lay_out(make_model(), "fsdp")
     optimizer = MuonOptimizer(module.named_parameters())
     train(module, optimizer, range(1), data_rank, data_size)
@@ -440,20 +452,20 @@ def bad_option_on_one_rank() -> list[str]:
         text = str(error)
     optimizer.param_groups[0]["ns_steps"] = 5
     train(module, optimizer, range(1, 3), data_rank, data_size)
-    return [text]
+    return text
 
 
 @promise("One rank can't plan its step", "All ranks raise, with that rank's reason; a later step is as usual")
 def test_a_rank_that_fails_tells_the_others(ranks: RankPool):
     results = ranks.run(3, bad_option_on_one_rank, timeout=LIMIT)
-    assert "ns_steps" in results[1][0]
-    for (text,) in (results[0], results[2]):
+    assert "ns_steps" in results[1]
+    for text in (results[0], results[2]):
         assert text.startswith("Rank 1 cannot take this step, so no rank does: ")
         assert "ns_steps" in text
 
 
 def parameters_of_one_rank() -> list[str]:
-    """Add a parameter on rank 1 only, then on both; the errors, and whether it is trained in the end."""
+    """Add a parameter on rank 1 only, then on both, and check that it is trained in the end; return the errors."""
     mesh = init_device_mesh("cpu", (2,))
     first, second = (sharded(torch.randn(6, 4), mesh) for _ in range(2))
     optimizer = MuonOptimizer([("first", first)])
@@ -467,7 +479,7 @@ def parameters_of_one_rank() -> list[str]:
     before = second.to_local().clone()
     give_gradients([first, second])
     texts.append(error_of(optimizer.step))
-    assert not torch.equal(before, second.to_local())
+    assert_changed(second, before, "second")
     return texts
 
 
@@ -511,7 +523,7 @@ def test_unnamed_parameters_that_differ_hint_at_names(ranks: RankPool):
 
 
 def groups_with_other_members() -> str:
-    """Two groups of equal options on both ranks, of which other parameters are members."""
+    """Make two groups of the same options on both ranks, with different parameters in them; return the error."""
     mesh = init_device_mesh("cpu", (2,))
     parameters = [(f"p{i}", sharded(torch.ones(6, 4), mesh, (Replicate(),))) for i in range(3)]
     cut = 1 + dist.get_rank()
@@ -525,8 +537,8 @@ def test_groups_with_other_members_are_told(ranks: RankPool):
         assert "parameter 'p1' of shape (6, 4): rank 0 has lr=0.5, rank 1 has lr=0.1" in text
 
 
-def added_by_those_who_hold_it() -> bool:
-    """A parameter on all ranks, and later one that ranks 0 and 1 alone hold and add."""
+def added_by_those_who_hold_it() -> None:
+    """Train a parameter on all ranks, and check that it is updated with one that ranks 0 and 1 alone add later."""
     everyone, pair = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1])
     parameters = [sharded(torch.randn(8, 4), everyone)]
     optimizer = MuonOptimizer([("dense", parameters[0])])
@@ -537,8 +549,7 @@ def added_by_those_who_hold_it() -> bool:
         before = [p.to_local().clone() for p in parameters]
         give_gradients(parameters)
         optimizer.step()
-        assert all(not torch.equal(a, p.to_local()) for a, p in zip(before, parameters, strict=True))
-    return True
+        assert_changed(parameters, before, f"step {step}")
 
 
 @promise(
@@ -546,11 +557,15 @@ def added_by_those_who_hold_it() -> bool:
     "All ranks agree again about who holds what, and training continues",
 )
 def test_parameters_added_where_they_are_held(ranks: RankPool):
-    assert all(ranks.run(4, added_by_those_who_hold_it, timeout=LIMIT))
+    ranks.run(4, added_by_those_who_hold_it, timeout=LIMIT)
 
 
 def accumulation(kind: str) -> list[str]:
-    """Four calls of step() with two per update, where rank 1 fails at the second, or rank 0 looks at its state."""
+    """Call `step()` four times with two calls per update, while rank 0 reads or saves its state or rank 1 fails.
+
+    Returns:
+        The error of every call, "" where there was none.
+    """
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=2)
@@ -579,7 +594,10 @@ def test_ranks_stay_in_step_while_gradients_accumulate(ranks: RankPool, kind):
 
 
 def forgotten_root(kind: str) -> list[str]:
-    """Warnings where only a part of a model is sharded; with equal data on all ranks nothing drifts."""
+    """Take a step where only a part of a model is sharded; return the warnings.
+
+    With equal data on all ranks (any `kind` but "drifts") the gradients of the other part are equal.
+    """
     model = net()
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
     optimizer = MuonOptimizer(model)
@@ -606,7 +624,7 @@ def test_a_part_that_is_not_sharded_is_told(ranks: RankPool):
 
 
 def sparse_gradient() -> list[str]:
-    """A sparse gradient on rank 1 at the first step, and at a later one."""
+    """Give rank 1 a sparse gradient at the first step, and at a later one; return both errors."""
     texts = []
     for steps_before in (0, 1):
         weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
@@ -631,8 +649,8 @@ def test_a_sparse_gradient_on_one_rank(ranks: RankPool):
         assert "'weight'" in text
 
 
-def partial_on_one_rank(placements: Any) -> float:
-    """A gradient that lies otherwise than its parameter on rank 1, and none on rank 0: the distance from one device."""
+def partial_on_one_rank(placements: Any) -> None:
+    """Give rank 1 a gradient that is laid out unlike its parameter, and rank 0 none; compare with one device."""
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
     start, grad = (torch.randn(6, 4, generator=generator) for _ in range(2))
@@ -646,7 +664,7 @@ def partial_on_one_rank(placements: Any) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         MuonOptimizer([("weight", alone)]).step()
-    return float((parameter.full_tensor() - alone).abs().max())
+    assert_near(parameter.full_tensor(), alone, atol=1e-6)
 
 
 @promise(
@@ -655,7 +673,7 @@ def partial_on_one_rank(placements: Any) -> float:
 )
 @pytest.mark.parametrize("placements", [(Partial(),), (Shard(1),)])
 def test_partial_gradients_that_are_missing_on_some_ranks(ranks: RankPool, placements):
-    assert max(ranks.run(2, partial_on_one_rank, placements, timeout=LIMIT)) < 1e-6
+    ranks.run(2, partial_on_one_rank, placements, timeout=LIMIT)
 
 
 def mixed_gradients() -> str:
@@ -674,7 +692,11 @@ def test_gradients_that_lie_differently(ranks: RankPool):
 
 
 def mixed_gradients_of_others() -> str:
-    """Ranks 0 and 1 have gradients that lie differently, and rank 2 shares a parameter with rank 1 only."""
+    """Give ranks 0 and 1 gradients of different layouts, where rank 2 shares a parameter with rank 1 only.
+
+    Returns:
+        The error on this rank.
+    """
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
     named = [(f"p{i}", sharded(torch.ones(6, 4), mesh)) for i, mesh in enumerate(meshes) if mesh.get_coordinate()]
     give_gradients([p for _, p in named])
@@ -690,19 +712,24 @@ def test_gradients_that_lie_differently_are_told_to_ranks_that_do_not_hold_them(
         assert "are laid out differently on its ranks [0, 1]" in text
 
 
-def large_partial_sums() -> tuple[float, bool]:
-    """Partial sums in float16 whose sum has no place there."""
+def large_partial_sums() -> float:
+    """Take a step with partial sums whose sum overflows float16, and check that the weight stays finite.
+
+    Returns:
+        The number of skipped steps.
+    """
     mesh = init_device_mesh("cpu", (2,))
     parameter = sharded(torch.ones(6, 4, dtype=torch.float16), mesh)
     parameter.grad = DTensor.from_local(torch.full((6, 4), 6e4, dtype=torch.float16), mesh, [Partial()])
     optimizer = MuonOptimizer([("weight", parameter)], nonfinite="skip")
     optimizer.step()
-    return optimizer.metrics()["skipped_steps"], bool(parameter.to_local().isfinite().all())
+    assert parameter.to_local().isfinite().all(), parameter.to_local()
+    return optimizer.metrics()["skipped_steps"]
 
 
 @promise("Partial sums in half precision add up to more than it holds", "They are added in single precision")
 def test_partial_sums_do_not_overflow(ranks: RankPool):
-    assert ranks.run(2, large_partial_sums, timeout=LIMIT) == [(0.0, True)] * 2
+    assert ranks.run(2, large_partial_sums, timeout=LIMIT) == [0.0, 0.0]
 
 
 def plain_gradient() -> str:
@@ -722,7 +749,7 @@ def test_a_plain_gradient_of_a_dtensor_is_named(ranks: RankPool):
 
 
 def metrics_of_shards(rule: str) -> dict[str, Any]:
-    """Metrics of a sharded model at a step, beside the size of the update that was made, per matrix."""
+    """Collect the metrics of a sharded model at two steps, and the RMS of the update of each matrix at the last."""
     model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = FSDPMuonOptimizer(model, lr=0.1, weight_decay=0.0, rule=rule)

@@ -1,6 +1,6 @@
-"""The acceptance snippets and a training run under FSDP2.
+"""Check that both classes train under FSDP2, used as a newcomer would use them.
 
-By pytest on a pool of gloo ranks; and directly, on two GPUs or on the CPU:
+pytest runs this on a pool of gloo ranks, and torchrun on two GPUs or on the CPU:
 
     torchrun --nproc_per_node=2 tests/test_fsdp_integration.py
 """
@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from tests.comparisons import assert_changed
 from tests.pool import RankPool
 
 
@@ -32,8 +33,8 @@ def device() -> torch.device:
     return torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
 
 
-def acceptance_snippet() -> bool:
-    """DTensor parameters into the plain class, as a newcomer would write it."""
+def acceptance_snippet() -> None:
+    """Check that the plain class updates DTensor parameters, used as a newcomer would use it."""
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)).to(device())
     for layer in model:
         fully_shard(layer)
@@ -44,11 +45,11 @@ def acceptance_snippet() -> bool:
         optim.zero_grad()
         model(torch.randn(4, 100, device=device())).square().mean().backward()
         optim.step()
-    return all(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    assert_changed(list(model.parameters()), before)
 
 
-def loss_falls() -> bool:
-    """FSDPMuonOptimizer learns a permutation of features."""
+def loss_falls() -> None:
+    """Check that FSDPMuonOptimizer learns a permutation of features."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).to(device())
     for layer in model:
@@ -65,16 +66,16 @@ def loss_falls() -> bool:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.5 * losses[0], losses
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_acceptance_snippet(ranks: RankPool, world_size):
-    assert all(ranks.run(world_size, acceptance_snippet))
+def test_the_plain_class_updates_every_shard(ranks: RankPool, world_size):
+    ranks.run(world_size, acceptance_snippet)
 
 
-def test_loss_falls(ranks: RankPool):
-    assert all(ranks.run(2, loss_falls))
+def test_the_loss_falls(ranks: RankPool):
+    ranks.run(2, loss_falls)
 
 
 ONE_AFTER_THE_OTHER = """
@@ -89,8 +90,8 @@ runpy.run_path(second, run_name="__main__")
 """
 
 
-def test_both_run_under_torchrun(tmp_path):
-    """As programs, and on the same ranks: to start these takes longer than all that they do."""
+def test_both_files_run_under_torchrun(tmp_path):
+    """They share their ranks, because starting ranks takes longer than all that they do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -116,8 +117,8 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpus else "gloo")
     if not on_gpus:
         torch.set_num_threads(1)
-    assert acceptance_snippet()
-    assert loss_falls()
+    acceptance_snippet()
+    loss_falls()
     if dist.get_rank() == 0:
         print("2 passed, 0 failed")
     dist.destroy_process_group()

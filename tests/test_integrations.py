@@ -10,6 +10,7 @@ from transformers import Trainer
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, create_hybrid_optimizer
 from muon_fsdp.integrations import trainer_optimizer
 from tests import integration_cases as cases
+from tests.comparisons import assert_near, assert_same
 from tests.pool import RankPool
 
 pytestmark = [
@@ -22,13 +23,11 @@ pytestmark = [
 
 
 def assert_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)
+    assert_near(actual, expected, "weights", **tolerance)
 
 
 def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]], rates: list[float]):
-    """The loop that Trainer runs: clip, step, and a factor on every learning rate."""
+    """Run the loop of Trainer by hand: clip, step, and multiply every learning rate by a factor."""
     data, losses = cases.sequences(), []
     initial = [group["lr"] for group in optimizer.param_groups]
     for indices, rate in zip(rows, rates, strict=True):
@@ -93,7 +92,7 @@ def test_trainer_builds_the_optimizer_from_the_model(make, options, tmp_path):
 
 
 def test_trainer_given_the_class_knows_no_modules(tmp_path):
-    """Why there is an adapter: the groups that Trainer makes hold nameless tensors."""
+    """The groups that Trainer makes hold nameless tensors, which is why there is an adapter."""
     run = cases.trainer(
         cases.llama(), tmp_path, {"optimizer_cls_and_kwargs": (MuonOptimizer, {"lr": 0.02})}, save_strategy="no"
     )
@@ -120,7 +119,7 @@ def test_trainer_resumes_its_checkpoint(make_model, scheduler, tmp_path):
     assert_weights(cases.weights_of(resumed.model), cases.weights_of(run.model))
     state, expected = cases.state_of(resumed.optimizer), cases.state_of(run.optimizer)
     assert len(state) == len(expected) > 20
-    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+    assert_same(state, expected, "optimizer state")
 
 
 def test_gradient_accumulation_of_trainer(tmp_path, monkeypatch):
@@ -139,7 +138,7 @@ def test_gradient_accumulation_of_trainer(tmp_path, monkeypatch):
 
 
 def test_fused_weights_of_gpt2():
-    """A Conv1D stores (d_in, d_out); its three fused matrices are orthogonalized by themselves when told to."""
+    """A Conv1D stores (d_in, d_out); with `num_heads=3` its three fused matrices are separate."""
     model = cases.gpt2()
     optimizer = MuonOptimizer(model, orthogonalization="exact", overrides={"*.c_attn.weight": {"num_heads": 3}})
     scales = {row.name.removeprefix("transformer.h.0."): row.scale for row in optimizer.routing_report().rows}

@@ -36,6 +36,7 @@ from muon_fsdp.kernels import (
     triton_spectral,
 )
 from muon_fsdp.kernels.tiles import TileConfig
+from tests.comparisons import assert_same
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,23 +60,24 @@ def poisoned(*shape, dtype):
 
 
 def error(result, expected, size=None):
-    """The distance, relative to what is expected or, where terms may cancel, to the size of the terms."""
+    """Return the distance relative to the expected norm or, where terms may cancel, to the size of the terms."""
     size = expected if size is None else size
     return float((result.double() - expected).norm() / size.norm().clamp_min(1e-30))
 
 
 def assert_symmetric(out, side, within_tiles):
-    """To the bit: tiles of `side` beside the diagonal are mirrored, and the tensor cores of a GPU are symmetric.
+    """Check symmetry to the bit.
 
-    The interpreter computes tiles with a BLAS, and no BLAS promises that: the half-precision results of a tile on the
+    Tiles of `side` beside the diagonal are mirrored, and the tensor cores of a GPU are symmetric. The interpreter
+    computes tiles with a BLAS, which does not promise symmetry: the half-precision results of a tile on the
     diagonal may then be rounded to neighbours, unless the kernel makes them symmetric `within_tiles`.
     """
     if within_tiles or DEVICE == "cuda":
-        assert torch.equal(out, out.mT)
+        assert_same(out, out.mT)
         return
     tile = torch.arange(out.shape[-1]) // side
     beside = tile[:, None] != tile
-    assert torch.equal(out[:, beside], out.mT[:, beside])
+    assert_same(out[:, beside], out.mT[:, beside])
     torch.testing.assert_close(out, out.mT, rtol=2 * torch.finfo(out.dtype).eps, atol=1e-3)
 
 
@@ -109,7 +111,7 @@ def test_products_of_different_matrices_come_out_symmetric():
     y = x @ x + 1e-3 * random(2, 100, 100)  # commutes with x up to a small, asymmetric error
     out = poisoned(2, 100, 100, dtype=torch.float32)
     triton_products.symmetric_product(x, y, [], out, TileConfig(32, 32, 32, 4, 2))
-    assert torch.equal(out, out.mT)
+    assert_same(out, out.mT)
     assert error(out, x.double() @ y.double().mT) < 1e-2
 
 
@@ -133,7 +135,7 @@ def test_multiply_add(batch, rows, inner, cols, dtype):
 
 @pytest.mark.parametrize("rows_of_tiles", [1, 2, *unmeasured([9])])
 def test_a_triangle_is_covered_once(rows_of_tiles):
-    """Every tile of the lower triangle, whatever the grouping: seen by what a product leaves unwritten."""
+    """Every tile of the lower triangle is written whatever the grouping: the output is NaN before."""
     x = random(1, 16 * rows_of_tiles - 3, 16)
     for group in (1, 3, 8):
         out = poisoned(1, x.shape[1], x.shape[1], dtype=torch.float32)
@@ -142,7 +144,7 @@ def test_a_triangle_is_covered_once(rows_of_tiles):
 
 
 def unpacked(line):
-    """The tiles (matrix, row, column) of a program, read as the Hopper kernel reads them."""
+    """Return the tiles (matrix, row, column) of a program, decoded as the Hopper kernel decodes them."""
     (num_tasks, _), *tasks = line
     assert len(tasks) > num_tasks  # one more is read than there are
     tiles = []
@@ -179,7 +181,7 @@ def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
 
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
-    """Kernels are used for whatever they can compute, on the CPU too."""
+    """Use kernels for all that they can compute, on the CPU too; give the names of those launched."""
     for module in (fused, newton_schulz):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     if DEVICE == "cpu":
@@ -255,7 +257,7 @@ def test_a_gradient_without_an_address():
     p, grad = nn.Parameter(torch.zeros(3, 4)), torch.randn(3, 4)
     plain = local_gradient(p, Wrapper(grad))
     assert type(plain) is torch.Tensor
-    assert torch.equal(plain, grad)
+    assert_same(plain, grad)
     assert local_gradient(p, grad) is grad
 
 
@@ -300,7 +302,8 @@ def test_chunks_cover_every_element_once_and_never_mix_matrices(tensors):
     for tensor, start, length, _ in chunks.tolist():
         covered[tensor][start : start + length] += 1
         assert start // matrix_numels[tensor] == (start + length - 1) // matrix_numels[tensor]
-    assert all((each == 1).all() for each in covered)
+    for each in covered:
+        assert_same(each, torch.ones_like(each), "how often each element is covered")
     assert chunks[:, 3].tolist() == list(range(total))
     assert aligned == all(row[1] % 16 == 0 and row[2] % 16 == 0 for row in chunks.tolist())
 
@@ -515,7 +518,7 @@ def test_what_the_gluon_kernel_is_given(monkeypatch):
     monkeypatch.setattr(products, "select", lambda *_: select_module.Choice("gluon", None, "test"))
 
     def compute(a, b, c, e, out, *, alpha, beta, gamma):
-        assert all(tensor.is_contiguous() for tensor in (a, b, c, e, out))
+        assert [name for name, t in zip("abceo", (a, b, c, e, out), strict=True) if not t.is_contiguous()] == []
         return torch.add(alpha * a @ b.mT + beta * c, e, alpha=gamma, out=out)
 
     monkeypatch.setattr(kernels, "triton_hopper", SimpleNamespace(symmetric_product=compute), raising=False)
@@ -524,41 +527,57 @@ def test_what_the_gluon_kernel_is_given(monkeypatch):
     torch.testing.assert_close(result, 0.5 * x @ y.mT + 2 * y - x)
 
 
-@pytest.mark.skipif(
-    select_module.triton_version() not in select_module.GLUON_VERSIONS, reason="about versions of Triton with our Gluon"
-)
-def test_what_the_gluon_kernel_is_launched_with(monkeypatch):
+@pytest.fixture
+def hopper_kernel(monkeypatch):
+    """Give the module of the Gluon kernel on a device of 5 processors, with no schedule made yet."""
+    if select_module.triton_version() not in select_module.GLUON_VERSIONS:
+        pytest.skip("Gluon of this version of Triton is not used")
     from muon_fsdp.kernels import triton_hopper
 
-    launches = []
-    monkeypatch.setattr(triton_hopper, "launch", lambda *args, **options: launches.append((args, options)))
     monkeypatch.setattr(triton_hopper, "num_processors", lambda device: 5)
     monkeypatch.setattr(triton_hopper, "_tables", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return triton_hopper
+
+
+def test_the_gluon_kernel_computes_every_tile_by_a_schedule_that_is_made_once(monkeypatch, hopper_kernel):
+    schedules = []
+
+    def noted_launch(kernel, programs, args, *_, **__):
+        for arg in args:
+            if isinstance(arg, launch.TiledTensor):
+                arg.checked()  # raises where the tensor cannot be read in tiles
+        table, tasks_per_program = args[5:7]
+        assert table.shape[:2] == (programs, tasks_per_program)
+        schedules.append(table)
+
+    monkeypatch.setattr(hopper_kernel, "launch", noted_launch)
     a, c = torch.zeros(2, 304, 72, dtype=torch.float16), torch.zeros(2, 304, 304, dtype=torch.float16)
     for b in (a, a.clone()):
         for _ in range(2):
-            triton_hopper.symmetric_product(a, b, c, c, torch.empty_like(c))
-    assert list(triton_hopper._tables) == [(2, 3, True, a.device), (2, 3, False, a.device)]  # made once each
-    (_, programs, args, constants, _), options = launches[0]
-    assert programs == 5
-    assert (constants, options) == ({"SAME": True, "HAS_C": True, "HAS_E": True}, {"maxnreg": 168})
-    left, right, *tiles = (arg.checked() if isinstance(arg, launch.TiledTensor) else arg for arg in args[:5])
-    assert (right, left.block_shape) == (None, [1, 128, 32])
-    assert [tile.block_shape for tile in tiles] == [[1, 128, 128], [1, 128, 64], [1, 128, 128]]
-    table, line, *steps = args[5:9]
-    assert steps == [3, 3]  # of 32 columns; the mirror is written after the last at the latest
+            hopper_kernel.symmetric_product(a, b, c, c, torch.empty_like(c))
     triangle = [(i, j) for i in range(3) for j in range(i + 1)]
-    assert line == table.shape[1]
-    assert sorted(tile for row in table.tolist() for tile in unpacked(row)) == [
-        (matrix, i, j) for matrix in range(2) for i, j in triangle
-    ]
+    for table in schedules:
+        found = sorted(tile for row in table.tolist() for tile in unpacked(row))
+        assert found == [(matrix, i, j) for matrix in range(2) for i, j in triangle]
+    # Captured graphs hold the address of a schedule.
+    addresses = [table.data_ptr() for table in schedules]
+    assert addresses[0] == addresses[1]
+    assert addresses[2] == addresses[3]
+
+
+def test_the_first_product_of_a_shape_by_gluon_can_not_be_captured(monkeypatch, hopper_kernel):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    a, out = torch.zeros(1, 304, 72, dtype=torch.float16), torch.zeros(1, 304, 304, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="can't be captured by its first call"):
-        triton_hopper.symmetric_product(a[:1], a[:1], None, None, c[:1])
-    monkeypatch.setattr(triton_hopper, "launch", lambda *_, **__: {}["moved"])
+        hopper_kernel.symmetric_product(a, a, None, None, out)
+
+
+def test_a_failure_of_the_gluon_kernel_is_a_kernel_error(monkeypatch, hopper_kernel):
+    monkeypatch.setattr(hopper_kernel, "launch", lambda *_, **__: {}["moved"])
+    a, out = torch.zeros(1, 304, 72, dtype=torch.float16), torch.zeros(1, 304, 304, dtype=torch.float16)
     with pytest.raises(select_module.KernelError, match="KeyError: 'moved'"):
-        triton_hopper.symmetric_product(a, a, None, None, c)
+        hopper_kernel.symmetric_product(a, a, None, None, out)
 
 
 def test_gluon_that_fails_is_not_tried_again(monkeypatch):

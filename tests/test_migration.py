@@ -17,7 +17,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def changes(shape: tuple[int, int], steps: int, *makers: Make) -> list[Tensor]:
-    """What optimizers add to equal weights for equal Gaussian gradients, decay taken out."""
+    """Return what optimizers add to equal weights for equal Gaussian gradients, without weight decay."""
     found = []
     for make in makers:
         generator = torch.Generator().manual_seed(1)
@@ -32,7 +32,7 @@ def changes(shape: tuple[int, int], steps: int, *makers: Make) -> list[Tensor]:
 
 
 def compare(first: Tensor, second: Tensor) -> tuple[float, float]:
-    """Cosine of two changes, and the norm of the second over that of the first."""
+    """Return the cosine of two changes, and the norm of the second over that of the first."""
     cosine = torch.nn.functional.cosine_similarity(first, second, dim=0)
     return float(cosine), float(second.norm() / first.norm())
 

@@ -19,6 +19,7 @@ from muon_fsdp import elementwise
 from muon_fsdp.step import fused
 from muon_optimizer import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 from tests import elementwise_cases
+from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.pool import RankPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,7 +91,7 @@ def compare(cls, shapes, dtype=torch.float32, steps=3, tolerance=1e-5, **changed
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The Triton kernels, on the CPU by the interpreter."""
+    """Use the Triton kernels, in the interpreter on CPUs; give the names of those launched."""
     pytest.importorskip("triton")
     from muon_fsdp.kernels import launch, triton_pair
 
@@ -207,7 +208,7 @@ def test_muonw_vs_muon():
     decoupled, _, _ = one_step(TritonMuonW)
     assert not torch.allclose(coupled, decoupled)
     without = [one_step(cls, weight_decay=0.0)[0] for cls in PAIR]
-    assert torch.equal(*without)
+    assert_same(without[0], without[1], "without weight decay")
 
 
 def test_muonw_state_initialization():
@@ -302,7 +303,7 @@ def test_cpu_tensors(cls):
     optimizer.step()
     assert p.device.type == "cpu"
     assert p.data_ptr() == storage
-    assert not torch.equal(p.detach(), before)
+    assert_changed(p, before)
     assert all(optimizer.state[p][name].device.type == "cpu" for name in ("momentum", "velocity"))
 
 
@@ -360,7 +361,7 @@ def test_sparse_gradients(cls, name):
     before = embedding.weight.detach().clone()
     with pytest.raises(RuntimeError, match=f"^{name} does not support sparse gradients"):
         optimizer.step()
-    assert torch.equal(embedding.weight.detach(), before)
+    assert_same(embedding.weight, before)
     assert not optimizer.state
     dense = nn.Parameter(torch.ones(2))
     dense.grad = torch.ones(2)
@@ -458,7 +459,7 @@ def test_half_precision_weights_with_float32_state(request, dtype, by_kernels):
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_memory_layouts(request, by_kernels):
+def test_memory_layout_does_not_matter(request, by_kernels):
     if by_kernels:
         request.getfixturevalue("kernels")
     base = torch.randn(6, 8, device=DEVICE)
@@ -498,17 +499,17 @@ def test_state_dict_keeps_precision_and_memory_apart(cls, dtype):
     assert other.state[p]["step"] == 1
     for name in ("momentum", "velocity"):
         assert other.state[p][name].dtype == torch.float32
-        assert torch.equal(other.state[p][name], optimizer.state[p][name])
+        assert_same(other.state[p][name], optimizer.state[p][name], name)
         assert other.state[p][name].data_ptr() != loaded["state"][0][name].data_ptr()
     copied = copy.deepcopy(optimizer)
     (copied_p,) = copied.param_groups[0]["params"]
     copied_p.grad = p.grad.clone()
     copied.step()
     optimizer.step()
-    assert torch.equal(copied_p.detach(), p.detach())
+    assert_same(copied_p, p)
 
 
-def test_schedulers_and_hooks():
+def test_schedulers_and_hooks_work():
     p = nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = TritonMuon([p], lr=0.1)
     calls = []
@@ -525,23 +526,25 @@ def test_schedulers_and_hooks():
     assert calls == ["pre", "post"] * 5
 
 
-def test_what_it_is_not():
+def test_complex_parameters_are_refused():
     with pytest.raises(TypeError, match="floating-point"):
         TritonMuon([torch.ones(2, dtype=torch.complex64, requires_grad=True)])
+
+
+def test_the_module_says_that_it_does_not_orthogonalize():
     assert "NOT the orthogonalizing optimizer" in (elementwise.__doc__ or "")
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_shards_and_replicas(ranks: RankPool, norm):
+def test_training_on_ranks_equals_one_device(ranks: RankPool, norm):
     (expected,) = ranks.run(1, elementwise_cases.train_plain, norm)
     for layout in ("fsdp", "hsdp", "tp", "ddp"):
-        for result in ranks.run(4, elementwise_cases.train_sharded, layout, norm):
-            for name, value in result.items():
-                torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=f"{layout} {name}")
+        for rank, found in enumerate(ranks.run(4, elementwise_cases.train_sharded, layout, norm)):
+            assert_near(found, expected, f"{layout}, rank {rank}", rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_gradient_on_some_ranks_only(ranks: RankPool, missing):
+def test_a_gradient_that_is_missing_on_one_rank_counts_as_zero_there(ranks: RankPool, missing):
     for partial, whole in ranks.run(2, elementwise_cases.one_rank_without_a_gradient, missing):
         assert partial == pytest.approx(1.0)  # of what there is
         assert whole == pytest.approx(1.0)

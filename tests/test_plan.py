@@ -28,6 +28,7 @@ from muon_fsdp.plan.report import balance_bound, make_report
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs
+from tests.comparisons import assert_same
 from tests.model_shapes import MODELS
 from tests.pool import RankPool
 
@@ -75,7 +76,8 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
         assert stage.exchange is None
         members = [by_position[i] for _, positions in stage.positions_by_group for i in positions]
         assert len({(spec.rule, spec.device, spec.dtype) for spec in members}) == 1
-        assert all(by_position[i].group == group for group, positions in stage.positions_by_group for i in positions)
+        for group, positions in stage.positions_by_group:
+            assert {by_position[i].group for i in positions} <= {group}
         assert stage.num_bytes == sum(4 * math.prod(spec.shape) for spec in members)
         largest = max(4 * math.prod(spec.shape) for spec in specs)
         assert stage.num_bytes <= max(max_stage_bytes, largest)  # no stage can be smaller than one parameter
@@ -156,6 +158,69 @@ def test_boxes_of_a_replica_partition_the_tensor(shape, layout):
 SHAPES = st.sampled_from([(5, 7), (4, 4), (1, 6), (3, 4, 5)])
 
 
+class PlayedExchange:
+    """An exchange whose ranks are all played in this process, with slices of tensors in place of messages."""
+
+    def __init__(self, specs, wholes, stages):
+        self.specs, self.wholes = specs, wholes
+        self.stages = stages  # the same stage, by rank
+        self.order = sorted(stages)
+
+    def shard(self, rank, position):
+        """Return what a rank holds of a parameter."""
+        layout = self.specs[position].layout
+        return self._part(position, layout.boxes(self.specs[position].shape)[layout.index_of[rank]])
+
+    def whole(self, unit):
+        """Return the region of the parameter that a unit is."""
+        return self._part(unit.position, unit.box)
+
+    def _part(self, position, box):
+        shape = self.specs[position].shape
+        return self.wholes[position][box.within(Box((0,) * len(shape), shape))]
+
+    def messages(self, rank, kind):
+        """Yield the source, the piece sent and the piece received of each message to `rank`.
+
+        `kind` is "gather", "scatter" or "forward".
+        """
+        exchange = self.stages[rank].exchange
+        for source, pieces in zip(self.order, getattr(exchange, f"{kind}_receive"), strict=True):
+            sent = getattr(self.stages[source].exchange, f"{kind}_send")[exchange.me]
+            assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
+            if source != rank and pieces:
+                assert getattr(exchange, f"{kind}s")
+            yield from ((source, out, into) for out, into in zip(sent, pieces, strict=True))
+
+    def check_gather(self, rank):
+        """Check that every unit that `rank` computes is assembled from what it receives; return those units."""
+        stage = self.stages[rank]
+        assembled = {i: torch.full(stage.units[i].box.shape, torch.nan) for i in stage.mine}
+        for source, out, into in self.messages(rank, "gather"):
+            assembled[into.unit][into.in_unit] = self.shard(source, stage.units[out.unit].position)[out.in_shard]
+        for i, value in assembled.items():
+            assert_same(value, self.whole(stage.units[i]), f"unit {i} on rank {rank}")
+        return [stage.units[i] for i in stage.mine]
+
+    def check_results(self, rank):
+        """Check that scattered and forwarded results fill every shard of `rank`."""
+        stage = self.stages[rank]
+        positions = [position for _, members in stage.positions_by_group for position in members]
+        returned = {position: torch.full(self.shard(rank, position).shape, torch.nan) for position in positions}
+        for _, out, into in self.messages(rank, "scatter"):
+            unit = stage.units[out.unit]
+            returned[unit.position][into.in_shard] = self.whole(unit)[out.in_unit]
+        for source, out, into in self.messages(rank, "forward"):
+            assert out.in_shard == into.in_shard
+            # A rank can forward what it was given by an owner, and nothing else.
+            given = self.stages[source].exchange.scatter_receive
+            assert out in [piece for pieces_of_owner in given for piece in pieces_of_owner]
+            position = stage.units[out.unit].position
+            returned[position][into.in_shard] = self.shard(source, position)[out.in_shard]
+        expected = {position: self.shard(rank, position) for position in positions}
+        assert_same(returned, expected, f"shards of rank {rank}, by parameter")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(SHAPES, layouts(num_dims=2, boxes_only=True)), min_size=1, max_size=4),
@@ -163,7 +228,6 @@ SHAPES = st.sampled_from([(5, 7), (4, 4), (1, 6), (3, 4, 5)])
     st.sampled_from([1, 200, 10**6]),
 )
 def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strategy, max_stage_bytes):
-    """Play all ranks of an exchange with tensors instead of processes."""
     mesh = parameters[0][1]
     specs, wholes = [], []
     for position, (shape, other) in enumerate(parameters):
@@ -179,58 +243,15 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
     computed = Counter()
     for number in range(len(outlines)):
         stages = {rank: plan.stages[number] for rank, plan in plans.items()}
-        order = sorted(mesh.ranks)
-        if len(order) == 1:
+        if len(stages) == 1:
             computed.update((u.position, u.box) for u in stages[0].units)
             continue
-
-        def shard(rank, position):
-            spec = specs[position]
-            box = spec.layout.boxes(spec.shape)[spec.layout.index_of[rank]]
-            return wholes[position][box.within(Box((0,) * len(spec.shape), spec.shape))]
-
-        for rank, stage in stages.items():
-            exchange = stage.exchange
-            assembled = {i: torch.full(stage.units[i].box.shape, torch.nan) for i in stage.mine}
-            for source, pieces in zip(order, exchange.gather_receive, strict=True):
-                sent = stages[source].exchange.gather_send[exchange.me]
-                assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
-                if source != rank and pieces:
-                    assert exchange.gathers
-                for out, into in zip(sent, pieces, strict=True):
-                    assembled[into.unit][into.in_unit] = shard(source, stage.units[out.unit].position)[out.in_shard]
-            for i in stage.mine:
-                unit = stage.units[i]
-                spec = specs[unit.position]
-                expected = wholes[unit.position][unit.box.within(Box((0,) * len(spec.shape), spec.shape))]
-                assert torch.equal(assembled[i], expected)
-                if unit.owner is not None or rank == order[0]:
-                    computed[(unit.position, unit.box)] += 1
-            positions = [position for _, members in stage.positions_by_group for position in members]
-            returned = {position: torch.full(shard(rank, position).shape, torch.nan) for position in positions}
-            for source, pieces in zip(order, exchange.scatter_receive, strict=True):
-                sent = stages[source].exchange.scatter_send[exchange.me]
-                assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
-                if source != rank and pieces:
-                    assert exchange.scatters
-                for out, into in zip(sent, pieces, strict=True):
-                    unit = stage.units[out.unit]
-                    spec = specs[unit.position]
-                    result = wholes[unit.position][unit.box.within(Box((0,) * len(spec.shape), spec.shape))]
-                    returned[unit.position][into.in_shard] = result[out.in_unit]
-            for source, pieces in zip(order, exchange.forward_receive, strict=True):
-                sent = stages[source].exchange.forward_send[exchange.me]
-                assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
-                for out, into in zip(sent, pieces, strict=True):
-                    assert exchange.forwards
-                    assert out.in_shard == into.in_shard
-                    # It can pass on what it was given, and nothing else.
-                    given = stages[source].exchange.scatter_receive
-                    assert any(piece == out for pieces_of_owner in given for piece in pieces_of_owner)
-                    position = stage.units[out.unit].position
-                    returned[position][into.in_shard] = shard(source, position)[out.in_shard]
-            for position, value in returned.items():
-                assert torch.equal(value, shard(rank, position))
+        exchange = PlayedExchange(specs, wholes, stages)
+        for rank in stages:
+            units = exchange.check_gather(rank)
+            # All ranks compute a unit without an owner; it is counted once.
+            computed.update((u.position, u.box) for u in units if u.owner is not None or rank == exchange.order[0])
+            exchange.check_results(rank)
     assert set(computed.values()) == {1}
     assert sum(math.prod(box.shape) for _, box in computed) == sum(whole.numel() for whole in wholes)
 
@@ -332,7 +353,7 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
                 what, *transfer = log.pop(0)
                 started[tuple(transfer)] += what == "start"
                 moved = True
-    assert not any(left.values())
+    assert {rank: log for rank, log in left.items() if log} == {}
 
 
 # ---------------------------------------------------------------------------------------------------------- balance
@@ -344,7 +365,7 @@ WORLD_SIZES = {"deepseek-v3": [24, 4096]}
 
 
 def planned(name: str) -> list[tuple[int, float, float, int]]:
-    """(ranks, seconds, balance, matrices) of planning a model for several numbers of ranks."""
+    """Plan a model for several numbers of ranks; return (ranks, seconds, balance, matrices) of each."""
     optimizer = MuonOptimizer([nn.Parameter(torch.empty(shape, device="meta")) for shape in MODELS[name]])
     results = []
     for world_size in WORLD_SIZES.get(name, ALL_WORLD_SIZES):

@@ -133,7 +133,7 @@ def test_bare_parameters_by_dimension_and_named_ones_also_by_name():
         ("layers.0.A_log.weight", (8, 4), "muon"),
     ],
 )
-def test_names(name, shape, rule):
+def test_a_name_decides_the_rule(name, shape, rule):
     optimizer = MuonOptimizer([(name, nn.Parameter(torch.randn(shape))), ("other", nn.Parameter(torch.randn(3, 3)))])
     assert rules(optimizer)[name] == rule
 
@@ -174,7 +174,7 @@ def test_convolutions_say_so():
     assert (row.rule, row.reason) == ("adamw", "stack of vectors")  # twelve (1, 4)
 
 
-def test_other_modules():
+def test_rules_of_other_modules():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()

@@ -98,7 +98,7 @@ def test_weights_are_rounded_where_norms_are_taken():
 
 
 def spaces(shapes):
-    """Of matrices of these shapes: where vectors along their columns and along their rows are."""
+    """Return the layouts of vectors along the columns and along the rows of matrices of these shapes."""
     each = [(1, min(16, rows, cols), rows, cols) for rows, cols in shapes]
     cols = triton_subspace.Space.of([(count, b, n) for count, b, _, n in each], torch.device(DEVICE))
     return cols, triton_subspace.Space.of([(count, b, m) for count, b, m, _ in each], torch.device(DEVICE))

@@ -14,11 +14,12 @@ from muon_fsdp.kernels import Addend, symmetric_product
 from muon_fsdp.linalg import newton_schulz
 from muon_fsdp.linalg.newton_schulz import ORTHOGONALIZATIONS, normalize, orthogonalize
 from muon_fsdp.utils import zeropower_via_newtonschulz5
+from tests.comparisons import assert_same
 from tests.reference import matrix_with_condition, polar
 
 
 def residual(o: torch.Tensor) -> torch.Tensor:
-    """||O O^T - I||_F over the short side, per matrix."""
+    """Return ||O O^T - I||_F over the short side, per matrix."""
     wide = (o.mT if o.shape[-2] > o.shape[-1] else o).double()
     return torch.linalg.matrix_norm(wide @ wide.mT - torch.eye(wide.shape[-2], dtype=torch.float64))
 
@@ -27,7 +28,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def test_contract_on_1000_seeds():
+def test_1000_random_matrices_become_orthogonal():
     batch = torch.stack([torch.randn(50, 100, generator=torch.Generator().manual_seed(seed)) for seed in range(1000)])
     assert residual(zeropower_via_newtonschulz5(batch, steps=5)).max() < 0.02
     one = zeropower_via_newtonschulz5(batch[0], steps=5)
@@ -35,7 +36,7 @@ def test_contract_on_1000_seeds():
 
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
-def test_contract_in_both_forms(form):
+def test_both_forms_give_orthogonal_matrices(form):
     batch = torch.randn(200, 50, 100, generator=torch.Generator().manual_seed(1))
     assert residual(orthogonalize(batch, form=form)).max() < 0.02
 
@@ -44,20 +45,20 @@ def test_contract_in_both_forms(form):
     ("dtype", "bound"), [(torch.float16, 0.1), (torch.bfloat16, 0.1), (torch.float32, 0.02), (torch.float64, 0.02)]
 )
 @pytest.mark.parametrize("shape", [(50, 100), (100, 50), (3, 50, 100), (2, 3, 40, 90)])
-def test_dtypes_tall_wide_and_batched(dtype, bound, shape):
+def test_shape_and_dtype_are_kept_and_the_input_is_not_changed(dtype, bound, shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = matrices.clone()
     result = zeropower_via_newtonschulz5(matrices)
     assert result.shape == matrices.shape
     assert result.dtype == dtype
     assert residual(result).max() < bound
-    assert torch.equal(matrices, before)
+    assert_same(matrices, before)
 
 
 def test_half_precision_input_is_iterated_in_float32():
     matrices = torch.randn(20, 50, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = orthogonalize(matrices.float())
-    assert torch.equal(orthogonalize(matrices), exact.bfloat16())
+    assert_same(orthogonalize(matrices), exact.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (9, 1), (1, 1), (4, 1, 6)])
@@ -73,7 +74,7 @@ def test_zero_stays_zero_beside_a_matrix_that_does_not(method):
     matrices = torch.zeros(2, 6, 8)
     matrices[1] = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     result = orthogonalize(matrices, method=method)
-    assert torch.equal(result[0], torch.zeros(6, 8))
+    assert_same(result[0], torch.zeros(6, 8))
     assert result[1].norm() > 1
 
 
@@ -84,7 +85,7 @@ def test_the_size_of_the_input_does_not_matter(factor):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4), (2, 0, 4)])
-def test_empty(shape):
+def test_empty_matrices_stay_empty(shape):
     assert orthogonalize(torch.zeros(shape)).shape == shape
 
 
@@ -98,7 +99,7 @@ def test_not_finite_stays_visible_and_in_its_own_matrix():
     assert result[2].isfinite().all()
 
 
-def test_views_with_strides():
+def test_strides_do_not_matter():
     base = torch.randn(100, 60, generator=torch.Generator().manual_seed(0))
     for view in (base.T, base[::2], base[:, ::3], base.T.unsqueeze(0).expand(3, 60, 100)):
         torch.testing.assert_close(orthogonalize(view), orthogonalize(view.contiguous()), atol=1e-5, rtol=0)
@@ -155,7 +156,7 @@ def test_the_gram_form_is_stable_in_float32_on_a_wide_spectrum(steps):
 
 
 def test_the_gram_form_holds_the_contract_when_products_are_rounded_to_half(monkeypatch):
-    """What a GPU does, emulated: float32 accumulation, float16 results."""
+    """This emulates a GPU: float32 accumulation, float16 results."""
     symmetric, multiply = newton_schulz.symmetric_product, newton_schulz.multiply_add
     monkeypatch.setattr(newton_schulz, "symmetric_product", lambda *a, **k: symmetric(*a, **k).half().float())
     monkeypatch.setattr(newton_schulz, "multiply_add", lambda *a, **k: multiply(*a, **k).half().float())
@@ -168,13 +169,13 @@ def test_symmetric_products_are_exactly_symmetric():
     gram = symmetric_product(x, x)
     square = symmetric_product(gram, gram, [Addend(gram, -1.0)], alpha=0.5)
     product = symmetric_product(gram, square, [Addend(gram, 2.0)])  # both are polynomials of one matrix
-    assert torch.equal(product, product.mT)
+    assert_same(product, product.mT)
     expected = gram.double() @ square.double() + 2.0 * gram.double()
     assert relative_difference(product, expected) < 1e-5
 
 
 def test_the_gram_form_is_stable_on_a_matrix_of_low_rank():
-    """Where asymmetry hurts most: without exact symmetry the error is 50 times this."""
+    """Asymmetry hurts most here: without exact symmetry the error is 50 times as large."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.outer(torch.randn(256, generator=generator), torch.randn(512, generator=generator))
     expected = orthogonalize(matrix.double(), form="standard")
@@ -203,7 +204,7 @@ def test_keller_is_the_published_iteration():
     torch.testing.assert_close(orthogonalize(matrix, method="keller"), x)
 
 
-def test_gradients_flow_through_it():
+def test_it_is_differentiable():
     matrix = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(zeropower_via_newtonschulz5, (matrix,))
 
@@ -212,7 +213,7 @@ def test_normalize_leaves_a_margin():
     batch = torch.randn(4, 30, 70) * 1e25
     normalized, original, scale = normalize(batch, 1.01, torch.float32)
     torch.testing.assert_close(torch.linalg.matrix_norm(normalized), torch.full((4,), 1 / 1.01))
-    assert torch.equal(original, normalized)
+    assert_same(original, normalized)
     assert scale is None
 
 
@@ -243,7 +244,7 @@ def test_steps_below_one_are_refused(steps):
         (lambda: orthogonalize(torch.randn(3, 4), steps=True), TypeError, "True"),
     ],
 )
-def test_bad_input(call, error, text):
+def test_bad_input_is_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muon_fsdp.declarations.views import matrix_view
+from tests.comparisons import assert_same
 
 
 def view(shape, kind="auto", **options):
@@ -31,14 +32,14 @@ def view(shape, kind="auto", **options):
         ((2, 6, 8), {"num_heads": 2}, [(4, 3, 8)]),
     ],
 )
-def test_split(shape, options, blocks):
+def test_a_view_splits_a_parameter_into_blocks_that_share_its_memory(shape, options, blocks):
     tensor = torch.randn(shape)
     parameter_view = view(shape, **options)
     parts = parameter_view.split(tensor)
     assert [tuple(part.shape) for part in parts] == blocks == list(parameter_view.block_shapes)
     assert sorted(torch.cat([part.flatten() for part in parts]).tolist()) == sorted(tensor.flatten().tolist())
     if parameter_view.in_memory_order:
-        assert torch.equal(parts[0].flatten(), tensor.flatten())
+        assert_same(parts[0].flatten(), tensor.flatten())
     for part in parts:  # writing to a block writes to the parameter
         part.fill_(7.0)
     assert (tensor == 7.0).all()
@@ -46,11 +47,11 @@ def test_split(shape, options, blocks):
 
 def test_which_numbers_a_block_holds():
     p = torch.arange(48.0).reshape(6, 8)
-    assert torch.equal(view((6, 8), "attn").split(p)[0], p.view(4, 6, 2))
-    assert torch.equal(view((6, 8), num_heads=2).split(p)[0][1], p[3:])
-    assert torch.equal(view((6, 8), split_sizes=(2, 4)).split(p)[1][0], p[2:])
-    assert torch.equal(view((6, 8), transposed=True).split(p)[0][0], p.T)
-    assert torch.equal(view((6, 8), transposed=True, split_sizes=(3, 5)).split(p)[1][0], p.T[3:])
+    assert_same(view((6, 8), "attn").split(p)[0], p.view(4, 6, 2))
+    assert_same(view((6, 8), num_heads=2).split(p)[0][1], p[3:])
+    assert_same(view((6, 8), split_sizes=(2, 4)).split(p)[1][0], p[2:])
+    assert_same(view((6, 8), transposed=True).split(p)[0][0], p.T)
+    assert_same(view((6, 8), transposed=True, split_sizes=(3, 5)).split(p)[1][0], p.T[3:])
 
 
 @given(st.permutations([0, 1, 2, 3]))
@@ -59,7 +60,7 @@ def test_memory_layout_does_not_matter(order):
     inverse = [order.index(i) for i in range(4)]
     strided = tensor.contiguous().permute(inverse)  # some stride order, logical shape (4, 3, 5, 2)
     parameter_view = view((4, 3, 5, 2))
-    assert torch.equal(parameter_view.split(strided)[0][0], strided.flatten(1))
+    assert_same(parameter_view.split(strided)[0][0], strided.flatten(1))
 
 
 @pytest.mark.parametrize(

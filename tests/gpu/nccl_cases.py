@@ -81,8 +81,8 @@ def curve(strategy: str, cuda_graph: bool = False) -> list[float]:
     return losses
 
 
-def overlap() -> tuple[bool, bool]:
-    """Whether the gather of the next stage ended while a stage still computed, and whether that stage still did."""
+def overlap() -> None:
+    """Check that the gather of the next stage ends while a stage still computes."""
     model = sharded_net()
     optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=2**18)
     backward(model, 0)
@@ -117,11 +117,13 @@ def overlap() -> tuple[bool, bool]:
     finally:
         StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
     torch.cuda.synchronize()
-    return observed[0]
+    gathered, still_computing = observed[0]
+    assert gathered, "the next stage was not gathered while the device computed"
+    assert still_computing, "the device had finished its stage before the gather of the next one ended"
 
 
 def changed_on_one_rank(name: str, value: object, cuda_graph: bool) -> list[str]:
-    """Change an option on rank 1 after some steps; the errors of the next two."""
+    """Change an option on rank 1 after some steps; return the errors of the next two."""
     model = sharded_net()
     optimizer = FSDPMuonOptimizer(model, cuda_graph=cuda_graph)
     for step in range(4):
@@ -133,8 +135,8 @@ def changed_on_one_rank(name: str, value: object, cuda_graph: bool) -> list[str]
     return [error_of(optimizer.step) for _ in range(2)]
 
 
-def agreement_beside_backward() -> bool:
-    """Whether a step was launched, its agreement included, while the device was still busy with what came before."""
+def agreement_beside_backward() -> None:
+    """Check that a step, its agreement included, is launched while the device is busy with earlier work."""
     model = sharded_net()
     optimizer = FSDPMuonOptimizer(model)
     for step in range(2):
@@ -149,11 +151,11 @@ def agreement_beside_backward() -> bool:
     optimizer.step()
     still_busy = not end.query()
     torch.cuda.synchronize()
-    return still_busy
+    assert still_busy, "the host waited for the device before the step was launched"
 
 
 def peak_of_step(kind: str, width: int, num_blocks: int, max_stage_bytes: int) -> dict[str, float]:
-    """Bytes per rank: shards of the weights, state, and the peak of a step beyond what is there before it."""
+    """Measure bytes on this rank: shards of the weights, state, and the peak of a step above what was allocated."""
     model = sharded_net(width, num_blocks)
     if kind == "muon":
         optimizer: torch.optim.Optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=max_stage_bytes)

@@ -11,6 +11,7 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.optimizers.elementwise import TritonMuon
+from tests.comparisons import assert_changed, assert_same
 from tests.gpu import nccl_cases
 from tests.gpu.test_nccl import nccl  # noqa: F401 - a fixture
 
@@ -147,8 +148,8 @@ def test_missing_gradients_leave_parameters_alone():
         optimizer.step()
         after = [t for p in (weight, bias) for t in (p.detach(), *optimizer.state[p].values())]
         if step >= 3:
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        assert not torch.equal(model[3].weight.detach(), moved)
+            assert_same(after, before, f"weight, bias and their states at step {step}")
+        assert_changed(model[3].weight, moved, f"step {step}")
     assert captured(optimizer)
 
 
@@ -171,7 +172,8 @@ def test_scheduler_scaler_hooks_and_closure():
         before = model[1].weight.detach().clone()
         scaler.step(optimizer)
         scaler.update()
-        assert torch.equal(model[1].weight.detach(), before) == (step == 10)
+        compare = assert_same if step == 10 else assert_changed
+        compare(model[1].weight, before, f"step {step}")
         scheduler.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]

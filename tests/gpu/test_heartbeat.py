@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    """By the other, whose main thread waits for the device."""
+    """The other rank names it while its main thread waits for the device."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -9,6 +9,7 @@ import torch
 
 from muon_fsdp.kernels import Addend, Product, multiply_add, products, select
 from muon_fsdp.linalg.newton_schulz import orthogonalize
+from tests.comparisons import assert_same
 
 CUDA = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -29,7 +30,7 @@ def full_precision(monkeypatch):
 
 
 def operands(kind, batch, rows, inner, dtype):
-    """a, b, c, e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
+    """Make a, b, c and e: any matrix, the square of a symmetric one, or two symmetric ones that commute."""
     generator = torch.Generator(CUDA).manual_seed(batch * rows + inner)
     a = torch.randn(batch, rows, inner, device=CUDA, generator=generator)
     if kind == "gram":
@@ -73,14 +74,14 @@ def test_products(kind, batch, rows, inner, dtype):
             expected += factor * added.double()
     errors = torch.linalg.matrix_norm(out.double() - expected) / torch.linalg.matrix_norm(expected)
     assert errors.max() < TOLERANCE[dtype]
-    assert torch.equal(out, out.mT)
+    assert_same(out, out.mT)
     assert memory[:GUARD].isnan().all()
     assert memory[-GUARD:].isnan().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_other_kernel_every_time(kind):
-    """Ranks that run different kernels would still agree, and no race shows in a hundred runs."""
+    """Ranks that run different kernels agree, and no race shows in a hundred runs."""
     a, b, c, e = operands(kind, 20, 1000, 1000, torch.float16)
     alpha, beta, gamma = KINDS[kind]
     tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
@@ -89,7 +90,7 @@ def test_bits_are_those_of_the_other_kernel_every_time(kind):
     expected = triton_products.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], tiles, alpha=alpha)
     for _ in range(100):
         out = triton_hopper.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], **factors)
-        assert torch.equal(out, expected)
+        assert_same(out, expected)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_another_triton_takes_the_other_kernel(monkeypatch, launched):
     monkeypatch.setattr(select_module, "GLUON_VERSIONS", ("2.0",))
     select_module._gluon_import_failure.cache_clear()
     try:
-        assert torch.equal(products.symmetric_product(large, large), expected)
+        assert_same(products.symmetric_product(large, large), expected)
     finally:
         select_module._gluon_import_failure.cache_clear()
     assert launched == ["_symmetric_hopper_kernel", "_symmetric_kernel"]
@@ -152,7 +153,7 @@ def test_a_kernel_that_fails_is_replaced(monkeypatch):
     expected = products.symmetric_product(large, large)
     monkeypatch.setattr(select_module, "_gluon_failure", None)
     monkeypatch.setattr(triton_hopper, "_symmetric_hopper_kernel", None)  # not launchable
-    assert torch.equal(products.symmetric_product(large, large), expected)
+    assert_same(products.symmetric_product(large, large), expected)
     assert "failed with TypeError" in select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).reason
 
 
@@ -168,5 +169,5 @@ def test_graphs():
     for _ in range(3):
         result.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(result, expected)
+        assert_same(result, expected)
     assert any(key[0] == 9 for key in triton_hopper._tables)  # so it took part

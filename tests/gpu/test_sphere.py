@@ -13,6 +13,7 @@ from torch import nn
 from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.linalg.tangent import solve_lambda
 from muon_fsdp.spectral import compute_spectral_norm
+from tests.comparisons import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -114,7 +115,7 @@ def test_graph_is_the_same(options):
     found, optimizer = train("cuda", lrs=lrs, cuda_graph=True, **options)
     assert optimizer._planned.graph is not None
     for shape, a, b in zip(SHAPES, found, expected, strict=True):
-        assert torch.equal(a, b), shape
+        assert_same(a, b, str(shape))
 
 
 def test_graph_survives_loading():
@@ -139,7 +140,7 @@ def test_a_search_that_skips_gives_what_one_that_does_not():
     assert len(set(together.calls.tolist())) > 1  # some were skipped in the end
     for i in range(5):
         alone = solve_lambda(momentum[i : i + 1], left[i : i + 1], right[i : i + 1])
-        assert torch.equal(alone.calls, together.calls[i : i + 1])
+        assert_same(alone.calls, together.calls[i : i + 1])
         torch.testing.assert_close(alone.direction[0], together.direction[i], rtol=1e-3, atol=1e-4)
 
 

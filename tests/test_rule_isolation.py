@@ -1,4 +1,4 @@
-"""The engine, the planner, the optimizers and the programs know no rule by name, and a rule is one file."""
+"""No module outside of rules/ names a rule, and a rule is one file."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_no_rule_is_named(module):
 
 
 def test_a_rule_is_one_file():
-    """Whatever else speaks of NorMuon is prose."""
+    """NorMuon stands for all rules: no other module of the package mentions it."""
     speaking = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "NorMuon" in path.read_text()}
     assert speaking == {"rules/__init__.py", "rules/normuon.py"}

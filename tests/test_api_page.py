@@ -1,4 +1,4 @@
-"""docs/api.md is what the code says, and says all of it."""
+"""docs/api.md is generated from the code and documents every public name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_public_method_is_there():
 
 
 def keys_of_table(after: str) -> list[str]:
-    """The first column of the first table behind a text."""
+    """Return the first column of the first table after a text."""
     rest = PAGE.read_text().partition(after)[2]
     table = re.search(r"(^\|.*\n)+", rest, flags=re.MULTILINE)
     assert table is not None
@@ -80,7 +80,7 @@ def keys_of_table(after: str) -> list[str]:
 
 
 def test_every_metric_is_there():
-    """What the optimizers really give, and nothing that none of them gives."""
+    """The page lists the metrics that the optimizers return, and no others."""
     given: set[str] = set()
     for make in (MuonOptimizer, SpectralSphereOptimizer):
         model = nn.Linear(6, 4)
