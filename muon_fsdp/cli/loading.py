@@ -1,4 +1,4 @@
-"""The model that `plan` was asked for, on the meta device: by name, from a configuration file, or from Python code."""
+"""Build the model of `muon-fsdp plan` on the meta device, from a name, a configuration file or Python code."""
 
 from __future__ import annotations
 
@@ -8,23 +8,40 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from muon_fsdp.cli.models import named_models
+from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS
+from muon_fsdp.training.model import GPT, PRESETS
 
 
 class LoadingError(ValueError):
-    """Why there is no model, and what to do."""
+    """Raised when a model can't be built; the message says why, and what to pass instead."""
+
+
+def named_models() -> dict[str, Callable[[], nn.Module]]:
+    """Return what builds each model that has a name: public models and the presets of `muon-fsdp train`."""
+    return {**PUBLIC_MODELS, **{name: partial(GPT, config) for name, config in PRESETS.items()}}
 
 
 def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
-    """`dtype` None: as code that was given builds it, float32 for all others."""
-    # What is imported may print; stdout belongs to the command.
+    """Build a model on the meta device.
+
+    Args:
+        text: a name, the path of a Hugging Face config.json or of its folder, or package.module:callable.
+        dtype: the precision of its parameters. None keeps the precision that a callable builds, and means float32 for
+            all other models.
+
+    Raises:
+        LoadingError: the model can't be built.
+    """
+    # Imported code may print, but stdout holds only the results of the command.
     with redirect_stdout(sys.stderr), torch.device("meta"):
         if Path(text).exists():
             model, own_dtype = _from_config(Path(text)), False
@@ -37,7 +54,8 @@ def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
     elsewhere = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if elsewhere:
         raise LoadingError(
-            f"{text} puts its parameter {elsewhere[0]!r} on a device of its own; leave the device to torch.device"
+            f"{text} puts its parameter {elsewhere[0]!r} on a device of its own; build it without a device argument, "
+            "so that torch.device('meta') applies"
         )
     return model
 
@@ -49,8 +67,8 @@ def _by_name(name: str) -> nn.Module:
     close = difflib.get_close_matches(name.lower(), models, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise LoadingError(
-        f"unknown model {name!r}{hint} Names are {', '.join(models)}. Or give a Hugging Face config.json, the folder "
-        "of one, or package.module:callable."
+        f"unknown model {name!r}{hint} The names are {', '.join(models)}. Or pass a Hugging Face config.json, its "
+        "folder, or package.module:callable."
     )
 
 
@@ -63,31 +81,31 @@ def _from_config(path: Path) -> nn.Module:
     except json.JSONDecodeError as error:
         raise LoadingError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise LoadingError(f"{file} has no 'model_type': it is not the configuration of a Hugging Face model")
+        raise LoadingError(f"{file} has no 'model_type', so it is not the configuration of a Hugging Face model")
     if importlib.util.find_spec("transformers") is None:
-        raise LoadingError(f'{file} needs Transformers to be read; install with: pip install -e ".[integrations]"')
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes need no network
+        raise LoadingError(f'Transformers is needed to read {file}; install with: pip install -e ".[integrations]"')
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes are known without the network
     transformers: Any = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()  # advice about training is not about shapes
+    transformers.logging.set_verbosity_error()  # its advice about training would only distract here
     model_type = content.pop("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise LoadingError(
             f"Transformers {transformers.__version__} does not know the model type {model_type!r} of {file}: install a "
-            "newer one, or give package.module:callable for a model of your own."
+            "newer version, or pass package.module:callable for your own model."
         )
     try:
         model = _build(transformers, transformers.AutoConfig.for_model(model_type, **content))
-    except Exception as error:  # each architecture has errors of its own
+    except Exception as error:  # each architecture raises its own kinds of errors
         raise LoadingError(
             f"Transformers {transformers.__version__} can't build a model of type {model_type!r} from {file}: "
-            f"{_first_line(error)} Give package.module:callable for a model of your own."
+            f"{_first_line(error)} Pass package.module:callable for your own model."
         ) from error
     assert isinstance(model, nn.Module)
-    return model.to("meta")  # wav2vec2 and others make a small tensor without asking for the device
+    return model.to("meta")  # wav2vec2 and others create a small tensor on the CPU regardless of torch.device
 
 
 def _build(transformers: Any, config: Any) -> Any:
-    """The class that the configuration names; else the type's causal language model; else its model without a head."""
+    """Build the class that the configuration names, else a causal language model, else the model without a head."""
     for name in config.architectures or ():
         named: Any = getattr(transformers, name, None)
         is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
@@ -119,7 +137,7 @@ def _from_code(text: str) -> nn.Module:
         model = found()
     except Exception as error:
         raise LoadingError(
-            f"{text}() failed with {_first_line(error)} It is called without arguments and on the meta device."
+            f"{text}() failed with {_first_line(error)} It is called without arguments, on the meta device."
         ) from error
     if not isinstance(model, nn.Module):
         raise LoadingError(f"{text}() returned {_kind(model)}, not a torch.nn.Module")

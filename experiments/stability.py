@@ -1,6 +1,6 @@
 """Loss and stability of AdamW, Muon, MuonSphere and SSO over learning rates: a GPT on text, several seeds.
 
-python -m benchmarks.stability --output docs/experiments      # 126 runs: a small model on a CPU, a larger one on a GPU
+python -m experiments.stability --output docs/experiments      # 126 runs: a small model on a CPU, a larger one on a GPU
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stability", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.stability", description=__doc__)
     parser.add_argument("--steps", type=int, default=300 if on_gpu else 200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32 if on_gpu else 8)

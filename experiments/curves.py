@@ -1,8 +1,8 @@
 """Curves of the training program, a command for each question; CSV and a picture of the answer.
 
-python -m benchmarks.curves optimizers --model small --steps 300 --name curves_small
-python -m benchmarks.curves ranks --model small --steps 60 --name curves_ranks -- --device cpu
-python -m benchmarks.curves memory --model gpt2 --name memory_gpt2
+python -m experiments.curves optimizers --model small --steps 300 --name curves_small
+python -m experiments.curves ranks --model small --steps 60 --name curves_ranks -- --device cpu
+python -m experiments.curves memory --model gpt2 --name memory_gpt2
 
 What follows `--` goes to the training program, for every run.
 """

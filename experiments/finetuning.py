@@ -1,7 +1,7 @@
 """Fine-tuning with AdamW and with Muon at its four scales, of models that were pre-trained with AdamW and with Muon.
 
-python -m benchmarks.finetuning                                                # a model of 1M parameters, on a CPU
-python -m benchmarks.finetuning --size h200 --seeds 2 --output docs/experiments     # 32M parameters, on a GPU
+python -m experiments.finetuning                                                # a model of 1M parameters, on a CPU
+python -m experiments.finetuning --size h200 --seeds 2 --output docs/experiments     # 32M parameters, on a GPU
 
 A small Llama learns bytes of Python's standard library and then answers questions about it (examples/finetune.py).
 Reported are the loss of held-out answers and, to see what was forgotten, that of held-out text. Muon's rates are
@@ -312,7 +312,7 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Size]:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.finetuning",
+        prog="python -m experiments.finetuning",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
