@@ -742,7 +742,7 @@ def test_processes_that_do_not_end(monkeypatch):
     finding = checks.check_two_ranks()
     assert (finding.status, finding.detail) == ("wrong", "RuntimeError: the ranks did not end within 0.05 s")
     finding = checks.check_cpu_bf16()
-    assert (finding.status, finding.detail) == ("warning", "not known: the process did not end within 0.05 s")
+    assert (finding.status, finding.detail) == ("warning", "unknown: the process did not end within 0.05 s")
 
 
 def test_an_old_torch(monkeypatch):

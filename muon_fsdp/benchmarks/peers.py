@@ -65,4 +65,5 @@ def optimizers(device: str) -> dict[str, MakeOptimizer]:
 
 
 def _with(cls: Any, **options: Any) -> MakeOptimizer:
+    """Return what makes an optimizer of this class with a usual learning rate and these options."""
     return lambda params: cls(params, lr=0.02, **options)

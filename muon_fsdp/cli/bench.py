@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,6 +69,11 @@ def bench(
         repeats=repeats or (10 if device == "cuda" else 3),
         threads=threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
     )
+    _write(figures, text, json)
+
+
+def _write(figures: dict[str, Any], text: str, json: str | None) -> None:
+    """Print the tables and write the figures to the file of --json, or print only the figures if it is "-"."""
     if json == "-":
         print_json(figures)
         return

@@ -40,12 +40,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum for the planned optimizer."""
+        """Return the sum for the planned optimizer."""
         return self.weights + self.gradients + self.state + self.scratch
 
     @property
     def adamw_total(self) -> int:
-        """The sum if AdamW updated every parameter."""
+        """Return the sum if AdamW updated every parameter."""
         return self.weights + self.gradients + self.adamw_state
 
 

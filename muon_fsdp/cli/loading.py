@@ -61,6 +61,7 @@ def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _by_name(name: str) -> nn.Module:
+    """Build a public model or a preset."""
     models = named_models()
     if name.lower() in models:
         return models[name.lower()]()
@@ -73,6 +74,7 @@ def _by_name(name: str) -> nn.Module:
 
 
 def _from_config(path: Path) -> nn.Module:
+    """Build a model with Transformers from a config.json, given as a file or as its folder."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content: Any = json.loads(file.read_text())
@@ -117,6 +119,7 @@ def _build(transformers: Any, config: Any) -> Any:
 
 
 def _from_code(text: str) -> nn.Module:
+    """Import package.module:callable, also from the current folder, and call it."""
     module_name, _, attribute = text.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -145,10 +148,12 @@ def _from_code(text: str) -> nn.Module:
 
 
 def _kind(value: object) -> str:
+    """Describe the type of a value in an error message."""
     return f"an object of type {type(value).__name__}"
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, or two lines if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {shown.rstrip('.')}."

@@ -34,23 +34,23 @@ class PlannedStep:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements in all parameters of the model."""
+        """Return the number of elements in all parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def dtypes(self) -> list[str]:
-        """The names of the precisions that parameters have."""
+        """Return the names of all dtypes that parameters have."""
         return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()})
 
     @property
     def transformers_class(self) -> str | None:
-        """The name of the class that Transformers built, or None for other models."""
+        """Return the name of the class that Transformers built, or None for other models."""
         cls = type(self.model)
         return cls.__name__ if cls.__module__.startswith("transformers.") else None
 
     @property
     def assumed(self) -> dict[str, float]:
-        """The speeds that the estimate of the time assumes."""
+        """Return the speeds that the estimate of the time assumes."""
         return {
             "tflops": self.flags.tflops,
             "bandwidth_gb_s": self.flags.bandwidth,
@@ -111,6 +111,7 @@ class PlannedStep:
             print(textwrap.fill(f"warning: {warning}", 80, break_long_words=False, break_on_hyphens=False))
 
     def _show_routing(self) -> None:
+        """Print how many parameters take which rule, and why."""
         rows = [
             (
                 routed.rule,
@@ -124,6 +125,7 @@ class PlannedStep:
         print_table("Routing", ("rule", "why", "tensors", "elements", "share"), rows, left=2)
 
     def _show_matrices(self) -> None:
+        """Print which ranks compute the matrices of each shape, and what is sent."""
         report, num_ranks = self.report, self.report.num_ranks
         if not report.rows:
             print("No parameter is orthogonalized: nothing travels in a step.\n")
@@ -148,6 +150,7 @@ class PlannedStep:
         print(f"{stages}; the busiest rank computes {report.balance:.3f} times the least possible.\n")
 
     def _show_memory(self) -> None:
+        """Print the memory of the fullest rank, with a note if some ranks hold much less."""
         memory = self.memory
         rows = [
             ("weights", format_bytes(memory.weights), format_bytes(memory.weights)),
@@ -166,6 +169,7 @@ class PlannedStep:
             )
 
     def _show_time(self) -> None:
+        """Print the estimated time of each part of a step, and the speeds that were assumed."""
         rows = [
             ("orthogonalize", format_seconds(self.time.orthogonalize)),
             ("element-wise", format_seconds(self.time.elementwise)),
