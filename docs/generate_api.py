@@ -34,7 +34,7 @@ from muon_fsdp.declarations.state import NUM_VECTORS
 from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.plan.options import ENGINE_OPTIONS, FOREIGN_KEYS
+from muon_fsdp.plan.options import FOREIGN_KEYS, SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
 from muon_fsdp.statistics.observer import STATISTICS
 
@@ -67,7 +67,7 @@ GROUP_OPTIONS = {
 
 def _choices() -> dict[str, Sequence[str]]:
     """Options that take a name, with the names; the default first."""
-    options = [*(o for rule in BUILT_IN.values() for o in rule.all_options.values()), *ENGINE_OPTIONS]
+    options = [*(o for rule in BUILT_IN.values() for o in rule.all_options.values()), *SETTINGS]
     return {"rule": tuple(BUILT_IN), **{option.name: option.choices for option in options if option.choices}}
 
 

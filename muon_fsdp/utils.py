@@ -12,12 +12,11 @@ __all__ = ["zeropower_via_newtonschulz5"]
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:  # noqa: N803 - the name users know
     """Return the orthogonal factor of G, computed by quintic Newton-Schulz iterations.
 
+    The result is a new tensor with the shape and dtype of G. Zero matrices stay zero.
+
     Args:
         G: a matrix, or a batch (..., m, n) of matrices, in any real floating-point precision and of any scale. It is
             not changed.
         steps: the number of iterations, at least 1. The coefficients are solved for this number.
-
-    Returns:
-        A new tensor with the shape and dtype of G. Zero matrices stay zero.
     """
     return orthogonalize(G, steps=steps)
