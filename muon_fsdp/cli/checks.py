@@ -255,10 +255,10 @@ def check_step(device: torch.device) -> Finding:
 def _step(device: torch.device) -> tuple[float, float, str]:
     """Measure the error of two steps of a matrix and a vector; see `_attempt` for what is returned."""
     generator = torch.Generator().manual_seed(0)
-    lr, momentum, decay, rate = 0.1, 0.9, 0.01, 0.05
+    lr, momentum, decay, adamw_lr = 0.1, 0.9, 0.01, 0.05
     matrix, vector, *gradients = [torch.randn(s, generator=generator) for s in ((96, 768), (7,), (96, 768), (7,))]
     weights = [nn.Parameter(value.to(device)) for value in (matrix, vector)]
-    options: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": True, "adamw_lr": rate}
+    options: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": True, "adamw_lr": adamw_lr}
     optimizer = MuonOptimizer(weights, lr=lr, **options)
     expected = [matrix.double(), vector.double()]
     buffer = torch.zeros(96, 768, dtype=torch.float64)
@@ -272,10 +272,10 @@ def _step(device: torch.device) -> tuple[float, float, str]:
     # AdamW with gradients g and 2 g: the moments are known numbers times g and g^2.
     for first, second in ((1.0, 1.0), ((0.9 + 2.0) / 1.9, (0.95 + 4.0) / 1.95)):
         g = gradients[1].double()
-        expected[1] = expected[1] - rate * first * g / (second**0.5 * g.abs() + 1e-8)
+        expected[1] = expected[1] - adamw_lr * first * g / (second**0.5 * g.abs() + 1e-8)
     errors = [
         float(torch.linalg.norm(weights[0].detach().cpu().double() - expected[0], 2)) / lr,
-        float((weights[1].detach().cpu().double() - expected[1]).abs().max()) / rate,
+        float((weights[1].detach().cpu().double() - expected[1]).abs().max()) / adamw_lr,
     ]
     # Each of the two updates may be as far from the polar factor as one orthogonalization. GPUs round the momentum to
     # bfloat16 first.
