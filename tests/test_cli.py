@@ -719,7 +719,7 @@ def test_a_build_for_gpus_that_sees_none(no_processes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     text = run("doctor", "--quick").stdout
-    assert "warning  GPU: none visible to torch, a build for CUDA 12.8\n         -> If there is one: " in text
+    assert "warning  GPU: none visible to torch, a build for CUDA 12.8\n         -> If there is one, check " in text
     assert text.endswith("Everything works.\n")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert checks.check_settings() == []
@@ -749,7 +749,7 @@ def test_an_old_torch(monkeypatch):
     assert checks.check_torch().status == "ok"
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     finding = checks.check_torch()
-    assert (finding.status, finding.advice) == ("wrong", 'Install a newer one: pip install "torch>=2.10".')
+    assert (finding.status, finding.advice) == ("wrong", 'Install a newer version: pip install "torch>=2.10".')
 
 
 def test_no_path_of_the_user_is_shown(no_processes, monkeypatch):
