@@ -24,7 +24,7 @@ format: .venv/installed-dev
 	$(BIN)/ruff format .
 
 bench: .venv/installed-cli
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m muon_fsdp.cli bench $(ARGS)
 
 clean:
 	rm -rf .venv demo_output

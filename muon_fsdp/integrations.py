@@ -1,4 +1,4 @@
-"""Adapters for training libraries, where one needs more than an optimizer's class; see docs/integrations.md."""
+"""Adapt our optimizers to training libraries that need more than an optimizer class; see docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]  # make(model, **options)
 
 
 def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[..., MakeOptimizer], dict[str, Any]]:
-    """For Transformers' Trainer: `Trainer(..., optimizer_cls_and_kwargs=trainer_optimizer(MuonOptimizer, lr=0.02))`.
+    """Return what Transformers' Trainer needs to build an optimizer from the model.
 
-    Given a class, Trainer calls it with groups of tensors, and embeddings and the head could not be told from other
-    matrices. Given anything else, it takes it for a factory and calls `factory()(model, **options)`.
+        Trainer(..., optimizer_cls_and_kwargs=trainer_optimizer(MuonOptimizer, lr=0.02))
+
+    Trainer passes groups of tensors to an optimizer class, and without the model, embeddings and the output head look
+    like any other matrix. It treats anything that is not a class as a factory, and calls `factory()(model, **options)`.
 
     Args:
-        make: what makes the optimizer from a model: a class of ours, `create_hybrid_optimizer`, or your own function.
-        options: what it is told besides the model.
+        make: what builds the optimizer from a model: one of our classes, `create_hybrid_optimizer`, or your own
+            function.
+        options: further arguments of `make`.
+
+    Returns:
+        The factory and the options, for `Trainer(optimizer_cls_and_kwargs=...)`.
     """
 
     def factory(*groups: object, **_: object) -> MakeOptimizer:
-        if groups:  # releases that know no factories
+        if groups:  # older releases of Transformers call the factory as they call a class
             raise TypeError(
-                "This release of Transformers gives an optimizer groups of tensors and not the model. Update it, or "
-                "build the optimizer yourself: Trainer(..., optimizers=(MuonOptimizer(model, ...), None))"
+                "This release of Transformers passes groups of tensors to the optimizer instead of the model. Update "
+                "Transformers, or build the optimizer yourself: "
+                "Trainer(..., optimizers=(MuonOptimizer(model, ...), None))"
             )
         return make
 

@@ -1,4 +1,4 @@
-"""Loading the state of another optimizer, to change to one of ours in the middle of a run."""
+"""Load the state of another optimizer, to switch to one of ours in the middle of a run."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from muon_fsdp.plan.options import STARTED
 
 __all__ = ["load_state_dict"]
 
-Saved: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]  # state and group of one parameter
+Saved: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]  # the state and the group of one parameter
 
 
 def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Params | None = None) -> list[str]:
-    """Load what rules can use of another optimizer's state: moments of AdamW, momentum of torch.optim.Muon.
+    """Load the parts of another optimizer's state that our rules can use.
 
         optimizer = MuonOptimizer(model, adamw_lr=3e-4)
         migrate.load_state_dict(optimizer, torch.load("adamw.pt"), model.parameters())
 
-    Parameters under rule "adamw" take both moments and the count of steps of torch.optim.AdamW or Adam, and go on as it
-    would. Matrices take the momentum of torch.optim.Muon, brought to the scale of ours. Whatever else is saved is left
-    out, as AdamW's moments of matrices: these keep the state they have, which is zero momentum in a new optimizer.
-    Options stay as the optimizer was built. Call it once for each optimizer that was used before.
+    Parameters with rule "adamw" load both moments and the step count of torch.optim.AdamW or Adam, and continue as
+    that optimizer would. Matrices load the momentum of torch.optim.Muon, rescaled to our definition. Other saved state
+    is ignored, such as AdamW's moments of matrices: these parameters keep their current state, which is zero momentum
+    in a new optimizer. Options do not change. Call this function once for each optimizer that was used before.
 
     Args:
-        optimizer: one of ours, new or not.
-        state_dict: what the other optimizer's `state_dict()` gave, or `get_optimizer_state_dict` of
-            torch.distributed.checkpoint, not flattened. Tensors may be whole, or sharded as the parameters are.
+        optimizer: one of our optimizers, new or already in use.
+        state_dict: the result of the other optimizer's `state_dict()`, or of `get_optimizer_state_dict` of
+            torch.distributed.checkpoint without flattening. Tensors may be whole, or sharded like the parameters.
         params: what the other optimizer was built from, in the same order: `model.parameters()`, a list of groups, or
-            the model. Not needed where the state dict has names.
+            the model. Not needed if the state dict has names.
 
     Returns:
         The names of the parameters whose state was loaded.
 
     Raises:
-        RuntimeError: something does not fit; every parameter is named, and nothing was changed.
-        ValueError: parameters can't be found without `params`, or are not as many as were saved.
+        RuntimeError: some saved state does not fit. The message names every such parameter, and nothing was changed.
+        ValueError: the state dict has no names and `params` is missing, or `params` has another number of parameters.
     """
     saved = _saved_by_name(optimizer, state_dict, params)
     loaded: dict[Tensor, dict[str, Any]] = {}
@@ -62,13 +62,17 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
             scalars = {spec.name for spec in record.rule.all_state if not spec.is_sharded}
             loaded[record.tensor] = {name: _number(v) if name in scalars else v for name, v in values.items()}
     frozen = {row.name for row in optimizer._frozen_rows}
-    problems += [f"{name}: saved, but not here" for name, (state, _) in saved.items() if state and name not in frozen]
+    problems += [
+        f"{name}: saved, but not in this optimizer"
+        for name, (state, _) in saved.items()
+        if state and name not in frozen
+    ]
     if not problems and not names:
         others = dict.fromkeys(filter(None, map(origin, state_dict["param_groups"])))
         problems.append(
-            f"saved by {' and '.join(others)}: no rule in use can take over anything of it, so load the weights alone"
+            f"saved by {' and '.join(others)}: no rule in use can load any of its state, so load only the weights"
             if others
-            else "saved by an optimizer of muon_fsdp: call optimizer.load_state_dict"
+            else "saved by an optimizer of muon_fsdp: call optimizer.load_state_dict instead"
         )
     if problems:
         lines = "".join(f"\n\t{line}" for line in problems)
@@ -78,7 +82,7 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
 
 
 def _load(optimizer: MuonOptimizer, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Load new values of some state beside what the optimizer has, which is checked as any state dict is."""
+    """Merge new values into the state that the optimizer has, and load the result with all checks of a state dict."""
     optimizer._create_state()
     own = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -88,23 +92,25 @@ def _load(optimizer: MuonOptimizer, loaded: Mapping[Tensor, Mapping[str, Any]]) 
 
 
 def _number(value: Any) -> Any:
-    """Return a count as a scalar tensor, whether it was saved as a number, a tensor of one element or a DTensor."""
+    """Return a step count as a scalar tensor; it may be saved as a number, a tensor of one element or a DTensor."""
     tensor = local(torch.as_tensor(value))
     return tensor.reshape(()) if tensor.numel() == 1 else tensor
 
 
 def _saved_by_name(optimizer: MuonOptimizer, state_dict: StateDict, params: Params | None) -> dict[str, Saved]:
-    """Return state and group of every parameter that was saved, by the name that it has here."""
+    """Return the saved state and group of every parameter, by its name in `optimizer`."""
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(states, dict) or not groups or not all("params" in group for group in groups):
-        raise ValueError("not an optimizer's state dict: it needs 'state' and 'param_groups', not flattened")
+        raise ValueError("not an optimizer's state dict: pass one with 'state' and 'param_groups', not a flattened one")
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         names = [clean_name(key) for key in keys]
     elif params is not None:
         names = _names_here(optimizer, params)
         if len(names) != len(keys):
-            raise ValueError(f"the state dict is of {len(keys)} parameters, and params has {len(names)}")
+            raise ValueError(
+                f"the state dict has {len(keys)} parameters and params has {len(names)}: pass the same parameters"
+            )
     elif all("param_names" in group for group in groups):
         names = [clean_name(name) for group in groups for name in group["param_names"]]
     else:
@@ -119,7 +125,7 @@ def _saved_by_name(optimizer: MuonOptimizer, state_dict: StateDict, params: Para
 
 
 def _names_here(optimizer: MuonOptimizer, params: Params) -> list[str]:
-    """Return the names of parameters in the optimizer; "" for what is frozen and not in it."""
+    """Return the names that parameters have in the optimizer; a frozen parameter that is not in it gets ""."""
     listed: Any = list(params.parameters()) if isinstance(params, nn.Module) else with_lists(as_torch_params(params))
     groups: Iterable[Any] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     parameters = [parameter for group in groups for parameter in names_and_parameters(group)[1]]

@@ -1,4 +1,4 @@
-"""The public import path of the orthogonalization."""
+"""Provide the public import path of the orthogonalization."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ __all__ = ["zeropower_via_newtonschulz5"]
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:  # noqa: N803 - the name users know
-    """The orthogonal factor of G by quintic iterations; same shape and dtype, and G is not changed.
+    """Return the orthogonal factor of G, computed by quintic Newton-Schulz iterations.
+
+    The result is a new tensor with the shape and dtype of G. Zero matrices stay zero.
 
     Args:
-        G: a matrix, or a batch (..., m, n) of them, in any real floating-point precision and of any scale; zero
-            matrices stay zero.
-        steps: iterations, at least 1. Coefficients are solved for that number.
+        G: a matrix, or a batch (..., m, n) of matrices, in any real floating-point precision and of any scale. It is
+            not changed.
+        steps: the number of iterations, at least 1. The coefficients are solved for this number.
     """
     return orthogonalize(G, steps=steps)

@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "muon_fsdp"
 # From the bottom to the top: a module may import from its own folder and from those before it.
 LAYERS = (
+    "text",  # one module without dependencies
     "kernels",
     "linalg",
     "declarations",
@@ -32,7 +33,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 def folder_of(module: str) -> str:
     """Return the layer of a dotted name below `muon_fsdp`."""
     first = module.partition(".")[0]
-    return first if (PACKAGE / first).is_dir() else ""
+    return first if first in LAYERS or (PACKAGE / first).is_dir() else ""
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -90,8 +91,20 @@ def resolve(name: str) -> str:
 
 def test_every_folder_is_a_layer():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {layer for layer in LAYERS if layer}
+    assert folders == set(LAYERS) - {"", "text"}
     assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+def test_only_tests_import_tests():
+    """A wheel has no tests, so a program that imports them would run in a checkout only."""
+    root = PACKAGE.parent
+    folders = (PACKAGE, root / "examples", root / "experiments", root / "docs")
+    for path in [*root.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] != "tests", f"{path.relative_to(root)} imports {name}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import math
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -18,20 +17,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import muon_fsdp
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.benchmarks import pair, peers, steps
+from muon_fsdp.benchmarks import pair, peers, ranks, sphere, steps, trace
+from muon_fsdp.benchmarks.processes import run_on_ranks
+from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.benchmarks.timing import Ceilings
 from muon_fsdp.cli import checks, main, output, two_ranks
 from muon_fsdp.cli.app import app
-from muon_fsdp.cli.models import named_models
+from muon_fsdp.cli.loading import named_models
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS
-from tests.model_shapes import MODELS
 
 ROOT = Path(__file__).parent.parent
 
@@ -166,12 +167,25 @@ def test_models_have_the_published_sizes():
         assert total == pytest.approx(published, rel=0 if isinstance(published, int) else 5e-3), name
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3"])
-def test_muon_takes_the_matrices_of_the_blocks(name):
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_muon_takes_the_matrices_of_the_layers(name):
     with torch.device("meta"):
         optimizer = MuonOptimizer(named_models()[name]())
     routed = Counter(row.shape for row in optimizer.routing_report().rows if row.rule == "muon")
-    assert routed == Counter(MODELS["deepseek-v3-stacked" if name == "deepseek-v3" else name])
+    assert routed == Counter(matrix_shapes(PUBLIC_MODELS[name]))
+
+
+def test_matrices_by_hand():
+    """From the published configurations, and not from the modules that are built from them."""
+    assert matrix_shapes(PUBLIC_MODELS["gpt2-124m"]) == 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    attention = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+    mlp = [(14336, 4096), (14336, 4096), (4096, 14336)]
+    assert matrix_shapes(PUBLIC_MODELS["llama-3-8b"]) == 32 * [*attention, *mlp]
+    latent = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
+    dense = [(18432, 7168), (18432, 7168), (7168, 18432)]
+    expert = [(2048, 7168), (2048, 7168), (7168, 2048)]
+    mixture = [(256, 7168), *((256, *shape) for shape in expert), *expert]
+    assert matrix_shapes(PUBLIC_MODELS["deepseek-v3"]) == 3 * [*latent, *dense] + 58 * [*latent, *mixture]
 
 
 def test_memory_of_llama_by_hand():
@@ -495,8 +509,8 @@ def test_a_type_that_transformers_does_not_know(folder, offline):
     (folder / "config.json").write_text('{"model_type": "martian"}')
     version = importlib.metadata.version("transformers")
     assert error_of("plan", "config.json", "--world-size", "4") == (
-        f"error: Transformers {version} does not know the model type 'martian' of config.json: install a newer one, or "
-        "give package.module:callable for a model of your own."
+        f"error: Transformers {version} does not know the model type 'martian' of config.json: install a newer "
+        "version, or pass package.module:callable for your own model."
     )
 
 
@@ -504,14 +518,14 @@ def test_a_configuration_that_can_not_be_built(folder, offline):
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 0}))
     line = error_of("plan", "config.json", "--world-size", "4")
     assert "can't build a model of type 'llama' from config.json: ZeroDivisionError: " in line
-    assert line.endswith("Give package.module:callable for a model of your own.")
+    assert line.endswith("Pass package.module:callable for your own model.")
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["llama-3-8"], "did you mean llama-3-8b? Names are gpt2-124m"),
-        (["xyz"], "unknown model 'xyz'. Names are gpt2-124m"),
+        (["llama-3-8"], "did you mean llama-3-8b? The names are gpt2-124m"),
+        (["xyz"], "unknown model 'xyz'. The names are gpt2-124m"),
         (["demo", "--mesh", "3,x"], "--mesh 3,x is not SHARDS or REPLICAS,SHARDS"),
         (["demo", "--mesh", "2,2,2"], "--mesh 2,2,2 is not"),
         (["demo", "--mesh", "3,3"], "has 9 ranks and --world-size is 8"),
@@ -706,7 +720,7 @@ def test_a_build_for_gpus_that_sees_none(no_processes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     text = run("doctor", "--quick").stdout
-    assert "warning  GPU: none visible to torch, a build for CUDA 12.8\n         -> If there is one: " in text
+    assert "warning  GPU: none visible to torch, a build for CUDA 12.8\n         -> If there is one, check " in text
     assert text.endswith("Everything works.\n")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert checks.check_settings() == []
@@ -729,14 +743,14 @@ def test_processes_that_do_not_end(monkeypatch):
     finding = checks.check_two_ranks()
     assert (finding.status, finding.detail) == ("wrong", "RuntimeError: the ranks did not end within 0.05 s")
     finding = checks.check_cpu_bf16()
-    assert (finding.status, finding.detail) == ("warning", "not known: the process did not end within 0.05 s")
+    assert (finding.status, finding.detail) == ("warning", "unknown: the process did not end within 0.05 s")
 
 
 def test_an_old_torch(monkeypatch):
     assert checks.check_torch().status == "ok"
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     finding = checks.check_torch()
-    assert (finding.status, finding.advice) == ("wrong", 'Install a newer one: pip install "torch>=2.10".')
+    assert (finding.status, finding.advice) == ("wrong", 'Install a newer version: pip install "torch>=2.10".')
 
 
 def test_no_path_of_the_user_is_shown(no_processes, monkeypatch):
@@ -863,7 +877,7 @@ def test_ceilings_are_measured(monkeypatch):
     ("args", "says"),
     [
         (["--tables", "speed"], "--tables: 'speed' is not one of orthogonalization, step, pair"),
-        (["--tables", ","], "--tables: name some of"),
+        (["--tables", ","], "--tables: pass some of"),
         (["--shapes", "3x4"], "--shapes: shape '3x4' is not BATCHxROWSxCOLUMNS"),
         (["--models", "gpt9"], "--models: 'gpt9' is not one of gpt2-124m"),
         (["--json", "no/such/folder/file.json"], "--json: the folder of no/such/folder/file.json does not exist"),
@@ -873,10 +887,26 @@ def test_mistakes_of_bench(args, says):
     assert says in error_of("bench", *args)
 
 
-def test_python_m_benchmarks(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--tables", "speed"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_module("benchmarks", run_name="__main__")
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err == "error: --tables: 'speed' is not one of orthogonalization, step, pair\n"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_spheres_are_measured_beside_muon(small, capsys):
+    sphere.main(["--modes", "zero", "--repeats", "1"])
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[3:]]
+    assert names == ["Muon", "SSO, zero"]
+
+
+def test_steps_on_ranks_are_measured(capsys):
+    ranks.main([2], [(16, 8), (8, 16)])
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["ranks", "owner", "s", "replicate", "s"]
+    assert row.split()[0] == "2"
+
+
+def test_a_rank_that_fails_ends_the_run():
+    with pytest.raises(ProcessRaisedException, match="could not convert string to float"):
+        run_on_ranks(2, float, "one")
+
+
+def test_a_timeline_is_drawn(tmp_path):
+    lanes = [("host", "gather stage 1"), ("GPU, NCCL stream", "ncclKernel"), ("GPU, computing stream", "gemm")]
+    trace.draw([(lane, name, start, 1.0) for start, (lane, name) in enumerate(lanes)], str(tmp_path / "trace.png"))
+    assert (tmp_path / "trace.png").stat().st_size > 10_000

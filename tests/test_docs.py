@@ -144,7 +144,7 @@ def test_commands_name_what_exists(page: str):
             assert target in targets, f"{page}: {command}"
         for module in re.findall(r"\bpython -m ([\w.]+)", command):
             assert importlib.util.find_spec(module) is not None, f"{page}: {command}"
-        for path in re.findall(r"(?<![\w/.])((?:examples|tests|benchmarks|docs)/[\w/]+\.py)", command):
+        for path in re.findall(r"(?<![\w/.])((?:examples|tests|experiments|docs)/[\w/]+\.py)", command):
             assert (ROOT / path).exists(), f"{page}: {command}"
         for names in re.findall(r"^pip install .*\[([\w,]+)\]", command):
             assert set(names.split(",")) <= extras, f"{page}: {command}"

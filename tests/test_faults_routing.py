@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
-from muon_fsdp.cli.models import named_models
+from muon_fsdp.cli.loading import named_models
 from muon_fsdp.parameters.routing import RoutingRow
 from muon_fsdp.parameters.vocabulary import vocabulary_tables
 from tests.promises import promise

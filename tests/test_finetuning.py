@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import finetuning
+from experiments import finetuning
 from muon_fsdp import MuonOptimizer
 
 TINY = replace(

@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
@@ -29,7 +30,6 @@ from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs
 from tests.comparisons import assert_same
-from tests.model_shapes import MODELS
 from tests.pool import RankPool
 
 CPU = torch.device("cpu"), torch.float32
@@ -359,6 +359,12 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
 # ---------------------------------------------------------------------------------------------------------- balance
 
 
+STACKED = matrix_shapes(PUBLIC_MODELS["deepseek-v3"])
+MODELS = {
+    **{name: matrix_shapes(PUBLIC_MODELS[name]) for name in ("gpt2-124m", "llama-3-8b", "llama-3-70b", "llama-3-405b")},
+    "deepseek-v3": [one for shape in STACKED for one in (shape[0] * [shape[1:]] if len(shape) == 3 else [shape])],
+    "deepseek-v3-stacked": STACKED,
+}
 ALL_WORLD_SIZES = [8, 24, 64, 512, 4096]
 # Its 45,090 parameters take seconds each time. Stacked, the same matrices are planned for all of them.
 WORLD_SIZES = {"deepseek-v3": [24, 4096]}

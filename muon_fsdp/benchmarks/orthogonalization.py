@@ -1,4 +1,4 @@
-"""Time of an orthogonalization by shape: five steps, bfloat16 matrices (float32 on a CPU)."""
+"""Measure five-step orthogonalizations of batches of matrices, in bfloat16 on a GPU and in float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from muon_fsdp.benchmarks.peers import orthogonalizers
-from muon_fsdp.benchmarks.timing import Ceilings, milliseconds, progress, table
+from muon_fsdp.benchmarks.timing import Ceilings, milliseconds, progress
 from muon_fsdp.linalg.newton_schulz import orthogonalize
+from muon_fsdp.text import plain_table
 
 GPU_SHAPES = [
     (48, 768, 768),
@@ -29,16 +30,23 @@ CPU_SHAPES = [(4, 128, 128), (4, 128, 512), (2, 384, 384), (1, 768, 768), (1, 76
 
 
 def least_flops(rows: int, cols: int, steps: int = 5) -> float:
-    """What five steps cost at least, symmetric products counted half: the standard form or the Gram form."""
+    """Return the fewest floating-point operations of an orthogonalization with `steps` iterations.
+
+    Symmetric products count half. The result is that of the cheaper form: the standard one or the Gram one.
+    """
     small, aspect = min(rows, cols), max(rows, cols) / min(rows, cols)
     return 2.0 * small**3 * min(steps * (1.5 * aspect + 0.5), 3 * aspect + 1.4 * steps)
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """48x768x768: so many matrices, rows, columns."""
+    """Parse a batch such as "48x768x768".
+
+    Returns:
+        The number of matrices, and their rows and columns.
+    """
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ValueError(f"shape {text!r} is not BATCHxROWSxCOLUMNS, as 48x768x768")
+        raise ValueError(f"shape {text!r} is not BATCHxROWSxCOLUMNS, for example 48x768x768")
     count, rows, cols = map(int, sizes)
     return count, rows, cols
 
@@ -46,6 +54,11 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 def measure(
     device: str, ceilings: Ceilings, repeats: int, shapes: Sequence[tuple[int, int, int]] | None = None
 ) -> list[dict[str, Any]]:
+    """Measure our orthogonalization and those of other libraries on batches of these shapes, or on the default ones.
+
+    Returns:
+        One entry per batch: its shape, the milliseconds of each implementation, the floor, our best time and TFLOP/s.
+    """
     contestants = {"muon_fsdp": orthogonalize, **orthogonalizers(device)}
     results = []
     for count, rows, cols in shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES):
@@ -68,19 +81,24 @@ def measure(
 
 
 def _captured(matrices: torch.Tensor) -> Callable[[], object]:
-    """A replay of what an orthogonalization launches: the time of the device alone, as within a captured step."""
+    """Capture an orthogonalization in a CUDA graph, to time the device without the host.
+
+    Returns:
+        A function that replays the graph.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = orthogonalize(matrices)
 
     def replay() -> torch.Tensor:
         graph.replay()
-        return result  # and so it lives as long as the graph
+        return result  # keeps the output alive, whose memory the graph writes
 
     return replay
 
 
 def show(results: list[dict[str, Any]]) -> str:
+    """Return the results as a text table."""
     names = list(results[0]["milliseconds"])
     header = ["batch x m x n", *(f"{name}, ms" for name in names), "TFLOP/s", "% of floor"]
     rows = [
@@ -92,4 +110,4 @@ def show(results: list[dict[str, Any]]) -> str:
         ]
         for entry in results
     ]
-    return table(header, rows)
+    return plain_table(header, rows)

@@ -1,18 +1,21 @@
-"""Time of the element-wise pair beside torch's Adam: 28 bytes a float32 parameter, at how much of a copy's rate."""
+"""Measure the element-wise pair, TritonMuon and TritonMuonW, beside torch.optim.Adam.
+
+The result is compared with a copy of the 28 bytes per float32 parameter that a step has to move.
+"""
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 
 from muon_fsdp.benchmarks.peers import MakeOptimizer
 from muon_fsdp.benchmarks.steps import measure_one
-from muon_fsdp.benchmarks.timing import Ceilings, progress, table
+from muon_fsdp.benchmarks.timing import Ceilings, free_memory, progress
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
+from muon_fsdp.text import plain_table
 
-BYTES_PER_PARAMETER = 28  # gradient, weight and two moments read, the last three written
+BYTES_PER_PARAMETER = 28  # a step reads gradient, weight and two moments, and writes the last three
 GPU_SIZES = {
     "1.2e9 in 96 tensors": 96 * [(12_500_000 // 5000, 5000)],
     "85M in 48 tensors": 48 * [(1_770_000 // 1000, 1000)],
@@ -29,6 +32,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def measure(device: str, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
+    """Measure every optimizer on every set of tensors.
+
+    Returns:
+        One entry per set of tensors: its name and size, and the figures of each optimizer.
+    """
     results = []
     for name, shapes in (GPU_SIZES if device == "cuda" else CPU_SIZES).items():
         parameters = sum(rows * cols for rows, cols in shapes)
@@ -39,14 +47,13 @@ def measure(device: str, ceilings: Ceilings, repeats: int) -> list[dict[str, Any
             one["of_copy"] = BYTES_PER_PARAMETER * parameters / (1e-3 * milliseconds) / ceilings.bytes
             entry["optimizers"][label] = one
             progress(f"{name}, {label}: {milliseconds:.3f} ms")
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)
         results.append(entry)
     return results
 
 
 def show(results: list[dict[str, Any]]) -> str:
+    """Return the results as one text table per set of tensors."""
     header = ["optimizer", "device ms", "host ms", "% of a copy", "Adam / this"]
     parts = []
     for entry in results:
@@ -61,5 +68,5 @@ def show(results: list[dict[str, Any]]) -> str:
             ]
             for name, one in entry["optimizers"].items()
         ]
-        parts.append(f"{entry['size']}\n{table(header, rows)}\n")
+        parts.append(f"{entry['size']}\n{plain_table(header, rows)}\n")
     return "\n".join(parts)

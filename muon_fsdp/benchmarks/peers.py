@@ -1,4 +1,4 @@
-"""Other implementations that are timed beside ours where they can be imported."""
+"""Provide other implementations to compare with: PyTorch's, and those of dion and gram_newton_schulz if installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def plain_newton_schulz(matrices: Tensor) -> Tensor:
-    """Five steps as published, in bfloat16 with PyTorch's products."""
+    """Orthogonalize with the five published Newton-Schulz steps, in bfloat16 and with PyTorch's matrix products."""
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -27,6 +27,7 @@ def plain_newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def orthogonalizers(device: str) -> dict[str, Orthogonalizer]:
+    """Return the other orthogonalizations that run on a device, by the name that the table shows."""
     found: dict[str, Orthogonalizer] = {"plain NS5, torch": plain_newton_schulz}
     if device != "cuda":
         return found
@@ -44,6 +45,7 @@ def orthogonalizers(device: str) -> dict[str, Orthogonalizer]:
 
 
 def optimizers(device: str) -> dict[str, MakeOptimizer]:
+    """Return what makes each of the other optimizers that run on a device, by the name that the table shows."""
     found: dict[str, MakeOptimizer] = {
         "torch.optim.AdamW(fused)": lambda params: torch.optim.AdamW(params, fused=True),
         "torch.optim.Muon": lambda params: torch.optim.Muon(params, lr=0.02, weight_decay=0.0),
@@ -63,4 +65,5 @@ def optimizers(device: str) -> dict[str, MakeOptimizer]:
 
 
 def _with(cls: Any, **options: Any) -> MakeOptimizer:
+    """Return what makes an optimizer of this class with a usual learning rate and these options."""
     return lambda params: cls(params, lr=0.02, **options)

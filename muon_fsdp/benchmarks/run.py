@@ -1,4 +1,4 @@
-"""One run of the benchmarks: the tables that were asked for, as figures and as text."""
+"""Run the tables of `muon-fsdp bench` and return them as figures and as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ def run(
     repeats: int = 3,
     threads: int = 2,
 ) -> tuple[dict[str, Any], str]:
-    """The figures of a run, and the same as tables; `shapes` and `models` take the place of the usual ones."""
+    """Measure some tables on a device.
+
+    Args:
+        device: "cuda" or "cpu".
+        tables: which of `TABLES` to measure.
+        shapes: batches to orthogonalize, instead of the default ones for the device.
+        models: names of the models whose steps are measured. Default: all models for the device.
+        repeats: how many times each figure is measured; the result is the median.
+        threads: threads that PyTorch uses on a CPU.
+
+    Returns:
+        The figures, ready for JSON, and the same figures as text tables.
+    """
     if device == "cpu":
         torch.set_num_threads(threads)
     machine = describe_machine(device, threads)

@@ -1,11 +1,11 @@
-"""Time and memory of one optimizer step on the matrices of a model, ours beside others."""
+"""Measure the time and memory of one optimizer step on the matrices of a model, for our optimizer and others."""
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +14,34 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.orthogonalization import least_flops
 from muon_fsdp.benchmarks.peers import MakeOptimizer, optimizers
-from muon_fsdp.benchmarks.timing import Ceilings, progress, synchronize, table
+from muon_fsdp.benchmarks.public_models import DECODERS, PUBLIC_MODELS, DecoderModel, GPT2Model, matrix_shapes
+from muon_fsdp.benchmarks.timing import (
+    Ceilings,
+    device_milliseconds,
+    free_memory,
+    host_seconds,
+    progress,
+    seconds,
+    synchronize,
+)
+from muon_fsdp.text import plain_table
 
-MODELS: dict[str, list[tuple[int, int]]] = {
-    "gpt2-124m": 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)],
-    "1.3b": 24 * [(6144, 2048), (2048, 2048), (8192, 2048), (2048, 8192)],
-    "llama-8b, 8 of 32 layers": 8 * [*2 * [(4096, 4096)], *2 * [(1024, 4096)], *2 * [(14336, 4096)], (4096, 14336)],
+Shapes = Sequence[tuple[int, ...]]
+
+# Shapes of the matrices that are updated. The name before the comma is what `--models` accepts.
+MODELS: dict[str, Shapes] = {
+    "gpt2-124m": matrix_shapes(PUBLIC_MODELS["gpt2-124m"]),
+    "1.3b": matrix_shapes(partial(GPT2Model, hidden=2048, layers=24)),
+    "llama-8b, 8 of 32 layers": matrix_shapes(partial(DecoderModel, replace(DECODERS["llama-3-8b"], layers=8))),
 }
 CPU_MODELS = {"gpt2-124m, 1 layer": MODELS["gpt2-124m"][:4]}
-# Bytes that a step moves at least for every float32 element: gradient, momentum twice, staging twice, weight twice, and
-# the result.
+# The fewest bytes that a step moves per float32 element: it reads the gradient, reads and writes the momentum, the
+# staging buffer and the weight, and writes the result.
 BYTES_PER_ELEMENT = 24
 
 
 def ours(device: str) -> dict[str, MakeOptimizer]:
+    """Return what makes each of our optimizers, by the name that the table shows."""
     found: dict[str, MakeOptimizer] = {"muon_fsdp": lambda params: MuonOptimizer(params, nesterov=True)}
     if device == "cuda":
         found["muon_fsdp, cuda_graph"] = lambda params: MuonOptimizer(params, nesterov=True, cuda_graph=True)
@@ -35,12 +49,18 @@ def ours(device: str) -> dict[str, MakeOptimizer]:
 
 
 def new_gradients(params: list[nn.Parameter], generator: torch.Generator) -> None:
-    """Fresh numbers at other addresses, as after `zero_grad` and another backward."""
+    """Give every parameter a new gradient tensor, as `zero_grad` followed by another backward would."""
     for p in params:
         p.grad = torch.randn(p.shape, device=p.device, generator=generator)
 
 
-def measure_one(make: MakeOptimizer, shapes: list[tuple[int, int]], device: str, repeats: int) -> dict[str, float]:
+def measure_one(make: MakeOptimizer, shapes: Shapes, device: str, repeats: int) -> dict[str, float]:
+    """Measure the steps of one optimizer on parameters of these shapes.
+
+    Returns:
+        The median time of a step until the device has finished and of `step()` on the host, the time of the first step,
+        and the memory used beyond weights and gradients; on a GPU also the time of a step in a queue of them.
+    """
     generator = torch.Generator(device).manual_seed(0)
     params = [nn.Parameter(torch.randn(s, device=device, generator=generator) * 0.02) for s in shapes]
     new_gradients(params, generator)
@@ -49,12 +69,9 @@ def measure_one(make: MakeOptimizer, shapes: list[tuple[int, int]], device: str,
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     optimizer = make(params)
-    start = time.perf_counter()
-    optimizer.step()
-    synchronize(device)
-    first = time.perf_counter() - start
+    first = seconds(optimizer.step, device)
     extra = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-    for _ in range(2 if device == "cuda" else 0):  # a graph is captured at the second step
+    for _ in range(2 if device == "cuda" else 0):  # the second step captures a CUDA graph, which must not be timed
         optimizer.step()
     if device == "cuda":
         synchronize(device)
@@ -62,16 +79,10 @@ def measure_one(make: MakeOptimizer, shapes: list[tuple[int, int]], device: str,
     total, host = [], []
     for _ in range(repeats):
         new_gradients(params, generator)
-        synchronize(device)
-        start = time.perf_counter()
-        optimizer.step()
-        synchronize(device)
-        total.append(time.perf_counter() - start)
-    for _ in range(repeats):  # as in training: the device is still busy when the host comes to the step
+        total.append(seconds(optimizer.step, device))
+    for _ in range(repeats):  # without waiting: in training too, the device is still busy when the host calls step()
         new_gradients(params, generator)
-        start = time.perf_counter()
-        optimizer.step()
-        host.append(time.perf_counter() - start)
+        host.append(host_seconds(optimizer.step))
     if device == "cuda":
         extra = max(extra, torch.cuda.max_memory_allocated() - before)
     result = {
@@ -81,31 +92,21 @@ def measure_one(make: MakeOptimizer, shapes: list[tuple[int, int]], device: str,
         "extra_gigabytes": extra / 1e9,
     }
     if device == "cuda":
-        result["device_milliseconds"] = _back_to_back(optimizer, repeats)
+        result["device_milliseconds"] = device_milliseconds(optimizer.step, repeats, calls=4)
     return result
 
 
-def _back_to_back(optimizer: torch.optim.Optimizer, repeats: int) -> float:
-    """Time of a step in a queue of them: of the device alone where the host is faster."""
-    calls = 4
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(calls):
-            optimizer.step()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / calls)
-    return statistics.median(times)
-
-
-def models_on(device: str) -> dict[str, list[tuple[int, int]]]:
-    """What is measured by default, by the name that `--models` takes and what more there is to say of it."""
+def models_on(device: str) -> dict[str, Shapes]:
+    """Return the shapes of the models that are measured on a device, by the name that the table shows."""
     return MODELS if device == "cuda" else CPU_MODELS
 
 
 def measure(device: str, ceilings: Ceilings, repeats: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measure every optimizer on every model, or on the models named in `only`.
+
+    Returns:
+        One entry per model: its name, size and floor, and the figures of each optimizer.
+    """
     results = []
     for model, shapes in models_on(device).items():
         if only and model.split(",")[0] not in only:
@@ -116,15 +117,13 @@ def measure(device: str, ceilings: Ceilings, repeats: int, only: Sequence[str] |
         for name, make in {**ours(device), **optimizers(device)}.items():
             try:
                 one = measure_one(make, shapes, device, repeats)
-            except Exception as error:  # a peer that does not run here is part of the result
+            except Exception as error:  # another library may not support this machine; the others are still measured
                 if name.startswith("muon_fsdp"):
                     raise
                 progress(f"{model}, {name}: {type(error).__name__}: {error}")
                 continue
             finally:
-                gc.collect()
-                if device == "cuda":
-                    torch.cuda.empty_cache()
+                free_memory(device)
             one["tflops"] = flops / one["milliseconds"] / 1e9
             entry["optimizers"][name] = one
             progress(f"{model}, {name}: {one['milliseconds']:.2f} ms")
@@ -133,6 +132,7 @@ def measure(device: str, ceilings: Ceilings, repeats: int, only: Sequence[str] |
 
 
 def show(results: list[dict[str, Any]]) -> str:
+    """Return the results as one text table per model."""
     parts = []
     for entry in results:
         header = ["optimizer", "step ms", "device ms", "host ms", "first s", "extra GB", "TFLOP/s", "% of floor"]
@@ -151,5 +151,5 @@ def show(results: list[dict[str, Any]]) -> str:
         ]
         millions, floor = entry["parameters"] / 1e6, entry["floor_milliseconds"]
         parts.append(f"{entry['model']}: {millions:.0f}M parameters in matrices, floor {floor:.2f} ms")
-        parts.append(table(header, rows) + "\n")
+        parts.append(plain_table(header, rows) + "\n")
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The command `muon-fsdp`. Typer and Rich come with the extra `cli`; without them the command says so."""
+"""Provide the command `muon-fsdp`, which needs Typer and Rich from the extra `cli`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from muon_fsdp.training.ending import end_process
 
 
 def main() -> int:
-    """The entry point; a mistake in what was asked exits with 2."""
+    """Run the command with the arguments of this process.
+
+    Returns:
+        The exit status: 2 after a mistake in the arguments, or if Typer or Rich is missing.
+    """
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(
@@ -24,5 +28,5 @@ def main() -> int:
 
 
 def command() -> NoReturn:
-    """The script `muon-fsdp`."""
+    """Run the script `muon-fsdp` and end the process."""
     end_process(main())

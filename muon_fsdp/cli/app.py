@@ -1,4 +1,4 @@
-"""The commands, each in a module of its own."""
+"""Assemble the commands of `muon-fsdp`; each has a module of its own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from muon_fsdp.cli.train import OPTIONS, train
 
 app = typer.Typer(
     add_completion=False,
-    pretty_exceptions_enable=False,  # a traceback that can be pasted into a bug report
+    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
 )
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if --version was given."""
     if wanted:
         print(f"muon_fsdp {muon_fsdp.__version__}")
         raise typer.Exit
@@ -32,7 +33,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Muon on one device and on FSDP2: train, measure, plan and check."""
+    """Train with Muon on one device or FSDP2, measure and plan its steps, and check this machine."""
 
 
 app.command(**OPTIONS)(train)
@@ -40,12 +41,16 @@ app.command()(bench)
 app.command(epilog=EPILOG)(plan)
 app.command()(doctor)
 
-# Typer exports this of its mistakes, and not their base, which is click's in some versions and its own in others.
+# Typer exports BadParameter but not its base class, which is click's in some versions of Typer and its own in others.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Run a command; its exit status. A mistake in what was asked is one line, as the commands' own are."""
+    """Run a command, and print a mistake in its arguments as one line, like the errors of the commands themselves.
+
+    Returns:
+        The exit status.
+    """
     try:
         return app(list(arguments) or ["--help"], prog_name="muon-fsdp", standalone_mode=False) or 0
     except UsageError as error:

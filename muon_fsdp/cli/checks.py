@@ -1,4 +1,4 @@
-"""What `doctor` finds out: facts about this machine, and self-tests with numbers and what to do where one fails."""
+"""Collect facts about this machine and run the self-tests of `muon-fsdp doctor`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ Status = Literal["ok", "warning", "wrong"]
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
 LEAST_TORCH = (2, 10)
-# What others need to know to repeat a finding; values of other variables are nobody's business.
+# Variables that change results or speed. The values of all others are private and stay out of bug reports.
 VARIABLES = (KERNELS_VARIABLE, ISA_VARIABLE, "TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
 PACKAGES = ("triton", "numpy", "typer", "rich", "matplotlib", "transformers", "accelerate", "lightning")
-# The five steps of the default coefficients bring singular values to within 1.75e-3 of 1; the rest is rounding. On GPUs
-# single precision is iterated in float16.
+# The five steps of the default coefficients bring singular values to within 1.75e-3 of 1; anything above is rounding.
+# On GPUs float32 matrices are iterated in float16.
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-# Far more than anything here takes; a machine may be busy.
+# Far longer than any check needs, so that a busy machine does not fail.
 PATIENCE_SECONDS = 180
-REPORT = "Please report it, with all of this output."
+REPORT = "Please report this, with the whole output."
 
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one check, with advice if something can be improved."""
+
     name: str
     status: Status
     detail: str
@@ -55,6 +57,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of this package, PyTorch, the system and related packages."""
     return {
         "muon_fsdp": __version__,
         "python": platform.python_version(),
@@ -67,12 +70,13 @@ def versions() -> dict[str, str]:
 
 
 def _digits(release: str) -> str:
-    """6.8.0 of 6.8.0-45-generic: what follows may name a machine."""
+    """Return the leading version number of a kernel release, because the text after it may name a machine."""
     match = re.match(r"[\d.]+", release)
     return match[0] if match else ""
 
 
 def _version(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -80,6 +84,7 @@ def _version(package: str) -> str:
 
 
 def _nccl_version() -> str:
+    """Return the version of NCCL, or "none" without a GPU."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "none"
     nccl: Any = importlib.import_module("torch.cuda.nccl")
@@ -87,6 +92,7 @@ def _nccl_version() -> str:
 
 
 def devices() -> list[str]:
+    """Describe the CPU and every visible GPU, one line each."""
     found = [f"cpu: {_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -98,6 +104,7 @@ def devices() -> list[str]:
 
 
 def _cpu_name() -> str:
+    """Return the model name of the CPU, or its architecture where the name is unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -107,21 +114,24 @@ def _cpu_name() -> str:
 
 
 def backends() -> dict[str, bool]:
+    """Return which backends of torch.distributed this build of PyTorch has."""
     if not dist.is_available():
         return {"gloo": False, "nccl": False}
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
 
 
 def environment() -> dict[str, str]:
+    """Return the environment variables among `VARIABLES` that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def best_device() -> torch.device:
+    """Return the first GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def kernel_choices(device: torch.device) -> list[dict[str, str]]:
-    """What computes the products of typical sizes, and why."""
+    """Return which kernel computes matrix products of typical sizes, and why."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     products = [
         Product("symmetric", 12, 768, 768, 3072, dtype),
@@ -149,7 +159,11 @@ def kernel_choices(device: torch.device) -> list[dict[str, str]]:
 
 
 def findings(*, quick: bool) -> list[Finding]:
-    """Every check; what runs in other processes runs beside the rest."""
+    """Run all checks. Those that need other processes run at the same time as the others.
+
+    Args:
+        quick: skip the step on two ranks.
+    """
     with ThreadPoolExecutor(max_workers=2) as executor:
         bf16 = executor.submit(check_cpu_bf16)
         ranks = None if quick else executor.submit(check_two_ranks)
@@ -163,31 +177,43 @@ def findings(*, quick: bool) -> list[Finding]:
 
 
 def check_torch() -> Finding:
+    """Check that PyTorch is new enough."""
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
     least = ".".join(map(str, LEAST_TORCH))
     if found < LEAST_TORCH:
-        return Finding("torch", "wrong", f"{torch.__version__}", f'Install a newer one: pip install "torch>={least}".')
+        return Finding(
+            "torch", "wrong", f"{torch.__version__}", f'Install a newer version: pip install "torch>={least}".'
+        )
     return Finding("torch", "ok", f"{torch.__version__}, {least} is needed")
 
 
 def check_settings() -> list[Finding]:
-    """What makes a GPU slow or leaves it unused."""
+    """Look for settings that make a GPU slow or leave it unused."""
     found = []
     if not backends()["gloo"]:
-        found.append(Finding("gloo", "warning", "not in this build of torch", "Ranks on CPUs need another build."))
+        found.append(
+            Finding(
+                "gloo",
+                "warning",
+                "not in this build of torch",
+                "Install a build of torch with gloo to use ranks on CPUs.",
+            )
+        )
     if torch.version.cuda is not None and not torch.cuda.is_available():
-        advice = "If there is one: does nvidia-smi list it, is its driver new enough, what is CUDA_VISIBLE_DEVICES?"
+        advice = (
+            "If there is one, check that nvidia-smi lists it, that its driver is new enough, and CUDA_VISIBLE_DEVICES."
+        )
         found.append(Finding("GPU", "warning", f"none visible to torch, a build for CUDA {torch.version.cuda}", advice))
     if torch.cuda.is_available():
         if not backends()["nccl"]:
-            advice = "Ranks on GPUs need a build of torch with NCCL."
+            advice = "Install a build of torch with NCCL to use ranks on GPUs."
             found.append(Finding("NCCL", "warning", "not in this build of torch", advice))
         reason = unusable(best_device())
         if reason is not None:
             advice = {
                 "Triton is not installed": "Install it: pip install triton.",
                 f"{KERNELS_VARIABLE}=torch": f"Unset {KERNELS_VARIABLE} to use them.",
-            }.get(reason, "PyTorch's own products are used: correct, and slower.")
+            }.get(reason, "PyTorch's own products are used instead: they are correct, but slower.")
             found.append(Finding("kernels", "warning", f"ours are not used: {reason}", advice))
         if os.environ.get("TRITON_INTERPRET") == "1":
             detail = "TRITON_INTERPRET=1: kernels run in Triton's interpreter"
@@ -196,6 +222,7 @@ def check_settings() -> list[Finding]:
 
 
 def check_orthogonalization() -> list[Finding]:
+    """Compare the orthogonalization in every usual precision with an SVD."""
     dtypes = [torch.float64, torch.float32]
     if torch.cuda.is_available():
         dtypes += [torch.bfloat16, torch.float16]
@@ -203,6 +230,7 @@ def check_orthogonalization() -> list[Finding]:
 
 
 def _orthogonalization(dtype: torch.dtype) -> tuple[float, float, str]:
+    """Measure the error of the orthogonalization; see `_attempt` for what is returned."""
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for shape in ((4, 64, 128), (2, 300, 100)):
@@ -214,21 +242,23 @@ def _orthogonalization(dtype: torch.dtype) -> tuple[float, float, str]:
 
 
 def polar(matrices: Tensor) -> Tensor:
+    """Return the orthogonal polar factor of matrices, computed by an SVD."""
     svd: tuple[Tensor, Tensor, Tensor] = torch.linalg.svd(matrices, full_matrices=False)
     return svd[0] @ svd[2]
 
 
 def check_step(device: torch.device) -> Finding:
+    """Compare two steps of MuonOptimizer with the formulas."""
     return _attempt(f"one step on {device.type}", partial(_step, device))
 
 
 def _step(device: torch.device) -> tuple[float, float, str]:
-    """Two steps of a matrix and a vector, and the formulas in float64."""
+    """Measure the error of two steps of a matrix and a vector; see `_attempt` for what is returned."""
     generator = torch.Generator().manual_seed(0)
-    lr, momentum, decay, rate = 0.1, 0.9, 0.01, 0.05
+    lr, momentum, decay, adamw_lr = 0.1, 0.9, 0.01, 0.05
     matrix, vector, *gradients = [torch.randn(s, generator=generator) for s in ((96, 768), (7,), (96, 768), (7,))]
     weights = [nn.Parameter(value.to(device)) for value in (matrix, vector)]
-    options: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": True, "adamw_lr": rate}
+    options: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": True, "adamw_lr": adamw_lr}
     optimizer = MuonOptimizer(weights, lr=lr, **options)
     expected = [matrix.double(), vector.double()]
     buffer = torch.zeros(96, 768, dtype=torch.float64)
@@ -242,21 +272,24 @@ def _step(device: torch.device) -> tuple[float, float, str]:
     # AdamW with gradients g and 2 g: the moments are known numbers times g and g^2.
     for first, second in ((1.0, 1.0), ((0.9 + 2.0) / 1.9, (0.95 + 4.0) / 1.95)):
         g = gradients[1].double()
-        expected[1] = expected[1] - rate * first * g / (second**0.5 * g.abs() + 1e-8)
+        expected[1] = expected[1] - adamw_lr * first * g / (second**0.5 * g.abs() + 1e-8)
     errors = [
         float(torch.linalg.norm(weights[0].detach().cpu().double() - expected[0], 2)) / lr,
-        float((weights[1].detach().cpu().double() - expected[1]).abs().max()) / rate,
+        float((weights[1].detach().cpu().double() - expected[1]).abs().max()) / adamw_lr,
     ]
-    # Two updates, each as far from the polar factor as an orthogonalization may be; GPUs round to bfloat16 before it.
+    # Each of the two updates may be as far from the polar factor as one orthogonalization. GPUs round the momentum to
+    # bfloat16 first.
     tolerance = 2 * TOLERANCES[torch.float32 if device.type == "cpu" else torch.bfloat16]
     return max(errors), tolerance, "from the formulas in float64, in units of the learning rate"
 
 
 def check_kernels(device: torch.device) -> Finding:
+    """Compare the matrix products of our kernels with products in float64."""
     return _attempt(f"products on {device.type}", partial(_kernels, device))
 
 
 def _kernels(device: torch.device) -> tuple[float, float, str]:
+    """Measure the error of the matrix products; see `_attempt` for what is returned."""
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -269,19 +302,21 @@ def _kernels(device: torch.device) -> tuple[float, float, str]:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error in the Frobenius norm."""
     return float(torch.linalg.norm(found.double() - expected) / torch.linalg.norm(expected))
 
 
 def check_cpu_bf16() -> Finding:
-    """bfloat16 products on this CPU, in a process of their own, which may die."""
+    """Try bfloat16 products on this CPU in another process, because they kill the process on some virtual machines."""
     name = "bfloat16 products on the CPU"
     try:
         return _judge_bf16(name)
     except subprocess.TimeoutExpired:
-        return Finding(name, "warning", f"not known: the process did not end within {PATIENCE_SECONDS} s", "Try again.")
+        return Finding(name, "warning", f"unknown: the process did not end within {PATIENCE_SECONDS} s", "Try again.")
 
 
 def _judge_bf16(name: str) -> Finding:
+    """Run the products with and without AMX, and tell which setting of oneDNN is needed."""
     given, setting = os.environ.get(ISA_VARIABLE), f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}"
     code = run_bf16_product(given)
     if code == 0 and given is None:
@@ -294,7 +329,7 @@ def _judge_bf16(name: str) -> Finding:
         return Finding(name, "ok", detail, f"Keep {ISA_VARIABLE} set.")
     detail = f"the process dies ({_exit(code)})"
     if given is None and other == 0:
-        why = "This machine advertises AMX and does not allow it."
+        why = "This machine advertises AMX but does not allow it."
         return Finding(name, "wrong", f"{detail}; with {setting} they run", f"{why} Set it: export {setting}")
     if given is not None and given != ISA_WITHOUT_AMX:
         return Finding(name, "wrong", f"{detail} with {ISA_VARIABLE}={given}", f"Try: export {setting}")
@@ -311,7 +346,14 @@ for size in (16, 512):
 
 
 def run_bf16_product(isa: str | None) -> int:
-    """The exit status of a process that multiplies under this setting; negative: killed by that signal."""
+    """Multiply bfloat16 matrices in a new process.
+
+    Args:
+        isa: the value of ONEDNN_MAX_CPU_ISA in that process; None leaves it unset.
+
+    Returns:
+        The exit status of the process. A negative number is the signal that killed it.
+    """
     environment = {key: value for key, value in os.environ.items() if key != ISA_VARIABLE}
     if isa is not None:
         environment[ISA_VARIABLE] = isa
@@ -321,18 +363,21 @@ def run_bf16_product(isa: str | None) -> int:
 
 
 def _exit(code: int) -> str:
+    """Describe the exit status of a process that failed."""
     if code == -signal.SIGILL:
         return "illegal instruction"
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def check_two_ranks() -> Finding:
+    """Compare a sharded step on two gloo ranks with a step on one device."""
     if not backends()["gloo"]:
-        return Finding("two ranks", "warning", "not tried: torch has no gloo")
+        return Finding("two ranks", "warning", "not tried, because torch has no gloo")
     return _attempt("two ranks, gloo", _two_ranks, "Ranks must reach each other through the loopback interface.")
 
 
 def _two_ranks() -> tuple[float, float, str]:
+    """Run `two_ranks.py` in two processes; see `_attempt` for what is returned."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
@@ -368,10 +413,16 @@ def _two_ranks() -> tuple[float, float, str]:
 
 
 def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: str = REPORT) -> Finding:
-    """Run a test that returns an error, what it may be, and what it is the error of."""
+    """Turn a self-test into a finding.
+
+    Args:
+        name: the name of the finding.
+        test: returns the error that it measured, the largest error that is right, and what the error is.
+        advice: what to do if the error is too large or the test raises.
+    """
     try:
         error, tolerance, what = test()
-    except Exception as failure:  # whatever happens is a finding
+    except Exception as failure:  # the report must be complete whatever a self-test raises
         text = " ".join(str(failure).split())
         return Finding(name, "wrong", f"{type(failure).__name__}: {text[:400]}", advice)
     detail = f"{error:.2e} {what} (at most {tolerance:.0e})"
@@ -379,11 +430,12 @@ def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: st
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def without_home(content: Any) -> Any:
-    """The same texts without the path of the user's home."""
+    """Replace the path of the user's home folder in all texts of a nested structure."""
     home = str(Path.home())
     if isinstance(content, str):
         return content.replace(home, "~") if len(home) > 1 else content

@@ -1,4 +1,4 @@
-"""`muon-fsdp doctor`: versions, devices, kernels and self-tests, to paste into a bug report."""
+"""`muon-fsdp doctor`: show versions, devices, kernels and self-tests, to be pasted into a bug report."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from muon_fsdp.cli.output import print_json, print_table, status
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the step on two processes.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the step on two processes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Check what is installed, which kernels run, and whether results are right.
 
-    Each finding says what to do; the exit status is 1 if something is wrong. Nothing but loopback is contacted.
+    Each finding says what to do. The exit status is 1 if something is wrong. No network but loopback is used.
     """
     from muon_fsdp.cli import checks
 
@@ -44,6 +44,7 @@ def doctor(
 
 
 def _show(content: dict[str, Any]) -> None:
+    """Print the report as text."""
     print_table("Versions", ("package", "version"), list(content["versions"].items()), left=2)
     for device in content["devices"]:
         print(device)
@@ -68,5 +69,6 @@ def _show(content: dict[str, Any]) -> None:
 
 
 def _print_wrapped(label: str, text: str) -> None:
+    """Print a text after a label, wrapped to 80 columns, with further lines indented."""
     indent = 9 * " " if label or text.startswith("->") else "  "
     print(textwrap.fill(text, 80, initial_indent=label or indent, subsequent_indent=indent, break_long_words=False))

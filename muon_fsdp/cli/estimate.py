@@ -1,4 +1,4 @@
-"""What a step takes on a rank: memory, counted; time, estimated from a plan and from rates that are assumed."""
+"""Count the memory of a rank and estimate the time of a step, from a plan and from assumed speeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What a rank is assumed to do in a second."""
+class Speeds:
+    """What a rank is assumed to do per second: operations, bytes sent and received, and bytes of device memory."""
 
     flops: float
     network_bytes: float
@@ -29,26 +29,28 @@ class Rates:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that holds most; with `adamw_state`, what AdamW would keep for all parameters."""
+    """Bytes on the rank that holds the most, compared with AdamW for all parameters."""
 
     weights: int
     gradients: int
     state: int
-    scratch: int  # at most
+    scratch: int  # an upper bound
     adamw_state: int
-    mean_weights: float  # over all ranks
+    mean_weights: float  # mean over all ranks
 
     @property
     def total(self) -> int:
+        """Return the sum for the planned optimizer."""
         return self.weights + self.gradients + self.state + self.scratch
 
     @property
     def adamw_total(self) -> int:
+        """Return the sum if AdamW updated every parameter."""
         return self.weights + self.gradients + self.adamw_state
 
 
 def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout) -> Memory:
-    """Count the first rank, which has the largest shard of every parameter."""
+    """Count the memory of the first rank, which has the largest shard of every parameter."""
     weights = gradients = state = adamw_state = total = 0
     for parameter in model.parameters():
         bytes_held = _held(parameter, layout) * parameter.element_size()
@@ -63,11 +65,12 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
 
 
 def _held(parameter: Tensor, layout: Layout) -> int:
-    """Elements of the largest shard."""
+    """Return the number of elements in the largest shard of a parameter."""
     return layout.largest_box(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
 
 
 def _state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout) -> int:
+    """Return the bytes of state that a rule keeps for a parameter on the rank with the largest shard."""
     total = 0
     for spec in rule.all_state:
         whole = not spec.is_sharded
@@ -78,49 +81,50 @@ def _state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of the busiest rank in each part of a step, and of the step."""
+    """Seconds that the busiest rank spends in each part of a step, and in the whole step."""
 
     orthogonalize: float
-    elementwise: float  # momentum, AdamW, weights: bytes of device memory
+    elementwise: float  # momentum, AdamW and weights, limited by device memory
     gather: float
     scatter: float
     step: float
     num_stages: int
 
 
-def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, rates: Rates) -> Time:
+def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, speeds: Speeds) -> Time:
+    """Estimate the time of a step on the busiest rank; latencies are not counted."""
     moved = 0
     for group in optimizer.param_groups:
         moments = sum(spec.is_sharded for spec in RULES[group["rule"]].all_state)
         for parameter in group["params"]:
-            # The gradient and the weight are read and the weight is written; moments are read and written. A matrix
-            # also leaves its update in a buffer and takes it from there.
+            # A step reads the gradient and the weight and writes the weight; it reads and writes the moments. The
+            # update of a matrix is also written to a buffer and read from it.
             staged = 4 if RULES[group["rule"]].needs_matrices else 0
             working = working_dtype(parameter.dtype).itemsize
             each = 3 * parameter.element_size() + 2 * moments * working + staged
             moved += each * _held(parameter, layout)
-    elementwise = moved / rates.memory_bytes
-    gather = report.traffic.busiest_gather / rates.network_bytes
-    scatter = report.traffic.busiest_scatter / rates.network_bytes
+    elementwise = moved / speeds.memory_bytes
+    gather = report.traffic.busiest_gather / speeds.network_bytes
+    scatter = report.traffic.busiest_scatter / speeds.network_bytes
     return Time(
-        orthogonalize=report.max_flops / rates.flops,
+        orthogonalize=report.max_flops / speeds.flops,
         elementwise=elementwise,
         gather=gather,
         scatter=scatter,
-        step=elementwise + _pipeline(report.stages, gather, scatter, rates.flops),
+        step=elementwise + _pipeline(report.stages, gather, scatter, speeds.flops),
         num_stages=report.num_stages,
     )
 
 
 def _pipeline(stages: Sequence[StageReport], gather: float, scatter: float, flops: float) -> float:
-    """When the last stage has been scattered, if all ranks run as the engine does.
+    """Return the time at which the last stage has been scattered, if ranks overlap stages as a real step does.
 
-    Transfers follow each other in one order: a stage is gathered before the one before it is scattered. A stage is
-    computed when it has been gathered, and scattered when all of its owners have computed it.
+    All transfers use one network in a fixed order: a stage is gathered before the previous one is scattered. A stage is
+    computed once it has been gathered, and scattered once all of its owners have computed it.
     """
     total = sum(stage.numel for stage in stages)
-    network = 0.0  # when it is free
-    free: dict[int | None, float] = defaultdict(float)  # when a rank is
+    network = 0.0  # the time at which the network becomes free
+    free: dict[int | None, float] = defaultdict(float)  # the time at which each rank becomes free
     gathered: list[float] = []
 
     def compute(number: int) -> None:
@@ -143,7 +147,7 @@ def _pipeline(stages: Sequence[StageReport], gather: float, scatter: float, flop
 
 @dataclass(frozen=True)
 class RoutedTo:
-    """Parameters that take one rule for one reason."""
+    """How many parameters and elements take one rule for one reason."""
 
     rule: str
     reason: str
@@ -152,7 +156,7 @@ class RoutedTo:
 
 
 def routing_summary(rows: Sequence[RoutingRow]) -> list[RoutedTo]:
-    """Parameters by rule and reason, the most elements first."""
+    """Group parameters by rule and reason, the group with the most elements first."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row in rows:
         found[(row.rule, row.reason)].append(math.prod(row.shape))

@@ -1,4 +1,4 @@
-"""The model that `plan` was asked for, on the meta device: by name, from a configuration file, or from Python code."""
+"""Build the model of `muon-fsdp plan` on the meta device, from a name, a configuration file or Python code."""
 
 from __future__ import annotations
 
@@ -8,23 +8,40 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from muon_fsdp.cli.models import named_models
+from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS
+from muon_fsdp.training.model import GPT, PRESETS
 
 
 class LoadingError(ValueError):
-    """Why there is no model, and what to do."""
+    """Raised when a model can't be built; the message says why, and what to pass instead."""
+
+
+def named_models() -> dict[str, Callable[[], nn.Module]]:
+    """Return what builds each model that has a name: public models and the presets of `muon-fsdp train`."""
+    return {**PUBLIC_MODELS, **{name: partial(GPT, config) for name, config in PRESETS.items()}}
 
 
 def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
-    """`dtype` None: as code that was given builds it, float32 for all others."""
-    # What is imported may print; stdout belongs to the command.
+    """Build a model on the meta device.
+
+    Args:
+        text: a name, the path of a Hugging Face config.json or of its folder, or package.module:callable.
+        dtype: the precision of its parameters. None keeps the precision that a callable builds, and means float32 for
+            all other models.
+
+    Raises:
+        LoadingError: the model can't be built.
+    """
+    # Imported code may print, but stdout holds only the results of the command.
     with redirect_stdout(sys.stderr), torch.device("meta"):
         if Path(text).exists():
             model, own_dtype = _from_config(Path(text)), False
@@ -37,24 +54,27 @@ def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
     elsewhere = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if elsewhere:
         raise LoadingError(
-            f"{text} puts its parameter {elsewhere[0]!r} on a device of its own; leave the device to torch.device"
+            f"{text} puts its parameter {elsewhere[0]!r} on a device of its own; build it without a device argument, "
+            "so that torch.device('meta') applies"
         )
     return model
 
 
 def _by_name(name: str) -> nn.Module:
+    """Build a public model or a preset."""
     models = named_models()
     if name.lower() in models:
         return models[name.lower()]()
     close = difflib.get_close_matches(name.lower(), models, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise LoadingError(
-        f"unknown model {name!r}{hint} Names are {', '.join(models)}. Or give a Hugging Face config.json, the folder "
-        "of one, or package.module:callable."
+        f"unknown model {name!r}{hint} The names are {', '.join(models)}. Or pass a Hugging Face config.json, its "
+        "folder, or package.module:callable."
     )
 
 
 def _from_config(path: Path) -> nn.Module:
+    """Build a model with Transformers from a config.json, given as a file or as its folder."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content: Any = json.loads(file.read_text())
@@ -63,31 +83,31 @@ def _from_config(path: Path) -> nn.Module:
     except json.JSONDecodeError as error:
         raise LoadingError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise LoadingError(f"{file} has no 'model_type': it is not the configuration of a Hugging Face model")
+        raise LoadingError(f"{file} has no 'model_type', so it is not the configuration of a Hugging Face model")
     if importlib.util.find_spec("transformers") is None:
-        raise LoadingError(f'{file} needs Transformers to be read; install with: pip install -e ".[integrations]"')
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes need no network
+        raise LoadingError(f'Transformers is needed to read {file}; install with: pip install -e ".[integrations]"')
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes are known without the network
     transformers: Any = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()  # advice about training is not about shapes
+    transformers.logging.set_verbosity_error()  # its advice about training would only distract here
     model_type = content.pop("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise LoadingError(
             f"Transformers {transformers.__version__} does not know the model type {model_type!r} of {file}: install a "
-            "newer one, or give package.module:callable for a model of your own."
+            "newer version, or pass package.module:callable for your own model."
         )
     try:
         model = _build(transformers, transformers.AutoConfig.for_model(model_type, **content))
-    except Exception as error:  # each architecture has errors of its own
+    except Exception as error:  # each architecture raises its own kinds of errors
         raise LoadingError(
             f"Transformers {transformers.__version__} can't build a model of type {model_type!r} from {file}: "
-            f"{_first_line(error)} Give package.module:callable for a model of your own."
+            f"{_first_line(error)} Pass package.module:callable for your own model."
         ) from error
     assert isinstance(model, nn.Module)
-    return model.to("meta")  # wav2vec2 and others make a small tensor without asking for the device
+    return model.to("meta")  # wav2vec2 and others create a small tensor on the CPU regardless of torch.device
 
 
 def _build(transformers: Any, config: Any) -> Any:
-    """The class that the configuration names; else the type's causal language model; else its model without a head."""
+    """Build the class that the configuration names, else a causal language model, else the model without a head."""
     for name in config.architectures or ():
         named: Any = getattr(transformers, name, None)
         is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
@@ -99,6 +119,7 @@ def _build(transformers: Any, config: Any) -> Any:
 
 
 def _from_code(text: str) -> nn.Module:
+    """Import package.module:callable, also from the current folder, and call it."""
     module_name, _, attribute = text.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -119,7 +140,7 @@ def _from_code(text: str) -> nn.Module:
         model = found()
     except Exception as error:
         raise LoadingError(
-            f"{text}() failed with {_first_line(error)} It is called without arguments and on the meta device."
+            f"{text}() failed with {_first_line(error)} It is called without arguments, on the meta device."
         ) from error
     if not isinstance(model, nn.Module):
         raise LoadingError(f"{text}() returned {_kind(model)}, not a torch.nn.Module")
@@ -127,10 +148,12 @@ def _from_code(text: str) -> nn.Module:
 
 
 def _kind(value: object) -> str:
+    """Describe the type of a value in an error message."""
     return f"an object of type {type(value).__name__}"
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, or two lines if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {shown.rstrip('.')}."

@@ -1,4 +1,4 @@
-"""What commands print: errors of one line, JSON and nothing else, tables for a terminal or for a pipe."""
+"""Print the output of commands: one-line errors, JSON, and tables for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from typing import Any, NoReturn
 
 import typer
 
+from muon_fsdp.text import plain_table
+
 
 def fail(message: str) -> NoReturn:
-    """Say in one line what was wrong with what was asked, and exit with 2."""
+    """Print a one-line error about the arguments to stderr and exit with status 2."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(2)
 
 
 def print_json(content: object) -> None:
+    """Print an object as JSON, refusing NaN and infinity, which are not valid JSON."""
     print(json.dumps(content, indent=1, allow_nan=False))
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """A table whose first `left` columns are words and the others numbers."""
+    """Print a table, drawn by Rich on a terminal and in plain text elsewhere.
+
+    Args:
+        title: the line above the table.
+        header: the names of the columns.
+        rows: the cells, row by row.
+        left: how many of the first columns hold words. The other columns hold numbers and are aligned to the right.
+    """
     if not sys.stdout.isatty():
         print(f"{title}\n{plain_table(header, rows, left=left)}\n")
         return
@@ -37,22 +47,9 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     Console(markup=False, highlight=False).print(table)
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
 @contextmanager
 def status(message: str) -> Iterator[Any]:
-    """A line on stderr while something takes long, if somebody is there to see it."""
+    """Show a message on stderr while the body runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

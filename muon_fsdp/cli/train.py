@@ -1,4 +1,4 @@
-"""`muon-fsdp train`: the training program, whose flags are its own."""
+"""`muon-fsdp train`: run the training program, which parses its own flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-# --help too reaches the program, which knows its flags.
+# --help is passed on as well, because only the program can list its flags.
 OPTIONS: dict[str, Any] = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},

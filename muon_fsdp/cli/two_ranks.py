@@ -1,4 +1,4 @@
-"""One of two ranks of `doctor`: `python -m muon_fsdp.cli.two_ranks RANK STORE` prints how far a sharded step is off."""
+"""Run one of the two ranks of `doctor` and print its error: `python -m muon_fsdp.cli.two_ranks RANK STORE`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from muon_fsdp.training.ending import end_process
 
 
 def main(rank: int, store: str, world_size: int = 2) -> float:
-    """The largest difference between two sharded steps and the same on one device; all ranks call it."""
+    """Compare two sharded steps with the same steps on one device. Every rank calls this function.
+
+    Args:
+        rank: the number of this rank.
+        store: the path of a new file through which the ranks find each other.
+        world_size: the number of ranks.
+
+    Returns:
+        The largest difference between the weights.
+    """
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=150)
     )

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.vocabulary import vocabulary_tables
 from muon_fsdp.rules import RULES, rule_named
+from muon_fsdp.text import format_shape, plain_table
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -378,15 +379,9 @@ class RoutingReport:
 
     def __str__(self) -> str:
         header = ("name", "shape", "rule", "scale", "reason")
-        table = [
-            (row.name, "x".join(map(str, row.shape)) or "scalar", row.rule, row.scale, row.reason) for row in self.rows
-        ]
-        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *table)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([line.rstrip() for line in lines] + [f"warning: {text}" for text in self.warnings])
+        rows = [(row.name, format_shape(row.shape), row.rule, row.scale, row.reason) for row in self.rows]
+        table = plain_table(header, rows, left=len(header))
+        return "\n".join([table, *(f"warning: {text}" for text in self.warnings)])
 
 
 def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:

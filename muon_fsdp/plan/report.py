@@ -14,6 +14,7 @@ from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
 from muon_fsdp.plan.stages import matrices_at_once, scratch_numel
+from muon_fsdp.text import format_bytes, format_shape, plain_table
 
 
 @dataclass(frozen=True)
@@ -160,26 +161,24 @@ class PlanReport:
 
     def __str__(self) -> str:
         header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
-        table = [
+        rows = [
             (
-                "x".join(map(str, row.shape)),
+                format_shape(row.shape),
                 str(row.num_parameters),
                 str(row.num_matrices),
                 row.strategy,
                 str(row.num_owners),
-                _bytes(row.gather_bytes),
-                _bytes(row.scatter_bytes),
+                format_bytes(row.gather_bytes),
+                format_bytes(row.scatter_bytes),
                 f"{row.flops / 1e9:.4g}",
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in (header, *table)]
-        lines.append(
+        totals = (
             f"{self.num_ranks} rank(s), {self.num_stages} stage(s); FLOPs of a rank: busiest {self.max_flops:.3g}, "
             f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
         )
-        return "\n".join(lines)
+        return f"{plain_table(header, rows)}\n{totals}"
 
 
 def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
@@ -264,13 +263,6 @@ def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
         if len(ordered) >= last:
             bound = max(bound, sum(ordered[last - per_rank : last]))
     return bound
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} B"
 
 
 def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) -> PlanRow:

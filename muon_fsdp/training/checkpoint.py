@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from muon_fsdp.text import format_bytes
 from muon_fsdp.training.parallel import World
 from muon_fsdp.training.unpickling import Planner, Reader
 
@@ -86,7 +87,7 @@ def save(
         good, free = checkpoints(folder), shutil.disk_usage(folder.parent).free
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {folder}: {next(filter(None, failures))} "
-            f"({free / 1e9:.3g} GB are free there); "
+            f"({format_bytes(free)} are free there); "
             + (f"the newest complete checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint")
         )
     return final

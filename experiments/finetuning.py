@@ -1,12 +1,15 @@
-"""Fine-tuning with AdamW and with Muon at its four scales, of models that were pre-trained with AdamW and with Muon.
+"""Compare AdamW and Muon for fine-tuning, on models that were pre-trained with AdamW or with Muon.
 
-python -m benchmarks.finetuning                                                # a model of 1M parameters, on a CPU
-python -m benchmarks.finetuning --size h200 --seeds 2 --output docs/experiments     # 32M parameters, on a GPU
+python -m experiments.finetuning                                                # a model of 1M parameters, on a CPU
+python -m experiments.finetuning --size h200 --seeds 2 --output docs/experiments     # 32M parameters, on a GPU
 
-A small Llama learns bytes of Python's standard library and then answers questions about it (examples/finetune.py).
-Reported are the loss of held-out answers and, to see what was forgotten, that of held-out text. Muon's rates are
-given as at scale v4; the other versions take those at which a square matrix moves as far, so v1, which is 5 times v4,
-gives the same run, and v2 and v3 differ from it in matrices that are not square.
+A small Llama learns the bytes of Python's standard library and is then fine-tuned to answer questions about it
+(examples/finetune.py). The program reports the loss of held-out answers and, as a measure of forgetting, the loss of
+held-out text.
+
+Muon runs at its four scales. Its learning rates are given for scale v4. For the other scales they are converted so that
+a square matrix moves equally far. A run at v1 therefore equals the run at v4, because v1 is 5 times v4 for every shape;
+v2 and v3 differ from it for matrices that are not square.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from torch import Tensor, nn
 from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
 from muon_fsdp.training.schedule import make_schedule
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Transformers reads this at import; nothing has to be downloaded
 
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -41,15 +44,18 @@ from examples.finetune import collate as collate_pairs
 
 PRETRAINERS = ("AdamW", "Muon")
 FINETUNERS = ("AdamW", "Muon v1", "Muon v2", "Muon v3", "Muon v4")
-REST_LR = 1e-3  # of embedding, head and vectors, when Muon fine-tunes
-PRETRAINING_RATES = {"AdamW": (2e-3, 2e-3), "Muon": (0.02, 4e-3)}  # of matrices and, with Muon at v2, of the rest
-BYTE_OFFSET = 3  # the tokenizer's: padding, end and unknown come first
+REST_LR = 1e-3  # learning rate of embedding, head and vectors, when Muon fine-tunes
+PRETRAINING_RATES = {
+    "AdamW": (2e-3, 2e-3),
+    "Muon": (0.02, 4e-3),
+}  # learning rates of matrices (Muon at scale v2) and of other parameters
+BYTE_OFFSET = 3  # the tokenizer's ids for padding, end and unknown come before the bytes
 MAX_LENGTH = 160
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how long it is trained."""
+    """The sizes of a model, how long it is trained, and the learning rates to try."""
 
     width: int
     hidden: int
@@ -60,12 +66,13 @@ class Size:
     pretraining_batch: int
     steps: int
     batch: int
-    num_answers: int  # held-out answers and windows of text that are looked at
+    num_answers: int  # held-out answers and windows of text that are evaluated
     num_windows: int
     adamw_rates: tuple[float, ...]
     muon_rates: tuple[float, ...]  # at scale v4
 
     def model(self) -> LlamaForCausalLM:
+        """Build the model with random weights."""
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=256 + BYTE_OFFSET, hidden_size=self.width, intermediate_size=self.hidden,
@@ -76,6 +83,7 @@ class Size:
         )  # fmt: skip
 
     def rates(self, name: str) -> tuple[float, ...]:
+        """Return the learning rates to try with an optimizer."""
         return self.adamw_rates if name == "AdamW" else self.muon_rates
 
 
@@ -92,25 +100,35 @@ SIZES = {
 
 
 def muon_rate(scale: str, rate: float, width: int) -> float:
-    """The rate at which a (width, width) matrix moves as far as at scale v4 with `rate`."""
+    """Return the learning rate at which a (width, width) matrix moves as far as at scale v4 with `rate`."""
     v4 = 0.2 * math.sqrt(width)
     return rate * v4 / {"v1": math.sqrt(width), "v2": 1.0, "v3": 1.0, "v4": v4}[scale]
 
 
 def device_and_threads() -> str:
+    """Set up PyTorch in a process that shares the machine with others.
+
+    Returns:
+        The device to train on.
+    """
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@cache  # once in a process
+@cache
 def text() -> Tensor:
+    """Return the bytes of the standard library, loaded once per process."""
     return load_tokens()
 
 
 @cache
 def pairs() -> tuple[list[Example], list[Example]]:
-    """Examples to learn from, and held-out ones; which are held out is the same in all runs."""
+    """Split the questions and answers, in the same way in all runs.
+
+    Returns:
+        The examples to learn from, and the held-out examples.
+    """
     found = standard_library_pairs()
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
     examples = encode(ByT5Tokenizer(extra_ids=0), [found[index] for index in order], MAX_LENGTH)
@@ -120,7 +138,7 @@ def pairs() -> tuple[list[Example], list[Example]]:
 
 @torch.no_grad()
 def text_loss(model: LlamaForCausalLM, size: Size, device: str) -> float:
-    """The loss of text that was held out of pre-training."""
+    """Return the loss on text that was held out of pre-training."""
     _, held_out = split_tokens(text(), size.sequence_length)
     losses = []
     for inputs, targets in validation_batches(held_out, size.pretraining_batch, size.sequence_length, size.num_windows):
@@ -129,13 +147,14 @@ def text_loss(model: LlamaForCausalLM, size: Size, device: str) -> float:
 
 
 def next_byte_loss(model: LlamaForCausalLM, inputs: Tensor, targets: Tensor, device: str) -> Tensor:
+    """Return the mean cross-entropy of the next byte."""
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits = model(input_ids=inputs.to(device) + BYTE_OFFSET).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten() + BYTE_OFFSET)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, next_loss: Callable[[], Tensor]) -> None:
-    """With warm-up, a cosine and clipping, as all runs."""
+    """Train with the warm-up, cosine schedule and gradient clipping that all runs share."""
     factor = make_schedule("cosine", steps)
     initial = [group["lr"] for group in optimizer.param_groups]
     for step in range(steps):
@@ -148,7 +167,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, next_l
 
 
 def pretrain(size: Size, name: str, seed: int, folder: str) -> dict[str, Any]:
-    """Learn the text and leave the weights in `folder`."""
+    """Pre-train a model on the text and save its weights in `folder`.
+
+    Returns:
+        What was run, and the losses before fine-tuning.
+    """
     device, start = device_and_threads(), time.perf_counter()
     torch.manual_seed(seed)
     model = size.model().to(device)
@@ -170,6 +193,11 @@ def pretrain(size: Size, name: str, seed: int, folder: str) -> dict[str, Any]:
 
 
 def finetune(size: Size, pretraining: str, name: str, rate: float, seed: int, folder: str) -> dict[str, Any]:
+    """Fine-tune a pre-trained model from `folder`.
+
+    Returns:
+        What was run, and the losses after fine-tuning.
+    """
     device, start = device_and_threads(), time.perf_counter()
     torch.manual_seed(seed)
     model = size.model()
@@ -202,7 +230,15 @@ def finetune(size: Size, pretraining: str, name: str, rate: float, seed: int, fo
 def run_all(
     function: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], pool: Executor, at_once: int, end: float
 ) -> Iterator[dict[str, Any]]:
-    """Results as they come; after the time `end` no further job is started."""
+    """Run jobs in the pool and yield results in the order in which they finish.
+
+    Args:
+        function: what to call for each job.
+        jobs: the arguments of each call.
+        pool: the processes that run the jobs.
+        at_once: how many jobs run at the same time.
+        end: the value of `time.perf_counter()` after which no further job is started.
+    """
     waiting = iter(jobs)
     running: set[Future[dict[str, Any]]] = set()
     while True:
@@ -216,16 +252,22 @@ def run_all(
 
 
 class ThisProcess(Executor):
-    """Runs a job when it is submitted."""
+    """An executor that runs each job in this process when it is submitted."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call the function now and return a finished future."""
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future
 
 
 def best_rates(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, list[dict[str, Any]]]]:
-    """For every pair of optimizers the rate with the lowest mean loss of held-out answers, and its runs."""
+    """Find the best learning rate for every pair of pre-training and fine-tuning optimizers.
+
+    Returns:
+        For each pair, the learning rate with the lowest mean loss of held-out answers, and its runs. Rates with fewer
+        seeds than others do not count.
+    """
     best = {}
     for pretraining in PRETRAINERS:
         for name in FINETUNERS:
@@ -242,11 +284,13 @@ def best_rates(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[fl
 
 
 def mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    """Return the mean of one figure over runs, or infinity if a run diverged."""
     values = [row[key] for row in rows]
     return statistics.mean(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def table(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of the losses before fine-tuning, and of each pair at its best learning rate."""
     lines = [
         "| pre-trained | fine-tuned | best rate (lr of matrices) | answers, mean (spread) | text (change) | runs |",
         "|---|---|---|---|---|---|",
@@ -272,6 +316,7 @@ def table(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]]) -> st
 
 
 def write_plot(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Plot the losses of held-out answers and text against the learning rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -287,7 +332,9 @@ def write_plot(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]], 
                     (rate, mean([r for r in mine if r["rate"] == rate], key))
                     for rate in sorted({r["rate"] for r in mine})
                 ]
-                style = {"linestyle": "--", "zorder": 3} if name == "Muon v1" else {}  # else hidden by v4
+                style = (
+                    {"linestyle": "--", "zorder": 3} if name == "Muon v1" else {}
+                )  # a solid line would be hidden by v4
                 axis.plot(*zip(*points, strict=True), marker="o", label=name, **style) if points else None
             before = mean([base for base in bases if base["pretraining"] == pretraining], "text_loss")
             axis.axhline(before, color="grey", linestyle=":", label="before") if key == "text_loss" else None
@@ -303,6 +350,7 @@ def write_plot(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]], 
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write one line per run."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -310,21 +358,38 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Size]:
+    """Parse the flags.
+
+    Returns:
+        The flags, and the chosen size with the values that the flags replace.
+    """
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.finetuning",
+        prog="python -m experiments.finetuning",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--seeds", type=int, default=3 if on_gpu else 2)
-    parser.add_argument("--adamw-rates", type=float, nargs="+")
-    parser.add_argument("--muon-rates", type=float, nargs="+", help="at scale v4; the others take equal steps")
-    parser.add_argument("--pretraining-steps", type=int)
-    parser.add_argument("--steps", type=int, help="of fine-tuning")
-    parser.add_argument("--processes", type=int, default=8 if on_gpu else 2, help="1: all in this one")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time; seeds come last")
-    parser.add_argument("--output", type=Path, default=Path("finetuning_output"))
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="model and length of the runs")
+    parser.add_argument("--seeds", type=int, default=3 if on_gpu else 2, help="runs of each combination")
+    parser.add_argument("--adamw-rates", type=float, nargs="+", help="learning rates to try with AdamW")
+    parser.add_argument(
+        "--muon-rates",
+        type=float,
+        nargs="+",
+        help="learning rates to try with Muon, for scale v4; they are converted for the other scales",
+    )
+    parser.add_argument("--pretraining-steps", type=int, help="steps of pre-training")
+    parser.add_argument("--steps", type=int, help="steps of fine-tuning")
+    parser.add_argument(
+        "--processes", type=int, default=8 if on_gpu else 2, help="runs at the same time; 1 runs all in this process"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="start no further run after this time; the first seed of all combinations runs first",
+    )
+    parser.add_argument("--output", type=Path, default=Path("finetuning_output"), help="folder of the output files")
     args = parser.parse_args(argv)
     size = SIZES[args.size]
     given = {key: getattr(args, key) for key in ("pretraining_steps", "steps", "adamw_rates", "muon_rates")}
@@ -332,6 +397,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Size]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Pre-train, fine-tune every combination, and write the results after each run."""
     args, size = parse(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -342,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     workers = ProcessPoolExecutor(args.processes, mp_context=context) if args.processes > 1 else ThisProcess()
     with tempfile.TemporaryDirectory() as folder, workers as pool:
         jobs = [(size, name, seed, folder) for seed in range(args.seeds) for name in PRETRAINERS]
-        for base in run_all(pretrain, jobs, pool, args.processes, math.inf):  # the rest needs all of them
+        for base in run_all(pretrain, jobs, pool, args.processes, math.inf):  # fine-tuning needs all of them
             bases.append(base)
             print(
                 f"pre-trained {len(bases)}/{len(jobs)}: {base['pretraining']} seed {base['seed']}: "

@@ -1,6 +1,6 @@
-"""Loss and stability of AdamW, Muon, MuonSphere and SSO over learning rates: a GPT on text, several seeds.
+"""Compare the loss and stability of AdamW, Muon, MuonSphere and SSO over learning rates and seeds, on a small GPT.
 
-python -m benchmarks.stability --output docs/experiments      # 126 runs: a small model on a CPU, a larger one on a GPU
+python -m experiments.stability --output docs/experiments      # 126 runs: a small model on a CPU, a larger one on a GPU
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from muon_fsdp.training.loop import evaluate
 from muon_fsdp.training.model import GPT, CausalSelfAttention, GPTConfig
 from muon_fsdp.training.schedule import make_schedule
 
-# No normalization of queries and keys: attention logits may grow as they like, which is one thing to be seen.
+# Without normalization of queries and keys attention logits can grow without bound, which is part of the comparison.
 CONFIG = GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256, qk_norm=False)
-SMALL = GPTConfig(num_layers=3, num_heads=3, d_model=96, sequence_length=128, qk_norm=False)  # where there is no GPU
-REST_LR = 4e-3  # of embedding, head and vectors, in all runs
+SMALL = GPTConfig(
+    num_layers=3, num_heads=3, d_model=96, sequence_length=128, qk_norm=False
+)  # for machines without a GPU
+REST_LR = 4e-3  # learning rate of embedding, head and vectors, in all runs
 RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 ADAMW_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 
@@ -36,6 +38,7 @@ Make = Callable[[GPT, float, bool], torch.optim.Optimizer]
 
 
 def _muon(weight_decay: float) -> Make:
+    """Return what makes the hybrid of Muon and AdamW, with this weight decay for matrices."""
     return lambda model, lr, graph: create_hybrid_optimizer(
         model, muon_lr=lr, nesterov=True, weight_decay=weight_decay, adamw_lr=REST_LR, adamw_weight_decay=0.0,
         cuda_graph=graph,
@@ -43,12 +46,14 @@ def _muon(weight_decay: float) -> Make:
 
 
 def _sphere(lambda_mode: str) -> Make:
+    """Return what makes SpectralSphereOptimizer with this way of finding the multiplier."""
     return lambda model, lr, graph: SpectralSphereOptimizer(
         model, lr=lr, nesterov=True, lambda_mode=lambda_mode, adamw_lr=REST_LR, cuda_graph=graph
     )
 
 
 def _adamw(model: GPT, lr: float, graph: bool) -> torch.optim.Optimizer:
+    """Make torch.optim.AdamW, with `lr` for matrices and `REST_LR` for other parameters; it never uses a graph."""
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     groups = [{"params": matrices, "lr": lr, "weight_decay": 0.1}, {"params": rest, "lr": REST_LR, "weight_decay": 0.0}]
@@ -67,7 +72,12 @@ OPTIMIZERS: dict[str, Make] = {
 
 @torch.no_grad()
 def look_inside(model: GPT, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """The largest spectral norm over sqrt(d_out/d_in), the largest activation and the largest attention logit."""
+    """Run one batch forward and measure what grows when training becomes unstable.
+
+    Returns:
+        The largest spectral norm of a matrix over sqrt(d_out/d_in), the largest activation, and the largest attention
+        logit.
+    """
     activations: list[Tensor] = []
     rotated: dict[nn.Module, list[Tensor]] = {}
     hooks = []
@@ -95,6 +105,11 @@ def look_inside(model: GPT, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
 
 
 def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GPTConfig) -> dict[str, Any]:
+    """Train one model with one optimizer, and stop early if the loss is not finite.
+
+    Returns:
+        One row of the CSV file: what was run, its losses, the largest values seen, and the seconds.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -147,6 +162,7 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
 
 
 def write_plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Plot the means over seeds against the learning rate, one panel per figure."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -184,6 +200,7 @@ def write_plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of each optimizer at its best learning rate."""
     lines = [
         "| optimizer | best lr | validation loss, mean (spread) | at 4x that lr | msign calls |",
         "|---|---|---|---|---|",
@@ -204,15 +221,24 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Run all combinations in parallel processes and write the results after each run."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stability", description=__doc__)
-    parser.add_argument("--steps", type=int, default=300 if on_gpu else 200)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32 if on_gpu else 8)
-    parser.add_argument("--processes", type=int, default=8 if on_gpu else 2)
-    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--rates", type=int, nargs="+", default=list(range(len(RATES))), help="which of the rates")
-    parser.add_argument("--output", type=Path, default=Path("stability_output"))
+    parser = argparse.ArgumentParser(prog="python -m experiments.stability", description=__doc__)
+    parser.add_argument("--steps", type=int, default=300 if on_gpu else 200, help="training steps of each run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each combination")
+    parser.add_argument("--batch-size", type=int, default=32 if on_gpu else 8, help="sequences per step")
+    parser.add_argument("--processes", type=int, default=8 if on_gpu else 2, help="runs at the same time")
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS), help="optimizers to compare"
+    )
+    parser.add_argument(
+        "--rates",
+        type=int,
+        nargs="+",
+        default=list(range(len(RATES))),
+        help=f"positions in the list of {len(RATES)} learning rates, from 0",
+    )
+    parser.add_argument("--output", type=Path, default=Path("stability_output"), help="folder of the output files")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     config = CONFIG if on_gpu else SMALL

@@ -1,10 +1,11 @@
-"""Curves of the training program, a command for each question; CSV and a picture of the answer.
+"""Run the training program several times to compare optimizers, numbers of ranks, or memory.
 
-python -m benchmarks.curves optimizers --model small --steps 300 --name curves_small
-python -m benchmarks.curves ranks --model small --steps 60 --name curves_ranks -- --device cpu
-python -m benchmarks.curves memory --model gpt2 --name memory_gpt2
+python -m experiments.curves optimizers --model small --steps 300 --name curves_small
+python -m experiments.curves ranks --model small --steps 60 --name curves_ranks -- --device cpu
+python -m experiments.curves memory --model gpt2 --name memory_gpt2
 
-What follows `--` goes to the training program, for every run.
+The loss curves are written as CSV and as a picture, the memory as JSON. Flags after `--` are passed to the training
+program in every run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from muon_fsdp.text import format_bytes
 from muon_fsdp.training.plugins import find_rule, load_plugins, plugins_in
 from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
@@ -30,7 +32,7 @@ RATES["normuon"] = RATES["muon"]
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of the program, and the last line of its journal."""
+    """A finished run of the training program, with the last line of its metrics file."""
 
     label: str
     optimizer: str
@@ -39,7 +41,11 @@ class Finished:
 
 
 def run(label: str, optimizer: str, flags: Sequence[str], folder: Path) -> Finished | None:
-    """The training program in a process of its own; None if it failed, which a rate that is too large may."""
+    """Run the training program in a new process.
+
+    Returns:
+        The finished run, or None if it failed, for example because the learning rate was too large.
+    """
     output = folder / label.replace(" ", "-").replace(",", "").replace("/", "-")
     command = [sys.executable, "-m", "muon_fsdp.training", "--output", str(output), "--optimizer", optimizer]
     command += ["--name", label, *flags]
@@ -58,7 +64,7 @@ def run(label: str, optimizer: str, flags: Sequence[str], folder: Path) -> Finis
 
 
 def best_of(runs: Sequence[Finished]) -> list[Finished]:
-    """The best run of each optimizer."""
+    """Return the run of each optimizer with the lowest final validation loss."""
     optimizers = dict.fromkeys(finished.optimizer for finished in runs)
     return [
         min((r for r in runs if r.optimizer == name), key=lambda r: r.result.final_validation_loss)
@@ -67,6 +73,7 @@ def best_of(runs: Sequence[Finished]) -> list[Finished]:
 
 
 def write_csv(path: Path, runs: Sequence[Finished]) -> None:
+    """Write the training loss of every tenth step and all validation losses."""
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["run", "step", "train_loss", "validation_loss"])
@@ -81,7 +88,11 @@ def write_csv(path: Path, runs: Sequence[Finished]) -> None:
 
 
 def write_plot(path: Path, title: str, runs: Sequence[Finished]) -> None:
-    """By steps, and by time where optimizers are compared: ranks that share cores say nothing about it."""
+    """Plot validation loss against steps, and against time if optimizers differ.
+
+    Runs of one optimizer differ in the number of ranks, which share the cores of one machine: their times mean
+    nothing.
+    """
     from matplotlib.figure import Figure
 
     is_timed = len({finished.optimizer for finished in runs}) > 1
@@ -107,7 +118,7 @@ def write_plot(path: Path, title: str, runs: Sequence[Finished]) -> None:
 
 
 def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
-    """Every optimizer at several rates; the best of each is what is shown."""
+    """Train with every optimizer at several learning rates."""
     for optimizer in args.optimizers.split(","):
         rule = find_rule(optimizer)
         usual = RATES.get(optimizer, (str(default_options(rule)["lr"]),))
@@ -120,6 +131,7 @@ def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path
 
 
 def compare_ranks(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
+    """Train on one, two and four ranks, and print how far the losses differ."""
     first = None
     for ranks in (1, 2, 4):
         more = [] if ranks == 1 else ["--processes", str(ranks), "--fsdp"]
@@ -128,19 +140,19 @@ def compare_ranks(args: argparse.Namespace, shared: list[str], folder: Path) -> 
             continue
         first = first or found
         distance = largest_distance(found.result, first.result)
-        print(f"{found.label}: training losses differ from the first's by at most {distance:.2g}", flush=True)
+        print(
+            f"{found.label}: training losses differ from those of the first run by at most {distance:.2g}", flush=True
+        )
         yield found
 
 
 def compare_memory(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
+    """Train with each optimizer, and print the bytes of its state and the peak memory."""
     for name in ("adamw", "muon", "sso"):
         if found := run(find_rule(name).display_name, name, shared, folder):
             peak = found.end.get("peak_memory_bytes")
-            state = found.end["optimizer_state_bytes_per_rank"] / 1e6
-            print(
-                f"{found.label:8} state {state:.1f} MB{'' if peak is None else f', peak {peak / 1e6:.1f} MB'}",
-                flush=True,
-            )
+            state = format_bytes(found.end["optimizer_state_bytes_per_rank"])
+            print(f"{found.label:8} state {state}{'' if peak is None else f', peak {format_bytes(peak)}'}", flush=True)
             yield found
 
 
@@ -148,21 +160,34 @@ QUESTIONS = {"optimizers": compare_optimizers, "ranks": compare_ranks, "memory":
 
 
 def _rates(text: str) -> dict[str, tuple[str, ...]]:
-    """Of the hidden matrices, or of these and of the rest: muon=0.01,0.02:adamw=0.001/0.002"""
+    """Parse learning rates such as "muon=0.01,0.02:adamw=0.001/0.002".
+
+    Returns:
+        For each optimizer its learning rates: for matrices, or for matrices and, after "/", for all other parameters.
+    """
     return {name: tuple(rates.split(",")) for name, rates in (part.split("=") for part in text.split(":"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run what a question needs and write the results after each run.
+
+    Returns:
+        The exit status: 1 if every run failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=list(QUESTIONS))
-    parser.add_argument("--model", default="small")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--optimizers", default="adamw,muon")
+    parser.add_argument("question", choices=list(QUESTIONS), help="what to compare")
+    parser.add_argument("--model", default="small", help="preset of the training program")
+    parser.add_argument("--steps", type=int, default=100, help="training steps of each run")
+    parser.add_argument("--optimizers", default="adamw,muon", help="optimizers to compare, separated by commas")
     parser.add_argument(
-        "--rates", type=_rates, default={}, help="such as muon=0.01,0.02:adamw=0.001/0.002, lr or lr/rest lr"
+        "--rates",
+        type=_rates,
+        default={},
+        help="learning rates to try, such as muon=0.01,0.02:adamw=0.001/0.002; the number after / is for parameters "
+        "that are not matrices",
     )
-    parser.add_argument("--name", required=True, help="of the files")
-    parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
+    parser.add_argument("--name", required=True, help="name of the output files, without suffix")
+    parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder of the output files")
     arguments = list(sys.argv[1:] if argv is None else argv)
     more = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     args = parser.parse_args(arguments[: len(arguments) - len(more) - 1] if "--" in arguments else arguments)
@@ -172,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for finished in QUESTIONS[args.question](args, shared, Path(folder)):
-            runs.append(finished)  # written after each run: what was measured stays if a later one is interrupted
+            runs.append(finished)  # results are written after each run, so that they survive an interruption
             if args.question == "memory":
                 facts = {finished.label: finished.end for finished in runs}
                 (args.output / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")

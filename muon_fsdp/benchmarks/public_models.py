@@ -1,12 +1,12 @@
-"""Models that `plan` knows by name, as modules without memory: their parameters have the public shapes and names.
+"""Define the parameters of public models, with the names and shapes of their published configurations.
 
-Sizes are those of the published configurations. Nothing here can be run forward; weights of experts are stacked, as
-programs that train with FSDP2 keep them.
+The modules have no `forward`: build them on the meta device, where they need no memory. Weights of experts are stacked
+in one parameter, as programs that train with FSDP2 keep them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,18 +16,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts layer."""
+    """The sizes of a mixture-of-experts layer."""
 
     count: int
     intermediate: int
-    shared: int = 0  # experts that every token passes, as one MLP of their widths together
-    dense_layers: int = 0  # layers before the first mixture, with an ordinary MLP
-    gpt_oss: bool = False  # gate and up projections in one weight, biases, and a bias of the router
+    shared: int = 0  # experts that every token uses; their weights are one MLP of the combined width
+    dense_layers: int = 0  # first layers that have an ordinary MLP instead of a mixture
+    gpt_oss: bool = False  # gate and up projections share one weight; experts and the router have biases
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention through latent vectors, as of DeepSeek-V3."""
+    """The sizes of multi-head latent attention, as in DeepSeek-V3."""
 
     query_rank: int | None  # None: queries are not compressed
     key_value_rank: int = 512
@@ -38,16 +38,16 @@ class Latent:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder with RMSNorm and gated MLPs."""
+    """The sizes of a decoder with RMSNorm and gated MLPs."""
 
     vocabulary: int
     hidden: int
     layers: int
     heads: int
     key_value_heads: int
-    intermediate: int  # of ordinary MLPs
-    head_dim: int | None = None  # hidden / heads
-    tied: bool = False  # whether the embedding is the output head
+    intermediate: int  # width of ordinary MLPs
+    head_dim: int | None = None  # None: hidden / heads
+    tied: bool = False  # whether the embedding is also the output head
     attention_bias: bool = False
     sinks: bool = False  # a learned number per head in the softmax
     qk_norm: bool = False
@@ -130,7 +130,7 @@ class _Layer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """The parameters of a `Decoder`."""
+    """The parameters of a decoder with the given sizes."""
 
     def __init__(self, sizes: Decoder) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _GPT2Layer(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """GPT-2's parameters, its matrices stored as `nn.Linear` stores them."""
+    """The parameters of GPT-2, with matrices stored as (d_out, d_in) like those of `nn.Linear`."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
@@ -197,12 +197,25 @@ DECODERS = {
 GPT2S = {"gpt2-124m": (768, 12), "gpt2-355m": (1024, 24), "gpt2-774m": (1280, 36), "gpt2-1.5b": (1600, 48)}
 
 
-def named_models() -> dict[str, Callable[[], nn.Module]]:
-    """What makes each model; the presets of `muon_fsdp.training` are among them."""
-    from muon_fsdp.training.model import GPT, PRESETS
+# What builds each model, by its name.
+PUBLIC_MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    **{name: partial(GPT2Model, *sizes) for name, sizes in GPT2S.items()},
+    **{name: partial(DecoderModel, sizes) for name, sizes in DECODERS.items()},
+}
 
-    return {
-        **{name: partial(GPT2Model, *sizes) for name, sizes in GPT2S.items()},
-        **{name: partial(DecoderModel, sizes) for name, sizes in DECODERS.items()},
-        **{name: partial(GPT, config) for name, config in PRESETS.items()},
-    }
+
+def matrix_shapes(build: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
+    """Return the shapes of the weight matrices in the layers of a model, without embeddings and output heads.
+
+    Args:
+        build: what builds the model, such as `PUBLIC_MODELS["llama-3-8b"]`. It is called on the meta device.
+    """
+    with torch.device("meta"):
+        model = build()
+    layers = model.h if isinstance(model, GPT2Model) else model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return [
+        tuple(parameter.shape)
+        for name, parameter in layers.named_parameters()
+        if parameter.ndim >= 2 and not name.endswith("bias")
+    ]

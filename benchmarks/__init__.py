@@ -1,1 +1,0 @@
-"""Programs that measure, and their results; `muon-fsdp bench` itself is in `muon_fsdp.benchmarks`."""

@@ -1,0 +1,105 @@
+"""Define the flags of `muon-fsdp plan` as a dataclass, and make commands of functions that take such a dataclass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+Flags = TypeVar("Flags")
+
+
+def command_with(flags: Callable[..., Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
+    """Return a decorator that turns a function of one dataclass into a command for Typer.
+
+    Typer reads the signature of a command. The decorated function gets one keyword argument per field of `flags`, with
+    its annotation and default, builds an instance from the arguments and passes it on.
+
+    Args:
+        flags: a dataclass whose fields are annotated with `typer.Argument` or `typer.Option`.
+    """
+    hints = get_type_hints(flags, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(flags).parameters.values()
+    ]
+
+    def decorate(function: Callable[[Flags], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            function(flags(**values))
+
+        command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """The flags of `muon-fsdp plan`, as the user gave them."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name (llama-3-70b, deepseek-v3, ...; a wrong name lists all), a Hugging Face config.json or its "
+            "folder, or package.module:callable that returns a torch.nn.Module."
+        ),
+    ]
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks. Default: the number of ranks in --mesh.")
+    ] = None
+    mesh: Annotated[
+        str | None, typer.Option(help="SHARDS, or REPLICAS,SHARDS for HSDP. Default: one shard per rank.")
+    ] = None
+    strategy: Annotated[str, typer.Option(help="Which ranks orthogonalize a matrix: auto, owner or replicate.")] = (
+        "auto"
+    )
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Rule for the matrices, by name (a wrong name lists all). Default: the same as in MuonOptimizer."
+        ),
+    ] = None
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Python file, or package.module, that registers your own rules; may be repeated."
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Precision of the sharded weights: {', '.join(DTYPES)}. Default: float32, or as a callable builds it."
+        ),
+    ] = None
+    comm_dtype: Annotated[
+        str | None,
+        typer.Option(help="Precision of updates that are sent between ranks. Default: bfloat16, as on GPUs."),
+    ] = None
+    max_stage_bytes: Annotated[
+        str, typer.Option(help="Bytes of updates that one stage processes, as a number or a size such as 64MiB.")
+    ] = "256MiB"
+    tflops: Annotated[
+        float, typer.Option(min=1e-3, help="Assumed speed of matrix products on a rank, in TFLOP/s (see below).")
+    ] = 800.0
+    bandwidth: Annotated[
+        float,
+        typer.Option(
+            min=1e-3, help="Assumed GB/s that a rank sends, and also receives: one 400 Gb/s network card per rank."
+        ),
+    ] = 50.0
+    memory_bandwidth: Annotated[
+        float, typer.Option(min=1e-6, help="Assumed TB/s of a rank's device memory: that of a copy on an H200.")
+    ] = 4.2
+    routing: Annotated[bool, typer.Option("--routing", help="Show every parameter with its rule and the reason.")] = (
+        False
+    )
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False

@@ -1,0 +1,196 @@
+"""Show a planned optimizer step as text tables or as JSON."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from muon_fsdp.cli.estimate import Memory, Time, routing_summary
+from muon_fsdp.cli.flags import PlanFlags
+from muon_fsdp.cli.output import print_table
+from muon_fsdp.parameters.routing import RoutingReport
+from muon_fsdp.plan.report import PlanReport
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The optimizer step of a model on a mesh of ranks: its plan, and what it costs in memory and time."""
+
+    flags: PlanFlags
+    mesh: tuple[int, ...]  # (shards,) or (replicas, shards)
+    rule: str
+    max_stage_bytes: int
+    model: nn.Module  # on the meta device
+    report: PlanReport
+    routes: RoutingReport
+    memory: Memory
+    time: Time
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements in all parameters of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Return the names of all dtypes that parameters have."""
+        return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()})
+
+    @property
+    def transformers_class(self) -> str | None:
+        """Return the name of the class that Transformers built, or None for other models."""
+        cls = type(self.model)
+        return cls.__name__ if cls.__module__.startswith("transformers.") else None
+
+    @property
+    def assumed(self) -> dict[str, float]:
+        """Return the speeds that the estimate of the time assumes."""
+        return {
+            "tflops": self.flags.tflops,
+            "bandwidth_gb_s": self.flags.bandwidth,
+            "memory_bandwidth_tb_s": self.flags.memory_bandwidth,
+        }
+
+    def as_json(self, *, routing: bool) -> dict[str, Any]:
+        """Return everything that the tables show, unrounded; with `routing` also the route of every parameter."""
+        report = self.report
+        content = {
+            "model": self.flags.model,
+            "class": self.transformers_class,
+            "elements": self.num_elements,
+            "world_size": math.prod(self.mesh),
+            "mesh": self.mesh,
+            "dtypes": self.dtypes,
+            "comm_dtype": self.flags.comm_dtype or "default",
+            "rule": self.rule,
+            "strategy": self.flags.strategy,
+            "max_stage_bytes": self.max_stage_bytes,
+            "assumed": self.assumed,
+            "routing": [asdict(routed) for routed in routing_summary(self.routes.rows)],
+            "warnings": self.routes.warnings,
+            "memory": {**asdict(self.memory), "total": self.memory.total, "adamw_total": self.memory.adamw_total},
+            "time": asdict(self.time),
+            "shapes": [asdict(row) for row in report.rows],
+            "num_stages": report.num_stages,
+            "balance": report.balance,
+            "flops": {"busiest_rank": report.max_flops, "mean": report.mean_flops},
+            "bytes_per_rank": {
+                "gather_mean": report.gather_bytes / report.num_ranks if report.num_ranks else 0.0,
+                "gather_busiest": report.traffic.busiest_gather,
+                "scatter_mean": report.scatter_bytes / report.num_ranks if report.num_ranks else 0.0,
+                "scatter_busiest": report.traffic.busiest_scatter,
+            },
+        }
+        if routing:
+            content["parameters"] = [
+                {"name": row.name, "shape": row.shape, "rule": row.rule, "scale": row.scale, "reason": row.reason}
+                for row in self.routes.rows
+            ]
+        return content
+
+    def show(self, *, routing: bool) -> None:
+        """Print the tables; with `routing` print the route of every parameter first."""
+        if routing:
+            print(f"{self.routes}\n")
+        shards = _numbered(self.mesh[-1], "shard")
+        how = f"{_numbered(self.mesh[0], 'replica')} x {shards}" if len(self.mesh) == 2 else shards
+        count, dtypes = format_count(self.num_elements), ", ".join(self.dtypes)
+        print(f"{self.flags.model}: {count} parameters in {dtypes}, FSDP2, {how}")
+        print(f"built by Transformers as {self.transformers_class}\n" if self.transformers_class else "")
+        self._show_routing()
+        self._show_matrices()
+        self._show_memory()
+        self._show_time()
+        for warning in () if routing else self.routes.warnings:
+            print(textwrap.fill(f"warning: {warning}", 80, break_long_words=False, break_on_hyphens=False))
+
+    def _show_routing(self) -> None:
+        """Print how many parameters take which rule, and why."""
+        rows = [
+            (
+                routed.rule,
+                routed.reason,
+                str(routed.parameters),
+                format_count(routed.elements),
+                f"{100 * routed.elements / self.num_elements:.1f}%",
+            )
+            for routed in routing_summary(self.routes.rows)
+        ]
+        print_table("Routing", ("rule", "why", "tensors", "elements", "share"), rows, left=2)
+
+    def _show_matrices(self) -> None:
+        """Print which ranks compute the matrices of each shape, and what is sent."""
+        report, num_ranks = self.report, self.report.num_ranks
+        if not report.rows:
+            print("No parameter is orthogonalized: nothing travels in a step.\n")
+            return
+        rows = [
+            (
+                format_shape(row.shape),
+                str(row.num_matrices),
+                row.strategy,
+                str(row.num_owners),
+                *_work(row.gather_bytes / num_ranks, row.scatter_bytes / num_ranks, row.flops / num_ranks),
+            )
+            for row in report.rows
+        ]
+        mean = _work(report.gather_bytes / num_ranks, report.scatter_bytes / num_ranks, report.mean_flops)
+        busiest = _work(report.traffic.busiest_gather, report.traffic.busiest_scatter, report.max_flops)
+        rows.append(("all", str(report.num_matrices), "", "", *mean))
+        rows.append(("busiest rank", "", "", "", *busiest))
+        header = ("shape", "matrices", "strategy", "owners", "gather", "scatter", "TFLOP")
+        print_table("Matrices, means per rank and step", header, rows)
+        stages = f"{report.num_stages} stage(s)"
+        print(f"{stages}; the busiest rank computes {report.balance:.3f} times the least possible.\n")
+
+    def _show_memory(self) -> None:
+        """Print the memory of the fullest rank, with a note if some ranks hold much less."""
+        memory = self.memory
+        rows = [
+            ("weights", format_bytes(memory.weights), format_bytes(memory.weights)),
+            ("gradients", format_bytes(memory.gradients), format_bytes(memory.gradients)),
+            ("optimizer state", format_bytes(memory.state), format_bytes(memory.adamw_state)),
+            ("scratch, at most", format_bytes(memory.scratch), "0 B"),
+            ("sum", format_bytes(memory.total), format_bytes(memory.adamw_total)),
+        ]
+        everywhere = f"{RULES[DEFAULT_OTHER_RULE].display_name} for all"
+        print_table("Memory of the fullest rank", ("", "as planned", everywhere), rows)
+        if memory.weights > 1.2 * memory.mean_weights:
+            print(
+                f"note: the first rank holds {memory.weights / memory.mean_weights:.1f} times the mean of weights, as "
+                "some parameters\nhave fewer rows (or experts) than there are shards. Fewer shards are more\neven: "
+                "--mesh REPLICAS,SHARDS.\n"
+            )
+
+    def _show_time(self) -> None:
+        """Print the estimated time of each part of a step, and the speeds that were assumed."""
+        rows = [
+            ("orthogonalize", format_seconds(self.time.orthogonalize)),
+            ("element-wise", format_seconds(self.time.elementwise)),
+            ("gather", format_seconds(self.time.gather)),
+            ("scatter", format_seconds(self.time.scatter)),
+            ("step, as these overlap", format_seconds(self.time.step)),
+        ]
+        print_table("Time of the busiest rank, estimated", ("", "per step"), rows)
+        assumed = self.assumed
+        print(
+            f"Assumed: {assumed['tflops']:g} TFLOP/s (--tflops), {assumed['bandwidth_gb_s']:g} GB/s sent and received "
+            f"by a rank\n(--bandwidth), {assumed['memory_bandwidth_tb_s']:g} TB/s of device memory "
+            "(--memory-bandwidth); no latencies."
+        )
+
+
+def _work(gathered: float, scattered: float, flops: float) -> tuple[str, str, str]:
+    """Return bytes gathered, bytes scattered and TFLOP as the text of three cells."""
+    return format_bytes(gathered), format_bytes(scattered), f"{flops / 1e12:.3g}"
+
+
+def _numbered(number: int, what: str) -> str:
+    """Return a number with a noun in the singular or the plural."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
