@@ -66,7 +66,7 @@ GROUP_OPTIONS = {
 
 
 def _choices() -> dict[str, Sequence[str]]:
-    """Options that take a name, with the names; the default first."""
+    """List the options that accept names, with their names, the default first."""
     options = [*(o for rule in BUILT_IN.values() for o in rule.all_options.values()), *SETTINGS]
     return {"rule": tuple(BUILT_IN), **{option.name: option.choices for option in options if option.choices}}
 
@@ -243,7 +243,7 @@ def parse(thing: object) -> Doc:
 
 
 def _markdown(text: str) -> str:
-    """Paragraphs as they are; what is indented becomes a block of code."""
+    """Convert a docstring: paragraphs stay, and indented lines become a block of code."""
     blocks: list[str] = []
     for paragraph in re.split(r"\n\n+", text.strip("\n")):
         if paragraph.startswith("    "):
@@ -267,7 +267,7 @@ def _entries(section: str) -> dict[str, str]:
 
 
 def _escaped(text: str) -> str:
-    """Outside code, "<" would begin a tag."""
+    """Escape "<" outside code, where it would begin a tag."""
     parts = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.DOTALL)
     return "".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
 
@@ -343,7 +343,7 @@ def _method(owner: type, name: str) -> str:
 
 
 def own_methods(owner: type) -> list[str]:
-    """Public methods that the class itself, or a base of it that has no section of its own, defines."""
+    """Return the public methods of a class, and of its bases that have no section of their own."""
     unlisted = [base for base in owner.__mro__ if base.__name__.startswith("_Elementwise")]
     unlisted += [GroupedOptimizer] if owner is MuonOptimizer else []
     bases = [base for base in owner.__mro__ if base is owner or base in unlisted]
@@ -387,7 +387,7 @@ def _function(function: Callable[..., object], level: str = "##") -> str:
 
 
 def _record(owner: type, level: str = "###") -> str:
-    """A dataclass or named tuple: its fields, and its properties."""
+    """Describe a dataclass or named tuple by its fields and properties."""
     doc = parse(owner)
     if is_dataclass(owner):
         defaults = {field.name: field.default for field in fields(owner)}
@@ -516,7 +516,7 @@ def _one_line(function: Callable[..., object]) -> str:
 
 
 def _sections() -> list[tuple[str, str]]:
-    """(title of the table of contents, markdown) of every section, in the order of the page."""
+    """Return (title in the table of contents, markdown) of every section, in the order of the page."""
     optimizers = [MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer]
     spectral, kernels, pair = muon_fsdp.spectral, muon_fsdp.kernels, muon_fsdp.elementwise
     sections = [("Optimizers", f"## Optimizers\n\n{OPTIMIZERS_INTRODUCTION}")]
@@ -618,7 +618,7 @@ def _first_line(module: ModuleType) -> str:
 
 
 def anchor(title: str) -> str:
-    """The anchor that a heading gets."""
+    """Return the anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 

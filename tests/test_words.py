@@ -13,25 +13,8 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
     path for folder in ("muon_fsdp", "experiments", "examples", "docs") for path in (ROOT / folder).rglob("*.py")
 )
-# Verbs that docstrings begin with. Add one here when a docstring needs it; a noun, article or question word is no verb.
-VERBS = set(
-    """
-    Accept Add Admit Advance Agree Allocate Answer Append Apply Approximate Arrange Ask Assemble Assert Assign
-    Average Begin Bind Block Bring Broadcast Build Cache Call Capture Cast Check Choose Clear Clip Close Collect
-    Combine Compare Compile Complete Compute Convert Copy Count Cover Create Cut Decide Declare Decode Describe
-    Detect Discard Distribute Divide Do Draw Drop Encode End Enter Estimate Evaluate Exchange Exclude Exit Expand
-    Explain Extend Factor Fail Fetch Fill Find Finish Flatten Follow Format Forward Gather Generate Get Give Group
-    Guess Handle Hash Hide Hold Ignore Import Include Initialize Insert Install Invert Iterate Join Keep Launch
-    Learn Leave Let Limit List Load Locate Log Look Lower Make Map Mark Match Measure Merge Mirror Move Multiply
-    Name Normalize Note Number Observe Offer Open Order Orthogonalize Overlap Pack Pad Parse Pass Pick Place Plan
-    Play Plot Prepare Print Profile Project Protect Put Raise Read Rebuild Receive Recognize Record Reduce Refine
-    Refuse Register Reject Release Remember Remove Rename Render Repeat Replace Replay Report Request Require
-    Rescale Reset Reshard Resolve Restore Resume Retract Return Round Route Run Sample Save Say Scale Scatter
-    Schedule Search Seed Select Send Serve Set Settle Shard Show Simulate Skip Solve Sort Split Square Stack Stage
-    Start State Stop Store Subtract Sum Survey Swap Switch Take Tell Test Time Total Track Train Transform Translate
-    Transpose Trim Try Tune Turn Unpack Update Use Validate View Wait Walk Warn Watch Weigh Wrap Write Yield Zero
-    """.split()
-)
+# Verbs that docstrings begin with. Add yours if it is missing; articles, nouns and question words are no verbs.
+VERBS = set((Path(__file__).parent / "verbs.txt").read_text().split())
 # Words of one concept that another name replaced, with that name (the glossary of docs/design.md).
 RETIRED = {
     r"\bEngineOptions\b|\bengine options\b": "settings",

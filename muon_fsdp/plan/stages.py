@@ -132,6 +132,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
+    """The stages of one rank, in the order in which they run."""
+
     stages: tuple[Stage, ...]
 
     @property
