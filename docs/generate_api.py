@@ -34,7 +34,7 @@ from muon_fsdp.declarations.state import NUM_VECTORS
 from muon_fsdp.kernels.select import CACHE_VARIABLE, KERNELS_VARIABLE
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.plan.options import FOREIGN_KEYS, SETTINGS
+from muon_fsdp.plan.settings import FOREIGN_KEYS, SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
 from muon_fsdp.statistics.observer import STATISTICS
 

@@ -13,7 +13,7 @@ from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists
 from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.parameters.state_dict import StateDict, origin
-from muon_fsdp.plan.options import STARTED
+from muon_fsdp.plan.settings import STARTED
 
 __all__ = ["load_state_dict"]
 

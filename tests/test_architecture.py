@@ -129,3 +129,20 @@ def test_no_function_is_too_long_or_takes_too_much(path):
         if count > 8 and node.name != "__init__":
             wrong.append(f"{node.name} has {count} parameters")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_picture_of_the_layers_has_every_module():
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    picture = page.partition("## Layers")[2].partition("```")[2].partition("```")[0]
+    words = set(picture.split())
+    programs = {"cli", "training", "benchmarks"}
+    missing = [
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if path.name != "__init__.py"
+        and folder_of(module_name(path)) not in programs
+        and path.stem not in words
+        and not path.stem.startswith("triton_")
+    ]
+    assert not missing, missing
+    assert {f"{layer}/" for layer in LAYERS if (PACKAGE / layer).is_dir() and layer} <= words

@@ -23,9 +23,9 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of, local_layout
-from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
+from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs

@@ -28,7 +28,7 @@ from muon_fsdp.kernels.tables import (
     refuse_capture,
 )
 from muon_fsdp.parameters.state_dict import StateDict, own_hooks
-from muon_fsdp.plan.options import FOREIGN_KEYS
+from muon_fsdp.plan.settings import FOREIGN_KEYS
 from muon_fsdp.step.fused import not_fusable
 from muon_fsdp.step.gradients import local_gradient
 

@@ -31,7 +31,7 @@ from muon_fsdp.parameters.groups import (
 from muon_fsdp.parameters.records import ParameterRecord, make_records, view_of
 from muon_fsdp.parameters.routing import GroupRule, Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.options import MICRO_STEP, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 
 

@@ -32,9 +32,9 @@ from muon_fsdp.parameters.state_dict import (
     what_was_not_loaded,
 )
 from muon_fsdp.parameters.wrappers import replicate_group_of, warn_of_twin
-from muon_fsdp.plan.options import MICRO_STEP, STARTED, NonFinite, Settings
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
+from muon_fsdp.plan.settings import MICRO_STEP, STARTED, NonFinite, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.gradients import Gradients
 from muon_fsdp.step.inputs import StepInputs

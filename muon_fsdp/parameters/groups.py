@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, suggestion
 from muon_fsdp.parameters.routing import Route, clean_name
-from muon_fsdp.plan.options import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
+from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.rules import RULES, Rule, rule_named
 
 Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

@@ -16,7 +16,7 @@ from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
-from muon_fsdp.plan.options import STARTED
+from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
 
 StateDict: TypeAlias = dict[str, Any]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
+from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import matrices_at_once, scratch_numel
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 

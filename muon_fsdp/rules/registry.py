@@ -6,7 +6,7 @@ from typing import TypeVar, get_args
 
 from muon_fsdp.declarations.option import suggestion
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
-from muon_fsdp.plan.options import ARGUMENTS, FOREIGN_KEYS
+from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.rules.base import Rule
 from muon_fsdp.statistics.observer import STATISTICS
 

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.options import Settings
+from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Batch, Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step.fused import FusedStage

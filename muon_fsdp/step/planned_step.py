@@ -18,8 +18,8 @@ from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import LayoutError, local_layout
-from muon_fsdp.plan.options import Settings
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
+from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of

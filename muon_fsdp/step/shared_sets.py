@@ -15,7 +15,7 @@ from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, finge
 from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.options import Settings
+from muon_fsdp.plan.settings import Settings
 from muon_fsdp.rules import RULES
 
 Group = Mapping[str, Any]
