@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 import muon_fsdp
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks import pair, peers, ranks, sphere, steps, trace
+from muon_fsdp.benchmarks.machine import Ceilings
 from muon_fsdp.benchmarks.processes import run_on_ranks
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
-from muon_fsdp.benchmarks.timing import Ceilings
 from muon_fsdp.cli import checks, main, output, two_ranks
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.loading import named_models

@@ -617,7 +617,7 @@ def test_other_devices_are_timed_once_and_remembered_on_disk(monkeypatch, tmp_pa
         if tiles is not None and tiles.cols == 256:
             raise RuntimeError("out of shared memory")
 
-    monkeypatch.setattr(select_module, "_milliseconds", lambda run: run() or times.get(tried[-1], 2.0))
+    monkeypatch.setattr(select_module, "_time", lambda run: run() or times.get(tried[-1], 2.0))
     choice = select_module.tune(product, device, run)
     assert (choice.path, choice.config) == ("triton", TileConfig(64, 64, 64, 4, 3))
     assert None in tried

@@ -248,7 +248,7 @@ def test_benchmark_muon_optimizers():
 
 def test_benchmark_consistency(monkeypatch):
     # Time of this process alone: on a busy machine it may wait longer than a short run takes.
-    monkeypatch.setattr("muon_fsdp.optimizers.elementwise_timing.time", SimpleNamespace(perf_counter=time.process_time))
+    monkeypatch.setattr("muon_fsdp.timing.time", SimpleNamespace(perf_counter=time.process_time))
     result = benchmark_muon_optimizers(model_size=200, num_steps=20)
     assert result["muon_vs_adam_speedup"] == pytest.approx(result["torch_adam_time"] / result["triton_muon_time"])
     assert result["muonw_vs_adam_speedup"] == pytest.approx(result["torch_adam_time"] / result["triton_muonw_time"])

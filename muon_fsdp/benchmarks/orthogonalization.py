@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from muon_fsdp.benchmarks.machine import Ceilings, progress
 from muon_fsdp.benchmarks.peers import orthogonalizers
-from muon_fsdp.benchmarks.timing import Ceilings, milliseconds, progress
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 from muon_fsdp.text import plain_table
+from muon_fsdp.timing import milliseconds
 
 GPU_SHAPES = [
     (48, 768, 768),

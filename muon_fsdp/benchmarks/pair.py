@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from muon_fsdp.benchmarks.machine import Ceilings, free_memory, progress
 from muon_fsdp.benchmarks.peers import MakeOptimizer
 from muon_fsdp.benchmarks.steps import measure_one
-from muon_fsdp.benchmarks.timing import Ceilings, free_memory, progress
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
 from muon_fsdp.text import plain_table
 

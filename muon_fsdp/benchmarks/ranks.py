@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.processes import run_on_ranks
 from muon_fsdp.benchmarks.steps import MODELS, Shapes
-from muon_fsdp.benchmarks.timing import seconds
 from muon_fsdp.text import plain_table
+from muon_fsdp.timing import seconds
 
 Strategy = Literal["owner", "replicate"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from muon_fsdp.benchmarks import orthogonalization, pair, steps
-from muon_fsdp.benchmarks.timing import Ceilings, describe_machine
+from muon_fsdp.benchmarks.machine import Ceilings, describe_machine
 
 TABLES = ("orthogonalization", "step", "pair")
 

@@ -11,16 +11,11 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.benchmarks.machine import describe_machine, free_memory
 from muon_fsdp.benchmarks.peers import MakeOptimizer
 from muon_fsdp.benchmarks.steps import models_on
-from muon_fsdp.benchmarks.timing import (
-    describe_machine,
-    device_milliseconds,
-    free_memory,
-    milliseconds,
-    synchronize,
-)
 from muon_fsdp.text import plain_table
+from muon_fsdp.timing import device_milliseconds, milliseconds, synchronize
 
 LR = 0.02
 # Untimed steps: the first two compute the initial singular vectors, and a later one captures the CUDA graph.

@@ -12,19 +12,12 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.machine import Ceilings, free_memory, progress
 from muon_fsdp.benchmarks.orthogonalization import least_flops
 from muon_fsdp.benchmarks.peers import MakeOptimizer, optimizers
 from muon_fsdp.benchmarks.public_models import DECODERS, PUBLIC_MODELS, DecoderModel, GPT2Model, matrix_shapes
-from muon_fsdp.benchmarks.timing import (
-    Ceilings,
-    device_milliseconds,
-    free_memory,
-    host_seconds,
-    progress,
-    seconds,
-    synchronize,
-)
 from muon_fsdp.text import plain_table
+from muon_fsdp.timing import device_milliseconds, host_seconds, seconds, synchronize
 
 Shapes = Sequence[tuple[int, ...]]
 

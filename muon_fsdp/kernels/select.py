@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 
 from muon_fsdp.kernels.schedule import NO_TILE
 from muon_fsdp.kernels.tiles import KernelError, TileConfig, num_processors
+from muon_fsdp.timing import seconds
 
 Operation = Literal["symmetric", "multiply_add"]
 
@@ -252,10 +252,10 @@ def tune(product: Product, device: torch.device, run: Callable[[TileConfig | Non
 
     `run` gets the tiles of a candidate, or None for PyTorch's library.
     """
-    milliseconds: dict[TileConfig | None, float] = {None: _milliseconds(lambda: run(None))}
+    milliseconds: dict[TileConfig | None, float] = {None: _time(lambda: run(None))}
     for config in _candidates(product):
         with suppress(Exception):  # a candidate may need more shared memory or registers than the device has
-            milliseconds[config] = _milliseconds(lambda config=config: run(config))  # type: ignore[misc]
+            milliseconds[config] = _time(lambda config=config: run(config))  # type: ignore[misc]
     fastest = min(milliseconds, key=lambda config: milliseconds[config])
     shown = ", ".join(f"{'library' if c is None else tuple(c)} {t:.3f} ms" for c, t in milliseconds.items())
     entry: dict[str, object] = {"config": None if fastest is None else list(fastest), "times": shown}
@@ -272,17 +272,15 @@ def _as_choice(entry: dict[str, object]) -> Choice:
     return Choice("triton", TileConfig(*config), reason)
 
 
-def _milliseconds(run: Callable[[], object]) -> float:
+def _time(run: Callable[[], object]) -> float:
+    """Return the median milliseconds of a call, of four calls back to back, after one that compiles the kernel."""
     run()
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def run_all() -> None:
         for _ in range(4):
             run()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start) / 4)
-    return statistics.median(times)
+
+    return statistics.median(1e3 * seconds(run_all, "cuda") / 4 for _ in range(5))
 
 
 def cache_file(device_name: str) -> Path:

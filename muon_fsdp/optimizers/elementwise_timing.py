@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
+from muon_fsdp.timing import seconds as time_of
 
 
 def benchmark_muon_optimizers(model_size: int = 1000, num_steps: int = 100, lr: float = 1e-3) -> dict[str, float]:
@@ -62,17 +62,10 @@ def _seconds(
     optimizer = make(list(model.parameters()))
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
-    times = []
-    for run in range(4):  # the first is a warm-up
-        _synchronize(device)
-        start = time.perf_counter()
-        for _ in range(num_steps if run else min(num_steps, 3)):
+
+    def run(count: int) -> None:
+        for _ in range(count):
             optimizer.step()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
 
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    run(min(num_steps, 3))  # compiles kernels and makes state
+    return statistics.median(time_of(lambda: run(num_steps), device) for _ in range(3))

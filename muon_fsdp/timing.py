@@ -1,35 +1,18 @@
-"""Time calls on the host and on the device, and measure the two ceilings that results are compared with."""
+"""Time calls on the host and on the device."""
 
 from __future__ import annotations
 
-import gc
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import date
 
 import torch
-
-
-def progress(line: str) -> None:
-    """Print what was just measured to stderr, because stdout holds only the results."""
-    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def synchronize(device: str) -> None:
     """Wait until all work submitted to a CUDA device has finished; do nothing on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def free_memory(device: str) -> None:
-    """Release the memory of deleted tensors, so that the next contestant starts with an empty device."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def host_seconds(run: Callable[[], object]) -> float:
@@ -85,31 +68,3 @@ def device_milliseconds(run: Callable[[], object], repeats: int, calls: int = 1)
         end.synchronize()
         times.append(float(start.elapsed_time(end)) / calls)
     return statistics.median(times)
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The most that a device can do per second: floating-point operations in half precision, and bytes copied."""
-
-    flops: float
-    bytes: float
-
-    @classmethod
-    def measure(cls, device: str) -> Ceilings:
-        """Time one large matrix product and one large copy on the device."""
-        size, numel = (8192, 2**28) if device == "cuda" else (1024, 2**24)
-        dtype = torch.float16 if device == "cuda" else torch.float32
-        x = torch.randn(size, size, device=device, dtype=dtype)
-        product = torch.empty_like(x)
-        flops = 2 * size**3 / milliseconds(lambda: torch.mm(x, x, out=product), device, 5)
-        source = torch.randn(numel, device=device)
-        target = torch.empty_like(source)
-        copied = 2 * source.nbytes / milliseconds(lambda: torch.neg(source, out=target), device, 5)
-        return cls(1e3 * flops, 1e3 * copied)
-
-
-def describe_machine(device: str, threads: int) -> dict[str, str]:
-    """Return the date, the name of the device and the version of PyTorch, for the head of a report."""
-    cpu = f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu
-    return {"date": date.today().isoformat(), "device": name, "torch": torch.__version__}
