@@ -199,7 +199,7 @@ def test_sets_of_ranks_that_cross(ranks: RankPool):
     ],
 )
 def test_sets_that_overlap_do_not_wait_in_a_circle(ranks: RankPool, sets):
-    ranks.run(4, cases.sets_that_overlap, sets, timeout=60)
+    ranks.run(4, cases.sets_that_overlap, sets)
 
 
 def test_ranks_with_different_numbers_of_parameters(ranks: RankPool):

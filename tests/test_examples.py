@@ -50,7 +50,7 @@ def test_train_gpt_under_torchrun(tmp_path):
     command += ["--data", str(text), "--output", str(tmp_path / "out"), "--batch-size", "4", "--eval-windows", "4"]
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "FSDP2 on 2 rank(s)" in done.stdout
     assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks
@@ -178,7 +178,7 @@ except SystemExit as exit:
 """
     command = [sys.executable, "-c", program, "--data", str(tmp_path / "pairs.jsonl")]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.stdout == "2 []\n", done.stderr
 
 

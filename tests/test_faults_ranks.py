@@ -28,7 +28,7 @@ from tests.promises import promise
 
 OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer]
 ROWS = (Shard(0),)
-LIMIT = 60.0  # seconds for a case that must not hang
+LIMIT = 240.0  # seconds for a case that must not hang; on a busy machine they take a while
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
@@ -310,7 +310,7 @@ def late_rank() -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     init = f"file://{folder[0]}/store"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=2))
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=5))
     parameter = sharded(torch.ones(6, 4), init_device_mesh("cpu", (2,)))
     give_gradients([parameter])
     optimizer = MuonOptimizer([("weight", parameter)])
@@ -324,7 +324,7 @@ def late_rank() -> str:
 def test_ranks_that_do_not_come_are_named(ranks: RankPool):
     text, _ = ranks.run(2, late_rank, timeout=LIMIT)
     assert text.startswith(
-        "Rank 0 has waited 0:00:02 for ranks [1]: all ranks that hold a part of a parameter must call"
+        "Rank 0 has waited 0:00:05 for ranks [1]: all ranks that hold a part of a parameter must call"
     )
 
 

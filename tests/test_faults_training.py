@@ -32,7 +32,17 @@ from muon_fsdp.training.results import read_result
 from muon_fsdp.training.unpickling import Reader
 from tests.pool import RankPool
 from tests.promises import promise
-from tests.training_cases import ROOT, TINY, has_trained, lines, surroundings, text_fixture  # noqa: F401
+from tests.training_cases import (  # noqa: F401
+    PATIENCE,
+    ROOT,
+    TINY,
+    has_trained,
+    lines,
+    running,
+    surroundings,
+    text_fixture,
+    wait_for,
+)
 
 
 def flags(text: Path, output: Path, steps: int = 4, *more: str) -> list[str]:
@@ -70,7 +80,7 @@ class Job:
 
     def codes(self, *ranks: int) -> list[int | None]:
         """Exit codes of ranks, which must have ended within the time that `--timeout 4` allows."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         for rank in ranks:
             self.processes[rank].join(deadline - time.monotonic())
         return [self.processes[rank].exitcode for rank in ranks]
@@ -100,7 +110,7 @@ def hanging_batches(*arguments: object) -> Iterator[tuple[torch.Tensor, torch.Te
 def test_a_stopped_rank_is_named_by_all_that_wait_for_it(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with Job(tmp_path, flags(text, output, 100_000, "--fsdp", "--timeout", "4"), 3) as job:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not has_trained(output):
             assert time.monotonic() < deadline, [log.read_text() for log in job.logs]
             time.sleep(0.05)
@@ -359,7 +369,7 @@ end_process(3)
 def test_the_end_of_a_process_does_not_abort() -> None:
     command = [sys.executable, "-c", ENDS_WHILE_GLOO_FREES_A_TENSOR]
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert [process.returncode for process in processes] == [3, 3, 3]
     assert outputs == ["printed handler"] * 3
 
@@ -372,15 +382,10 @@ def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
     arguments = ["--model", "demo", "--sequence-length", "16", *flags(text, output, 100_000, "--save-every", "1")]
     command = [sys.executable, "-m", "muon_fsdp.training", *arguments, "--processes", "2", "--fsdp"]
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
-    deadline = time.monotonic() + 120
-    while not list((output / "checkpoints").glob("*.partial")):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.terminate()
-    assert process.wait(120) == 130, log.read_text()
+    with running(command, log) as process:
+        wait_for(lambda: list((output / "checkpoints").glob("*.partial")), process, log)
+        process.terminate()
+        assert process.wait(PATIENCE) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
     step = int(checkpoint.checkpoints(output / "checkpoints")[-1].name.removeprefix("step-"))
     arguments[arguments.index("--steps") + 1] = str(step + 1)

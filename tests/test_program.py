@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -32,7 +31,18 @@ from muon_fsdp.training.parallel import clip_gradient
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from tests.pool import RankPool
-from tests.training_cases import DEMO, ROOT, TINY, has_trained, lines, surroundings, text_fixture  # noqa: F401
+from tests.training_cases import (  # noqa: F401
+    DEMO,
+    PATIENCE,
+    ROOT,
+    TINY,
+    has_trained,
+    lines,
+    running,
+    surroundings,
+    text_fixture,
+    wait_for,
+)
 
 
 def flags(text: Path, output: Path, steps: int = 12, *more: str) -> list[str]:
@@ -40,19 +50,9 @@ def flags(text: Path, output: Path, steps: int = 12, *more: str) -> list[str]:
             "--eval-every", "4", "--eval-windows", "8", *more]  # fmt: skip
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen:
-    """The program as a process of its own."""
-    command = [sys.executable, "-m", "muon_fsdp.training", *DEMO, *arguments]
-    with log.open("w") as stream:
-        return subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
-
-
-def wait_for(what: object, process: subprocess.Popen, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        assert process.poll() is None, "the process ended before"
-        time.sleep(0.01)
+def program_with(*arguments: str) -> list[str]:
+    """Return the command that runs the program as a process of its own."""
+    return [sys.executable, "-m", "muon_fsdp.training", *DEMO, *arguments]
 
 
 def test_a_run_leaves_metrics_and_a_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
@@ -138,10 +138,10 @@ def test_many_layouts_give_one_curve_and_resume_each_other(text: Path, tmp_path:
 
 def test_ctrl_c_saves_and_a_run_goes_on(text: Path, tmp_path: Path) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
-    process = start(flags(text, output, 100_000, "--processes", "2", "--fsdp"), log)
-    wait_for(lambda: has_trained(output), process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 130, log.read_text()
+    with running(program_with(*flags(text, output, 100_000, "--processes", "2", "--fsdp")), log) as process:
+        wait_for(lambda: has_trained(output), process, log)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130, log.read_text()
     (saved,) = checkpoint.checkpoints(output / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
     assert f"stopped after step {step} and saved {saved}; pass --resume to continue from there" in log.read_text()
@@ -152,10 +152,9 @@ def test_ctrl_c_saves_and_a_run_goes_on(text: Path, tmp_path: Path) -> None:
 def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
     folder = output / "checkpoints"
-    process = start(flags(text, output, 100_000, "--save-every", "1"), log)
-    wait_for(lambda: len(checkpoint.checkpoints(folder)) == 2 and list(folder.glob("*.partial/*")), process)
-    process.kill()
-    process.wait()
+    with running(program_with(*flags(text, output, 100_000, "--save-every", "1")), log) as process:
+        wait_for(lambda: len(checkpoint.checkpoints(folder)) == 2 and list(folder.glob("*.partial/*")), process, log)
+        process.kill()
     saved = checkpoint.checkpoints(folder)
     assert saved
     step = int(saved[-1].name.removeprefix("step-"))

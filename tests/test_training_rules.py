@@ -97,7 +97,10 @@ def test_flags_follow_from_the_declarations() -> None:
     }
     assert flags == declared
     shown = " ".join(make_parser("x")[0].format_help().split())
-    assert "--nesterov, --no-nesterov look ahead by one step of momentum (default: true; muon, normuon, " in shown
+    assert (
+        "--nesterov, --no-nesterov use Nesterov momentum: orthogonalize grad + momentum * buffer (default: true; muon, "
+        in shown
+    )
     assert "--betas X,X decay of the first and second moment (default: 0.9,0.95; adamw)" in shown
     assert "--lr X learning rate of the hidden matrices (default: 0.02 for muon, normuon, spectral_sphere; " in shown
     assert "--optimizer muon|normuon|spectral_sphere|sso|adamw" in shown
@@ -131,7 +134,7 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
     [
         (["--lambda-mode", "zero"], "--lambda-mode is not an option of rule 'muon': only 'spectral_sphere' has it"),
         (["--betas", "0,0"], "--betas is not an option of rule 'muon': only 'adamw' has it; leave it out"),
-        (["--scale", "v2", "--optimizer", "sso"], "--scale: rule 'spectral_sphere' has no scale: the radius of a"),
+        (["--scale", "v2", "--optimizer", "sso"], "--scale: rule 'spectral_sphere' has no scale: the radius of each"),
         (["--momentum", "1.5"], "--momentum: Invalid momentum: 1.5 (option 'momentum' must be a finite number in [0"),
         (["--momentum", "high"], "--momentum: must be a number, got 'high'"),
         (["--ns-steps", "2.5"], "--ns-steps: must be a whole number, got '2.5'"),

@@ -6,6 +6,10 @@ A test module that imports `surroundings` and `text_fixture` uses them: the firs
 from __future__ import annotations
 
 import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from muon_fsdp.training.model import GPTConfig
 
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
+PATIENCE = 300.0  # seconds to wait for a process: on a busy machine, starting one takes minutes
 DEMO = ["--model", "demo", "--sequence-length", "16"]  # unlike TINY, a preset that other processes know too
 
 
@@ -43,3 +48,24 @@ def has_trained(output: Path) -> bool:
     """Return whether a run has taken its first step."""
     file = output / "metrics.jsonl"
     return file.exists() and '"train"' in file.read_text()
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen]:
+    """Run a command as a process of its own, with its output in a file; kill it if the test leaves it running."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(what: Callable[[], object], process: subprocess.Popen, log: Path | None = None) -> None:
+    """Wait until something is true while a process runs; fail with its output if that never happens."""
+    end = time.monotonic() + PATIENCE
+    while not what():
+        assert process.poll() is None, ("the process ended before", log and log.read_text())
+        assert time.monotonic() < end, ("waited in vain", log and log.read_text())
+        time.sleep(0.001)
