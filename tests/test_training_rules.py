@@ -101,7 +101,7 @@ def test_flags_follow_from_the_declarations() -> None:
         "--nesterov, --no-nesterov use Nesterov momentum: orthogonalize grad + momentum * buffer (default: true; muon, "
         in shown
     )
-    assert "--betas X,X decay of the first and second moment (default: 0.9,0.95; adamw)" in shown
+    assert "--betas X,X decay of the first and of the second moment, each in [0, 1) (default: 0.9,0.95; adamw)" in shown
     assert "--lr X learning rate of the hidden matrices (default: 0.02 for muon, normuon, spectral_sphere; " in shown
     assert "--optimizer muon|normuon|spectral_sphere|sso|adamw" in shown
 
