@@ -20,17 +20,17 @@ def doctor(
 
     Each finding says what to do. The exit status is 1 if something is wrong. No network but loopback is used.
     """
-    from muon_fsdp.cli import checks
+    from muon_fsdp.cli import checks, facts
 
     with status("checking this machine ..."):
         found = checks.findings(quick=quick)
-        content: dict[str, Any] = checks.without_home(
+        content: dict[str, Any] = facts.without_home(
             {
-                "versions": checks.versions(),
-                "devices": checks.devices(),
-                "backends": checks.backends(),
-                "environment": checks.environment(),
-                "kernels": checks.kernel_choices(checks.best_device()),
+                "versions": facts.versions(),
+                "devices": facts.devices(),
+                "backends": facts.backends(),
+                "environment": facts.environment(),
+                "kernels": facts.kernel_choices(facts.best_device()),
                 "findings": [asdict(finding) for finding in found],
                 "ok": not any(finding.status == "wrong" for finding in found),
             }

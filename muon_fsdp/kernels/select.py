@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
+import warnings
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -149,7 +152,7 @@ def select(product: Product, device: torch.device) -> Choice:
         reason = f"no tensor cores for {product.dtype}"
     if reason is not None:
         return Choice("torch", None, reason)
-    if _capability(device)[0] == 9 and torch.version.hip is None:
+    if is_hopper(device):
         return _from_table(product, num_processors(device), gluon_unusable())
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Ranks with replicas of a weight must compute the same bits. Timings would let each rank choose another kernel.
@@ -160,27 +163,44 @@ def select(product: Product, device: torch.device) -> Choice:
     return _as_choice(known)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a CUDA device is a Hopper GPU, whose kernels and tiles were measured."""
+    return torch.version.hip is None and _capability(device)[0] == 9
+
+
 def gluon_unusable() -> str | None:
     """Return why the Gluon kernel can't be used, or None if no reason is known yet."""
     return _gluon_failure or _gluon_import_failure()
 
 
 def give_up_gluon(error: KernelError) -> None:
-    """Stop selecting the Gluon kernel for the rest of the process, because it raised this error."""
+    """Stop selecting the Gluon kernel until the process ends, because it raised this error, and warn."""
     global _gluon_failure
     _gluon_failure = f"it failed with {error}"
+    _warn_of_missing_gluon(_gluon_failure)
 
 
 @lru_cache(maxsize=1)
 def _gluon_import_failure() -> str | None:
     version = triton_version()
     if version not in GLUON_VERSIONS:
-        return f"Triton is {version}, it is known to compile with {' and '.join(GLUON_VERSIONS)}"
+        return f"it was tested with Triton {' and '.join(GLUON_VERSIONS)}, and {version} is installed"
     try:
         import_module("muon_fsdp.kernels.triton_hopper")
     except Exception as error:
-        return f"import failed with {type(error).__name__}: {error}"
+        reason = f"import failed with {type(error).__name__}: {error}"
+        _warn_of_missing_gluon(reason)
+        return reason
     return None
+
+
+def _warn_of_missing_gluon(reason: str) -> None:
+    warnings.warn(
+        f"The Gluon kernel for Hopper GPUs is not used: {reason}. Results are the same, but large products take up to "
+        "29% longer. Please report this with the output of `muon-fsdp doctor`.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _not_for_gluon(product: Product, processors: int) -> str | None:
@@ -298,10 +318,32 @@ def _tuned(device_name: str) -> dict[str, dict[str, object]]:
 
 
 def _read_cache(device_name: str) -> dict[str, dict[str, object]]:
-    with suppress(OSError, ValueError, AttributeError, TypeError):
+    """Return the timings on disk. Malformed entries, and those of other kernels than ours now, are left out."""
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
         content = json.loads(cache_file(device_name).read_text())
-        return {key: entry for key, entry in content.items() if {"config", "times"} <= set(entry)}
+        if content["made_by"] == _kernels_version():
+            return {key: entry for key, entry in content["timings"].items() if _is_valid(entry)}
     return {}
+
+
+def _is_valid(entry: object) -> bool:
+    """Return whether an entry of the cache names the library or a complete tile configuration."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("times"), str) or "config" not in entry:
+        return False
+    config = entry["config"]
+    if config is None:
+        return True
+    if not isinstance(config, list) or len(config) != len(TileConfig._fields):
+        return False
+    *sizes, persistent, group = config
+    return isinstance(persistent, bool) and all(type(size) is int and size > 0 for size in (*sizes, group))
+
+
+@lru_cache(maxsize=1)
+def _kernels_version() -> str:
+    """Return the version of the package with a checksum of the kernels that are timed."""
+    source = Path(__file__).with_name("triton_products.py").read_bytes()
+    return f"muon_fsdp {sys.modules['muon_fsdp'].__version__} {zlib.crc32(source):08x}"
 
 
 def _write_cache(device_name: str) -> None:
@@ -310,7 +352,8 @@ def _write_cache(device_name: str) -> None:
     with suppress(OSError):  # without a writable cache the candidates are timed again in the next process
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({**_read_cache(device_name), **_tuned(device_name)}, file, indent=1, sort_keys=True)
+            timings = {**_read_cache(device_name), **_tuned(device_name)}
+            json.dump({"made_by": _kernels_version(), "timings": timings}, file, indent=1, sort_keys=True)
         os.replace(file.name, path)
 
 

@@ -419,6 +419,8 @@ def symmetric_product(
     constants = {"SAME": a is b, "HAS_C": c is not None, "HAS_E": e is not None}
     try:
         launch(_symmetric_hopper_kernel, len(table), args, constants, (a.device, a.dtype), maxnreg=MAX_REGISTERS)
+    except torch.OutOfMemoryError:  # no fault of the kernel: the next call may work
+        raise
     except Exception as error:  # Gluon's interface is not stable
         raise KernelError(f"{type(error).__name__}: {error}") from error
     return out

@@ -192,7 +192,9 @@ class MuonOptimizer(GroupedOptimizer):
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
         )
-        device = inputs.shards[0].device if inputs.shards else torch.device("cpu")
+        # Kernels launch on the current device. The first parameter may be on the CPU although others are on a GPU.
+        devices = [shard.device for shard in inputs.shards]
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         with on_device(device), without_autocast(device.type):
             planned.run(inputs)
             if planned.matrices is not None:
