@@ -30,7 +30,7 @@ clean:
 	rm -rf .venv demo_output
 
 .venv/installed-%: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; say make PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; run make PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing muon_fsdp[$*] into .venv (the first time takes a minute or two)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
