@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import tests.toy_rules  # noqa: F401 (registers them)
 from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
 from tests.comparisons import assert_same
