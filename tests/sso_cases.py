@@ -1,4 +1,4 @@
-"""The Spectral Sphere Optimizer on gloo ranks; run by tests/test_sso.py."""
+"""The Spectral Sphere Optimizer on gloo ranks, run by tests/test_sso_shards.py, and a spectral norm by an SVD."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ from muon_fsdp.statistics import shard_products
 from muon_fsdp.statistics.top_singular import Survey
 from tests.comparisons import assert_same
 from tests.distributed_cases import lay_out, make_model, train
+
+
+def norm_of(matrix) -> float:
+    return float(np.linalg.svd(matrix.detach().double().numpy(), compute_uv=False)[0])
 
 
 def _optimizer(module: nn.Module, **options: Any) -> SpectralSphereOptimizer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,11 +27,13 @@ PAGE = DOCS / "api.md"
 
 
 def program(name: str) -> ModuleType:
+    """Import a program of docs/, which finds the modules beside it as if it were run."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with patch.object(sys, "path", [str(DOCS), *sys.path]):
+        spec.loader.exec_module(module)
     return module
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests import agreement_cases
 from tests import distributed_cases as cases
 from tests.pool import RankPool
 
@@ -124,11 +125,11 @@ def test_a_lone_matrix_moves_its_own_bytes_only(ranks: RankPool):
 @pytest.mark.parametrize("missing_on", ["some", "all"])
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4), ("ddp", 2)])
 def test_a_parameter_without_any_gradient_is_left_alone(ranks: RankPool, layout, world_size, missing_on):
-    ranks.run(world_size, cases.missing_gradients, layout, missing_on)
+    ranks.run(world_size, agreement_cases.missing_gradients, layout, missing_on)
 
 
 def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(ranks: RankPool):
-    ranks.run(2, cases.zero_equals_missing)
+    ranks.run(2, agreement_cases.zero_equals_missing)
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -142,7 +143,7 @@ def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(ranks: Ra
     ],
 )
 def test_ranks_agree_by_kernels_too(ranks: RankPool, world_size, case, args):
-    ranks.run(world_size, cases.by_kernels, case, *args)
+    ranks.run(world_size, cases.by_kernels, getattr(agreement_cases, case), *args)
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -150,18 +151,18 @@ def test_ranks_agree_by_kernels_too(ranks: RankPool, world_size, case, args):
 def test_same_curve_by_kernels(ranks: RankPool, layout, world_size):
     options = {"hidden": 32}
     expected, expected_weights = cases.curve(None, {}, options, 2)
-    for losses, weights in ranks.run(world_size, cases.by_kernels, "curve", layout, {}, options, 2):
+    for losses, weights in ranks.run(world_size, cases.by_kernels, cases.curve, layout, {}, options, 2):
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         for name, value in expected_weights.items():
             np.testing.assert_allclose(weights[name], value, atol=1e-5, err_msg=name)
 
 
 def test_nan_on_one_rank_skips_the_step_on_all(ranks: RankPool):
-    assert ranks.run(3, cases.not_finite_on_one_rank, "skip") == [("", 1)] * 3
+    assert ranks.run(3, agreement_cases.not_finite_on_one_rank, "skip") == [("", 1)] * 3
 
 
 def test_nan_on_one_rank_raises_on_all(ranks: RankPool):
-    texts = [text for text, _ in ranks.run(3, cases.not_finite_on_one_rank, "raise")]
+    texts = [text for text, _ in ranks.run(3, agreement_cases.not_finite_on_one_rank, "raise")]
     assert "blocks.0.down.weight" in texts[1]
     assert "on another rank" in texts[0]
     assert "on another rank" in texts[2]
@@ -180,13 +181,13 @@ def test_nan_on_one_rank_raises_on_all(ranks: RankPool):
     ],
 )
 def test_ranks_that_disagree_are_told_so(ranks: RankPool, kind, expected):
-    for text in ranks.run(2, cases.disagreement, kind):
+    for text in ranks.run(2, agreement_cases.disagreement, kind):
         assert "Ranks disagree" in text
         assert expected in text
 
 
 def test_sets_of_ranks_that_cross(ranks: RankPool):
-    assert ranks.run(4, cases.crossing_meshes) == [1.0] * 4
+    assert ranks.run(4, agreement_cases.crossing_meshes) == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -199,25 +200,25 @@ def test_sets_of_ranks_that_cross(ranks: RankPool):
     ],
 )
 def test_sets_that_overlap_do_not_wait_in_a_circle(ranks: RankPool, sets):
-    ranks.run(4, cases.sets_that_overlap, sets)
+    ranks.run(4, agreement_cases.sets_that_overlap, sets)
 
 
 def test_ranks_with_different_numbers_of_parameters(ranks: RankPool):
-    ranks.run(3, cases.some_ranks_have_more)
+    ranks.run(3, agreement_cases.some_ranks_have_more)
 
 
 @pytest.mark.parametrize("kind", ["empty", "missing"])
 def test_a_warm_up_from_zero_where_one_rank_has_nothing(ranks: RankPool, kind):
-    assert ranks.run(2, cases.first_step_without_lr, kind) == [2.0, 2.0]
+    assert ranks.run(2, agreement_cases.first_step_without_lr, kind) == [2.0, 2.0]
 
 
 def test_one_rank_may_ask_for_metrics_alone(ranks: RankPool):
-    losses, others = ranks.run(2, cases.metrics_on_one_rank)
+    losses, others = ranks.run(2, agreement_cases.metrics_on_one_rank)
     assert losses == others
 
 
 def test_meshes_that_can_not_be_handled_are_named(ranks: RankPool):
-    results = ranks.run(3, cases.odd_meshes)
+    results = ranks.run(3, agreement_cases.odd_meshes)
     for descending, _ in results:
         assert "'odd' lies on a mesh whose ranks do not ascend: [1, 0, 2]" in descending
     assert "'odd' lies on ranks (0, 1), not on this one" in results[2][1]
@@ -229,11 +230,11 @@ def test_planning_for_other_ranks(ranks: RankPool):
 
 
 def test_layouts_that_can_not_be_handled_are_named(ranks: RankPool):
-    for partial, strided in ranks.run(2, cases.unsupported_layout):
+    for partial, strided in ranks.run(2, agreement_cases.unsupported_layout):
         assert "'odd.weight' of shape (4, 4) with placements (Partial(sum),)" in partial
         assert "'odd.weight' of shape (8, 4)" in strided
         assert "several separate ranges" in strided
 
 
 def test_partial_gradients_are_reduced_first(ranks: RankPool):
-    ranks.run(2, cases.partial_gradients)
+    ranks.run(2, agreement_cases.partial_gradients)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from tests import agreement_cases, fsdp_cases
 from tests import distributed_cases as cases
-from tests import fsdp_cases
 from tests.comparisons import assert_same
 from tests.pool import RankPool
 from tests.reference import ReferenceNorMuon
@@ -127,15 +127,15 @@ def test_same_curve_as_one_device(ranks: RankPool, layout, world_size):
 
 @pytest.mark.parametrize("missing_on", ["some", "all"])
 def test_a_parameter_without_any_gradient_is_left_alone_on_ranks(ranks: RankPool, missing_on):
-    ranks.run(4, cases.missing_gradients, "hsdp", missing_on, "normuon")
-    ranks.run(4, cases.by_kernels, "missing_gradients", "hsdp", missing_on, "normuon")
+    ranks.run(4, agreement_cases.missing_gradients, "hsdp", missing_on, "normuon")
+    ranks.run(4, cases.by_kernels, agreement_cases.missing_gradients, "hsdp", missing_on, "normuon")
 
 
 def test_same_curve_by_kernels(ranks: RankPool):
     options, sizes = {"rule": "normuon"}, {"hidden": 32}
     expected, _ = cases.curve(None, options, sizes, 3)
     for world_size in (1, 2):
-        for losses, _ in ranks.run(world_size, cases.by_kernels, "curve", "fsdp", options, sizes, 3):
+        for losses, _ in ranks.run(world_size, cases.by_kernels, cases.curve, "fsdp", options, sizes, 3):
             np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 

@@ -5,34 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
-from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of, local_layout
+from muon_fsdp.plan.layout import Layout, local_layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
-from muon_fsdp.plan.report import balance_bound, make_report
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.report import balance_bound
 from muon_fsdp.plan.stages import Plan, make_plan
-from muon_fsdp.step import pipeline
-from muon_fsdp.step.inputs import StepInputs
-from tests.comparisons import assert_same
 from tests.pool import RankPool
 
-CPU = torch.device("cpu"), torch.float32
 GPU = torch.device("cuda"), torch.float32
 
 
@@ -105,255 +95,6 @@ def test_equal_matrices_of_different_groups_share_a_batch():
 def test_a_large_stack_is_cut_into_batches():
     (stage,) = plan_of([spec(0, 0, "muon", (10, 4, 8))], 3 * (2 * 4 * 8 + 5 * 4 * 4)).stages
     assert [batch.count for batch in stage.batches] == [3, 3, 3, 1]
-
-
-# ------------------------------------------------------------------------------------------------------------ boxes
-
-
-@st.composite
-def layouts(draw, num_dims=None, boxes_only=False):
-    num_dims = num_dims or draw(st.integers(1, 3))
-    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    dims = st.integers(0, num_dims - 1)
-    kinds = [st.just(Replicate()), st.builds(Shard, dims)]
-    if not boxes_only:
-        kinds.append(st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), dims, st.integers(1, 3)))
-    placements = tuple(draw(st.one_of(kinds)) for _ in mesh_shape)
-    ranks = tuple(draw(st.permutations(range(math.prod(mesh_shape)))))
-    return Layout(ranks, mesh_shape, placements)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 13), min_size=3, max_size=3), layouts(num_dims=3), st.data())
-def test_boxes_are_those_of_pytorch(shape, layout, data):
-    at = [data.draw(st.integers(0, size - 1)) for size in layout.mesh_shape]
-    expected_shape, expected_offset = _compute_local_shape_and_global_offset(
-        shape, layout.mesh_shape, at, layout.placements
-    )
-    try:
-        box = box_of(tuple(shape), layout.mesh_shape, layout.placements, at)
-    except LayoutError:
-        assert any(isinstance(placement, _StridedShard) for placement in layout.placements)
-        return
-    assert box.shape == tuple(expected_shape)
-    if box.numel:
-        assert box.offset == tuple(expected_offset)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=2), layouts(num_dims=2, boxes_only=True))
-def test_boxes_of_a_replica_partition_the_tensor(shape, layout):
-    boxes = layout.boxes(tuple(shape))
-    for replica in range(layout.num_replicas):
-        held = Counter()
-        for box, number in zip(boxes, layout.replica_of, strict=True):
-            if number == replica:
-                held.update(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
-        assert held == Counter(product(*map(range, shape)))
-
-
-# --------------------------------------------------------------------------------------------------------- exchange
-
-
-SHAPES = st.sampled_from([(5, 7), (4, 4), (1, 6), (3, 4, 5)])
-
-
-class PlayedExchange:
-    """An exchange whose ranks are all played in this process, with slices of tensors in place of messages."""
-
-    def __init__(self, specs, wholes, stages):
-        self.specs, self.wholes = specs, wholes
-        self.stages = stages  # the same stage, by rank
-        self.order = sorted(stages)
-
-    def shard(self, rank, position):
-        """Return what a rank holds of a parameter."""
-        layout = self.specs[position].layout
-        return self._part(position, layout.boxes(self.specs[position].shape)[layout.index_of[rank]])
-
-    def whole(self, unit):
-        """Return the region of the parameter that a unit is."""
-        return self._part(unit.position, unit.box)
-
-    def _part(self, position, box):
-        shape = self.specs[position].shape
-        return self.wholes[position][box.within(Box((0,) * len(shape), shape))]
-
-    def messages(self, rank, kind):
-        """Yield the source, the piece sent and the piece received of each message to `rank`.
-
-        `kind` is "gather", "scatter" or "forward".
-        """
-        exchange = self.stages[rank].exchange
-        for source, pieces in zip(self.order, getattr(exchange, f"{kind}_receive"), strict=True):
-            sent = getattr(self.stages[source].exchange, f"{kind}_send")[exchange.me]
-            assert [(p.unit, p.shape) for p in sent] == [(p.unit, p.shape) for p in pieces]
-            if source != rank and pieces:
-                assert getattr(exchange, f"{kind}s")
-            yield from ((source, out, into) for out, into in zip(sent, pieces, strict=True))
-
-    def check_gather(self, rank):
-        """Check that every unit that `rank` computes is assembled from what it receives; return those units."""
-        stage = self.stages[rank]
-        assembled = {i: torch.full(stage.units[i].box.shape, torch.nan) for i in stage.mine}
-        for source, out, into in self.messages(rank, "gather"):
-            assembled[into.unit][into.in_unit] = self.shard(source, stage.units[out.unit].position)[out.in_shard]
-        for i, value in assembled.items():
-            assert_same(value, self.whole(stage.units[i]), f"unit {i} on rank {rank}")
-        return [stage.units[i] for i in stage.mine]
-
-    def check_results(self, rank):
-        """Check that scattered and forwarded results fill every shard of `rank`."""
-        stage = self.stages[rank]
-        positions = [position for _, members in stage.positions_by_group for position in members]
-        returned = {position: torch.full(self.shard(rank, position).shape, torch.nan) for position in positions}
-        for _, out, into in self.messages(rank, "scatter"):
-            unit = stage.units[out.unit]
-            returned[unit.position][into.in_shard] = self.whole(unit)[out.in_unit]
-        for source, out, into in self.messages(rank, "forward"):
-            assert out.in_shard == into.in_shard
-            # A rank can forward what it was given by an owner, and nothing else.
-            given = self.stages[source].exchange.scatter_receive
-            assert out in [piece for pieces_of_owner in given for piece in pieces_of_owner]
-            position = stage.units[out.unit].position
-            returned[position][into.in_shard] = self.shard(source, position)[out.in_shard]
-        expected = {position: self.shard(rank, position) for position in positions}
-        assert_same(returned, expected, f"shards of rank {rank}, by parameter")
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(SHAPES, layouts(num_dims=2, boxes_only=True)), min_size=1, max_size=4),
-    st.sampled_from(["owner", "replicate", "auto"]),
-    st.sampled_from([1, 200, 10**6]),
-)
-def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strategy, max_stage_bytes):
-    mesh = parameters[0][1]
-    specs, wholes = [], []
-    for position, (shape, other) in enumerate(parameters):
-        placements = other.placements if other.mesh_shape == mesh.mesh_shape else mesh.placements
-        layout = Layout(mesh.ranks, mesh.mesh_shape, placements)
-        view = matrix_view(shape, name="w", kind="auto")
-        specs.append(
-            ParameterSpec(position, 0, "muon", shape, layout, 4, *CPU, view, NO_OPTIONS, (float(math.prod(shape)),))
-        )
-        wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * position)
-    outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
-    plans = {rank: make_plan(outlines, rank, max_stage_bytes) for rank in mesh.ranks}
-    computed = Counter()
-    for number in range(len(outlines)):
-        stages = {rank: plan.stages[number] for rank, plan in plans.items()}
-        if len(stages) == 1:
-            computed.update((u.position, u.box) for u in stages[0].units)
-            continue
-        exchange = PlayedExchange(specs, wholes, stages)
-        for rank in stages:
-            units = exchange.check_gather(rank)
-            # All ranks compute a unit without an owner; it is counted once.
-            computed.update((u.position, u.box) for u in units if u.owner is not None or rank == exchange.order[0])
-            exchange.check_results(rank)
-    assert set(computed.values()) == {1}
-    assert sum(math.prod(box.shape) for _, box in computed) == sum(whole.numel() for whole in wholes)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(SHAPES, min_size=1, max_size=5),
-    layouts(num_dims=2, boxes_only=True),
-    st.sampled_from([1.0, 1e9]),
-    st.sampled_from([1, 200, 10**6]),
-    st.sampled_from(["owner", "replicate"]),
-)
-def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, strategy):
-    specs = []
-    for position, shape in enumerate(shapes):
-        view = matrix_view(shape, name="w", kind="auto")
-        specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, *CPU, view, NO_OPTIONS, (cost * shape[-1],)))
-    report = make_report(specs, Settings("propagate", max_stage_bytes, False, strategy, None))
-    outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
-    sent = dict.fromkeys(layout.ranks, 0)
-    forwarded = [0] * len(outlines)
-    for rank in layout.ranks:
-        for number, stage in enumerate(make_plan(outlines, rank, max_stage_bytes).stages):
-            if stage.exchange is not None:
-                exchange = stage.exchange
-                scatters, forwards, gathers, receives = (
-                    2 * sum(p.numel for other, pieces in enumerate(lists) if other != exchange.me for p in pieces)
-                    for lists in (
-                        exchange.scatter_send,
-                        exchange.forward_send,
-                        exchange.gather_send,
-                        exchange.gather_receive,
-                    )
-                )
-                assert stage.num_bytes + gathers + receives <= report.stages[number].gathering
-                sent[rank] += scatters + forwards
-                forwarded[number] = max(forwarded[number], forwards)
-    assert report.traffic.scattered == sent
-    assert [stage.forwarded for stage in report.stages] == forwarded
-
-
-# ---------------------------------------------------------------------------------------------------------- order
-
-
-class LoggedRun:
-    """What `run_stages` does with a stage, written down instead of done."""
-
-    def __init__(self, stage, context):
-        self.name, self.ranks, self.forwards, self.log = stage
-        self.travels, self.present = True, {0}
-
-    def start(self, _):
-        self.log.append(("start", "gather", self.name))
-
-    def compute(self):
-        self.log += [("wait", "gather", self.name), ("start", "scatter", self.name)]
-
-    def forward(self):
-        self.log += [("wait", "scatter", self.name), *([("start", "forward", self.name)] if self.forwards else [])]
-
-    def finish(self):
-        self.log += [("wait", "forward", self.name)] if self.forwards else []
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.frozensets(st.integers(0, 6), min_size=2), st.lists(st.sampled_from([True, True, False]), max_size=6)
-        ),
-        max_size=5,
-        unique_by=lambda item: item[0],
-    )
-)
-def test_no_order_of_sets_and_stages_is_a_circle(sets):
-    """Every transfer begins on all ranks in the order of its group, and none waits for one that can't begin."""
-    stages = [
-        ((ranks, number), ranks, forwards)
-        for ranks, many in sorted((tuple(sorted(ranks)), many) for ranks, many in sets)
-        for number, forwards in enumerate(many)
-    ]
-    logs = {rank: [] for rank in range(7)}
-    with patch.object(pipeline, "_StageRun", LoggedRun):
-        for rank, log in logs.items():
-            mine = [(*stage, log) for stage in stages if rank in stage[1]]
-            whole = Settings("propagate", 1, False, "auto", None)
-            inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
-            pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
-    for ranks in {ranks for _, ranks, _ in stages}:
-        orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
-        assert len(orders) == 1
-    started = Counter()
-    left = {rank: list(log) for rank, log in logs.items()}
-    moved = True
-    while moved:
-        moved = False
-        for log in left.values():
-            while log and (log[0][0] == "start" or started[log[0][1:]] == len(log[0][2][0])):
-                what, *transfer = log.pop(0)
-                started[tuple(transfer)] += what == "start"
-                moved = True
-    assert {rank: log for rank, log in left.items() if log} == {}
 
 
 # ---------------------------------------------------------------------------------------------------------- balance
@@ -437,22 +178,3 @@ def test_the_cost_model_chooses():
     assert strategies(many_small, ddp) == {True}
     assert strategies(large, ddp) == {False}
     assert strategies(large, fsdp) == {False}
-
-
-def test_ranks_that_share_only_some_parameters_plan_those_alike():
-    """Under FSDP2 + TP a rank knows the parameters of its own column of the mesh and those of the whole mesh."""
-    whole = Layout((0, 1, 2, 3), (2, 2), (Shard(0), Shard(1)))
-    columns = {0: Layout((0, 2), (2,), (Shard(0),)), 1: Layout((1, 3), (2,), (Shard(0),))}
-
-    def outline(rank):
-        specs = []
-        for i in range(10):
-            layout = whole if i % 2 else columns[rank % 2]
-            shape = (8 + i, 8)
-            view = matrix_view(shape, name="w", kind="auto")
-            cost = float(i * i + 1 + (rank % 2 if not i % 2 else 0))
-            wire = 2 if i % 2 else 2 + rank % 2 * 1000
-            specs.append(ParameterSpec(i, 0, "muon", shape, layout, 4, *CPU, view, NO_OPTIONS, (cost,), wire))
-        return [o for o in make_outline(specs, max_stage_bytes=400) if o.ranks == whole.ranks]
-
-    assert [o.units for o in outline(0)] == [o.units for o in outline(1)]

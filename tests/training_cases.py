@@ -1,6 +1,7 @@
-"""Fixtures and helpers for tests of the training program: a tiny preset, a text, and the metrics of a run.
+"""Fixtures and helpers for tests of the training programs: a tiny model, a text, and the metrics of a run.
 
-A test module that imports `surroundings` and `text_fixture` uses them: the first in every test, the second as `text`.
+A test module that imports a fixture uses it: `surroundings` in every test, `text_fixture` as `text`, and
+`text_file_fixture` as `text_file`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from muon_fsdp.training import model
-from muon_fsdp.training.model import GPTConfig
+from muon_fsdp.training.model import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(num_layers=2, num_heads=2, d_model=32, sequence_length=16)
@@ -69,3 +71,24 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen, log: Path | 
         assert process.poll() is None, ("the process ended before", log and log.read_text())
         assert time.monotonic() < end, ("waited in vain", log and log.read_text())
         time.sleep(0.001)
+
+
+def tiny_gpt(config: GPTConfig = TINY) -> GPT:
+    """A GPT with a head that is not zero, so that its logits say something."""
+    torch.manual_seed(0)
+    gpt = GPT(config)
+    torch.nn.init.normal_(gpt.lm_head.weight)
+    return gpt
+
+
+@pytest.fixture(name="text_file")
+def text_file_fixture(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog.\n" * 200)
+    return file
+
+
+def fault_flags(text: Path, output: Path, steps: int = 4, *more: str) -> list[str]:
+    """Return the flags of a run of a few steps, for the tests of faults."""
+    return ["--data", str(text), "--output", str(output), "--steps", str(steps), "--batch-size", "6", "--device", "cpu",
+            "--eval-windows", "6", *more]  # fmt: skip

@@ -1,0 +1,298 @@
+"""`muon-fsdp plan`: figures against arithmetic by hand, mistakes as one line, stdout that is JSON alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from typer.main import get_command
+
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
+from muon_fsdp.cli.app import app
+from muon_fsdp.cli.loading import named_models
+from muon_fsdp.rules import RULES
+from muon_fsdp.training import plugins
+from muon_fsdp.training.model import PRESETS
+from tests.cli_cases import PUBLISHED, ROOT, error_of, folder_fixture, plan, run  # noqa: F401
+
+
+def test_models_have_the_published_sizes():
+    models = named_models()
+    assert set(models) == {*PUBLISHED, *PRESETS}
+    for name, published in PUBLISHED.items():
+        with torch.device("meta"):
+            total = sum(parameter.numel() for parameter in models[name]().parameters())
+        assert total == pytest.approx(published, rel=0 if isinstance(published, int) else 5e-3), name
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_muon_takes_the_matrices_of_the_layers(name):
+    with torch.device("meta"):
+        optimizer = MuonOptimizer(named_models()[name]())
+    routed = Counter(row.shape for row in optimizer.routing_report().rows if row.rule == "muon")
+    assert routed == Counter(matrix_shapes(PUBLIC_MODELS[name]))
+
+
+def test_matrices_by_hand():
+    """From the published configurations, and not from the modules that are built from them."""
+    assert matrix_shapes(PUBLIC_MODELS["gpt2-124m"]) == 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    attention = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+    mlp = [(14336, 4096), (14336, 4096), (4096, 14336)]
+    assert matrix_shapes(PUBLIC_MODELS["llama-3-8b"]) == 32 * [*attention, *mlp]
+    latent = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
+    dense = [(18432, 7168), (18432, 7168), (7168, 18432)]
+    expert = [(2048, 7168), (2048, 7168), (7168, 2048)]
+    mixture = [(256, 7168), *((256, *shape) for shape in expert), *expert]
+    assert matrix_shapes(PUBLIC_MODELS["deepseek-v3"]) == 3 * [*latent, *dense] + 58 * [*latent, *mixture]
+
+
+def test_memory_of_llama_by_hand():
+    """Every dimension is a multiple of 8, so every rank has an eighth of everything."""
+    found = plan("llama-3-8b", "--world-size", "8")
+    total, others = 8_030_261_248, 2 * 128256 * 4096 + 65 * 4096
+    others_count, count = 2 + 65, 2 + 65 + 7 * 32
+    memory = found["memory"]
+    assert memory["weights"] == memory["gradients"] == total * 4 // 8
+    assert memory["state"] == ((total - others) * 4 + others * 8) // 8 + 4 * others_count
+    assert memory["adamw_state"] == total * 8 // 8 + 4 * count  # and a counter of steps for every tensor
+    assert memory["total"] == 2 * memory["weights"] + memory["state"] + memory["scratch"]
+    assert memory["adamw_total"] == 2 * memory["weights"] + memory["adamw_state"]
+    routing = {(row["rule"], row["reason"]): row for row in found["routing"]}
+    assert routing[("muon", "matrix")]["elements"] == total - others
+    assert routing[("adamw", "vector")] == {
+        "rule": "adamw",
+        "reason": "vector",
+        "parameters": 65,
+        "elements": 65 * 4096,
+    }
+    half = plan("llama-3-8b", "--world-size", "8", "--dtype", "bfloat16")["memory"]
+    assert half["weights"] == total * 2 // 8
+    assert half["state"] == memory["state"]  # moments stay in float32
+
+
+SQUARES = """
+from torch import nn
+
+def squares():
+    print("built")
+    return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(4096, 2)
+
+def wrong(): return 3
+def needs(argument): pass
+def nothing(): return nn.Module()
+def long(): raise ValueError("wrong field:\\n\\n  the reason.\\nand more")
+def placed():
+    import torch
+    return nn.Linear(2, 2, device="cpu")
+number = 5
+"""
+
+
+def test_bytes_and_time_by_hand(folder):
+    (folder / "my_nets.py").write_text(SQUARES)
+    args = ["--tflops", "2", "--bandwidth", "4", "--memory-bandwidth", "0.001", "--strategy", "owner"]
+    result = run("plan", "my_nets:squares", "--world-size", "4", "--json", *args)
+    assert result.stderr == "built\n"  # and so not in the JSON
+    found = json.loads(result.stdout)
+    matrix, flops = 64 * 64, 30 * 64**3  # five steps of three products
+    each = 2 * matrix * 3 // 4 * 2  # a rank assembles two matrices, of which it has a quarter, in bfloat16
+    assert found["bytes_per_rank"] == {
+        "gather_mean": each,
+        "gather_busiest": each,
+        "scatter_mean": each,
+        "scatter_busiest": each,
+    }
+    assert found["flops"] == {"busiest_rank": 2 * flops, "mean": 2 * flops}
+    assert found["balance"] == 1
+    (row,) = found["shapes"]
+    assert (row["shape"], row["num_matrices"], row["num_owners"], row["strategy"]) == ([64, 64], 8, 4, "owner")
+    time = found["time"]
+    assert time["orthogonalize"] == pytest.approx(2 * flops / 2e12)
+    assert time["gather"] == pytest.approx(each / 4e9)
+    assert time["elementwise"] == pytest.approx(24 * 2 * matrix / 1e9)
+    whole = time["orthogonalize"] + time["elementwise"] + time["gather"] + time["scatter"]
+    assert time["step"] == pytest.approx(whole)  # one stage: there is nothing to overlap with
+    staged = run("plan", "my_nets:squares", "--world-size", "4", "--json", *args, "--max-stage-bytes", "8KiB")
+    time = json.loads(staged.stdout)["time"]
+    assert time["num_stages"] == 2
+    gather, scatter, compute = (time[name] / 2 for name in ("gather", "scatter", "orthogonalize"))
+    # Both gathers come first. The first scatter waits for them and for its matrices, the second for the first.
+    first = max(2 * gather, gather + compute) + scatter
+    second = max(first, gather + 2 * compute) + scatter
+    assert time["step"] == pytest.approx(time["elementwise"] + second)
+
+
+def test_stages_that_leave_ranks_idle_take_longer(folder):
+    """Two matrices a stage on four ranks: a third stage begins when the first has been sent."""
+    (folder / "my_nets.py").write_text(SQUARES)
+    args = ("--bandwidth", "1e9", "--memory-bandwidth", "1e9", "--strategy", "owner", "--json")
+    whole = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args))
+    staged = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args, "--max-stage-bytes", "8KiB"))
+    assert (whole["num_stages"], staged["num_stages"]) == (1, 4)
+    assert whole["time"]["step"] == pytest.approx(whole["time"]["orthogonalize"], rel=1e-3)
+    assert staged["time"]["step"] == pytest.approx(2 * whole["time"]["step"], rel=1e-3)
+
+
+def test_replicas_and_everywhere_by_hand(folder):
+    (folder / "my_nets.py").write_text(SQUARES)
+    found = plan_of(run("plan", "my_nets:squares", "--mesh", "2,4", "--strategy", "owner", "--json"))
+    matrix = 64 * 64
+    assert found["world_size"] == 8
+    # One matrix each: a quarter is there, and both replicas need the result.
+    assert found["bytes_per_rank"]["gather_busiest"] == matrix * 3 // 4 * 2
+    assert found["bytes_per_rank"]["scatter_busiest"] == (2 * matrix - matrix // 4) * 2
+    assert found["memory"]["weights"] == 8 * matrix * 4 // 4
+    found = plan_of(run("plan", "my_nets:squares", "--world-size", "4", "--strategy", "replicate", "--json"))
+    assert found["bytes_per_rank"]["gather_busiest"] == 8 * matrix * 3 // 4 * 2
+    assert found["bytes_per_rank"]["scatter_busiest"] == 0
+    assert found["flops"]["busiest_rank"] == 8 * 30 * 64**3
+    found = plan_of(run("plan", "my_nets:squares", "--world-size", "4", "--rule", "adamw", "--json"))
+    assert (found["shapes"], found["num_stages"], found["memory"]["scratch"]) == ([], 0, 0)
+    assert found["memory"]["state"] == found["memory"]["adamw_state"]
+    assert "No parameter is orthogonalized" in run("plan", "my_nets:squares", "--mesh", "4", "--rule", "adamw").stdout
+
+
+PLUGIN = """
+print("loaded")
+from muon_fsdp.rules import Rule, register
+
+@register
+class Plain(Rule):
+    name, aliases = "plain", ("pl",)
+    def direction(self, batch):
+        batch.update = batch.matrices
+    def flops(self, options, rows, cols):
+        return 7.0 * rows
+"""
+
+
+def test_a_plan_for_a_rule_of_a_user(folder, monkeypatch):
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    (folder / "my_nets.py").write_text(SQUARES)
+    (folder / "plain_plugin.py").write_text(PLUGIN)
+    args = ("plan", "my_nets:squares", "--world-size", "1", "--json")
+    try:
+        found = plan_of(run(*args, "--rule", "pl", "--plugin", "plain_plugin.py"))
+    finally:
+        RULES.pop("plain", None)
+    assert (found["rule"], found["flops"]["busiest_rank"], found["memory"]["state"]) == ("plain", 8 * 7 * 64, 0)
+    assert plan_of(run(*args, "--rule", "sso"))["rule"] == "spectral_sphere"
+    assert plan_of(run(*args))["rule"] == "muon"
+
+
+def plan_of(result) -> dict:
+    return json.loads(result.stdout)
+
+
+def test_scratch_is_a_bound_and_not_a_loose_one():
+    """1,664 MiB were measured for this on two ranks (docs/performance.md)."""
+    optimizer = MuonOptimizer([nn.Parameter(torch.empty(2048, 8192, device="meta")) for _ in range(24)])
+    assert 1664 <= optimizer.plan_report(world_size=2).scratch_bytes / 2**20 <= 1.1 * 1664
+
+
+def test_text_for_a_pipe(folder):
+    (folder / "my_nets.py").write_text(SQUARES)
+    text = run("plan", "my_nets:Narrow", "--world-size", "16").stdout
+    assert "the first rank holds 8.0 times the mean of weights" in text
+    assert max(map(len, text.splitlines())) <= 80
+    text = run("plan", "llama-3-8b", "--mesh", "4,8").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "8.03B parameters in float32, FSDP2, 4 replicas x 8 shards" in text
+    assert "Assumed: 800 TFLOP/s (--tflops), 50 GB/s" in text
+    assert "layers.31.mlp.down_proj.weight" not in text
+    text = run("plan", "llama-3-8b", "--mesh", "4,8", "--routing").stdout
+    assert "layers.31.mlp.down_proj.weight" in text
+    rows = plan("demo", "--world-size", "2", "--routing")["parameters"]
+    assert {
+        "name": "lm_head.weight",
+        "shape": [256, 160],
+        "rule": "adamw",
+        "scale": "",
+        "reason": "output head",
+    } in rows
+
+
+def test_the_page_of_the_command_is_true():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert run("plan", "llama-3-70b", "--mesh", "8,64").stdout.strip() in page
+    assert [name for name in named_models() if name not in PRESETS and f"`{name}`" not in page] == []
+    for command in ("plan", "doctor", "bench"):
+        options = get_command(app).commands[command].params
+        named = [name for option in options for name in option.opts if name.startswith("--")]
+        assert [name for name in named if name not in page] == []
+
+
+def test_large_jobs_are_planned_at_once():
+    found = plan("llama-3-70b", "--world-size", "512")
+    assert found["balance"] < 1.15
+    assert found["memory"]["weights"] == pytest.approx(70.55e9 * 4 / 512, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [("1", "1 shard"), ("2", "2 shards"), ("1,1", "1 replica x 1 shard"), ("2,1", "2 replicas x 1 shard")],
+)
+def test_one_shard_is_singular(mesh, how):
+    assert run("plan", "demo", "--mesh", mesh).stdout.splitlines()[0].endswith(f"FSDP2, {how}")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["llama-3-8"], "did you mean llama-3-8b? The names are gpt2-124m"),
+        (["xyz"], "unknown model 'xyz'. The names are gpt2-124m"),
+        (["demo", "--mesh", "3,x"], "--mesh 3,x is not SHARDS or REPLICAS,SHARDS"),
+        (["demo", "--mesh", "2,2,2"], "--mesh 2,2,2 is not"),
+        (["demo", "--mesh", "3,3"], "has 9 ranks and --world-size is 8"),
+        (["demo", "--mesh", "0,8"], "--mesh 0,8 is not"),
+        (["demo", "--strategy", "fast"], "Unknown strategy 'fast'; valid names are auto, owner, replicate"),
+        (
+            ["demo", "--rule", "sgd"],
+            "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), adamw",
+        ),
+        (["demo", "--plugin", "nowhere.py"], "--plugin nowhere.py: no such file; pass the path of a Python file"),
+        (["demo", "--dtype", "int8"], "--dtype int8 is not one of float32"),
+        (["demo", "--comm-dtype", "x"], "--comm-dtype x is not one of"),
+        (["demo", "--max-stage-bytes", "lots"], "--max-stage-bytes lots is not a number of bytes"),
+        (["no.such.module:make"], "can't import 'no.such.module'"),
+        (["my_nets:nobody"], "module 'my_nets' has no 'nobody'"),
+        (["my_nets:number"], "is an object of type int, not a class or a function"),
+        (["my_nets:wrong"], "returned an object of type int, not a torch.nn.Module"),
+        (["my_nets:needs"], "failed with TypeError"),
+        (["my_nets:long"], "failed with ValueError: wrong field: the reason. It is called without"),
+        (["my_nets:nothing"], "empty parameter list"),
+        (["my_nets:placed"], "puts its parameter 'weight' on a device of its own"),
+        (["broken.json"], "is not JSON"),
+        (["list.json"], "has no 'model_type'"),
+        (["empty"], "can't read empty/config.json"),
+    ],
+)
+def test_mistakes(folder, args, says):
+    (folder / "my_nets.py").write_text(SQUARES)
+    (folder / "broken.json").write_text("{")
+    (folder / "list.json").write_text("[]")
+    (folder / "empty").mkdir()
+    assert says in error_of("plan", *args, "--world-size", "8")
+
+
+@pytest.mark.parametrize("args", [["--mesh", "99999999999999,9999999"], ["--world-size", "99999999"]])
+def test_more_ranks_than_can_be_planned(args):
+    assert "ranks are more than the 65536 that can be planned" in error_of("plan", "demo", *args)
+
+
+def test_the_number_of_ranks_must_be_said():
+    assert "--world-size 512" in error_of("plan", "demo")
+
+
+def test_sizes_are_read():
+    assert plan("demo", "--world-size", "2", "--max-stage-bytes", "64MiB")["max_stage_bytes"] == 64 * 2**20
+    assert plan("demo", "--world-size", "2", "--max-stage-bytes", "1.5kB")["max_stage_bytes"] == 1500

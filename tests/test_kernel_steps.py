@@ -1,0 +1,117 @@
+"""Whole steps by Triton kernels: the same numbers as steps without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.linalg import tangent
+from muon_fsdp.linalg.newton_schulz import orthogonalize
+from muon_fsdp.step import fused
+from tests.conftest import unmeasured
+
+pytest.importorskip("triton")
+
+from tests.kernel_cases import DEVICE, Net, error, kernels_fixture, random  # noqa: F401
+
+
+def train(nesterov, dtype, accumulated=False):
+    torch.manual_seed(0)
+    model = Net().to(DEVICE, dtype)
+    groups = [
+        {"params": [model.qkv], "split_sizes": (8, 8, 8), "lr": 0.1},
+        {"params": [model.weight, model.other, model.stack, model.odd, model.bias], "weight_decay": 0.1},
+    ]
+    optimizer = MuonOptimizer(
+        groups,
+        lr=torch.tensor(0.05, device=DEVICE),
+        nesterov=nesterov,
+        ns_steps=2,  # every product takes the interpreter long; all five have tests of their own
+        adamw_lr=0.01,
+        adamw_weight_decay=0.2,
+        adamw_betas=(0.9, 0.99999),  # 1 - beta must not be rounded
+    )
+    generator = torch.Generator().manual_seed(1)
+    optimizer._accumulation_steps = 2 if accumulated else 1
+    for step in range(4 if accumulated else 3):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(DEVICE, dtype)
+            if step == 1 and name in ("other", "bias"):
+                p.grad = None
+            elif name == "weight":
+                p.grad = p.grad.t().contiguous().t()  # not contiguous
+        optimizer.step()
+    states = [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
+    return [p.detach().clone() for p in model.parameters()], states
+
+
+@pytest.mark.parametrize(
+    ("nesterov", "dtype", "accumulated"), [*unmeasured((False, torch.float32, False)), (True, torch.bfloat16, True)]
+)
+def test_a_step_by_kernels_is_the_step_without(request, monkeypatch, nesterov, dtype, accumulated):
+    monkeypatch.setenv("MUON_FSDP_KERNELS", "torch")
+    expected, expected_states = train(nesterov, dtype, accumulated)
+    monkeypatch.delenv("MUON_FSDP_KERNELS")
+    launched = request.getfixturevalue("kernels_everywhere")
+    parameters, states = train(nesterov, dtype, accumulated)
+    assert {"_muon_prepare_kernel", "_apply_kernel", "_adamw_count_kernel", "_adamw_kernel"} <= set(launched)
+    # A bfloat16 weight may be rounded the other way, and on a GPU half-precision products differ.
+    tolerance = 1e-5 if dtype == torch.float32 and DEVICE == "cpu" else 3e-2
+    for result, reference in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance * 0.1)
+    for result, reference in zip(states, expected_states, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_that_prepare_computes_are_those_of_the_matrices(kernels_everywhere):
+    shapes = [(3, 40, 300), (20, 30), (20, 30), (2, 20, 30), (30, 20)]  # several batches, one of three parameters
+    params = [nn.Parameter(random(*shape)) for shape in shapes]
+    for number, p in enumerate(params):
+        sizes = 10.0 ** (3 * torch.arange(len(p) if p.ndim == 3 else 1, device=DEVICE) - 4 * number)
+        p.grad = random(*p.shape) * (sizes[:, None, None] if p.ndim == 3 else sizes)
+    before = [p.detach().clone() for p in params]
+    MuonOptimizer(params, lr=1.0, scale=1.0, ns_steps=2).step()
+    for p, old in zip(params, before, strict=True):
+        expected = orthogonalize(p.grad.double().cpu(), steps=2, form="standard").to(DEVICE)
+        assert error(old - p.detach(), expected) < 2e-2
+    assert "_partials_kernel" not in kernels_everywhere  # not computed a second time
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about machines without a GPU")
+def test_a_graph_is_refused_by_name_without_a_gpu():
+    model = nn.Linear(4, 4)
+    optimizer = MuonOptimizer(model, cuda_graph=True)
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"cuda_graph=True can't capture the step: parameter 'weight'.*'cpu'"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="cuda_graph"):
+        MuonOptimizer(model, cuda_graph=1)
+
+
+@pytest.mark.parametrize("mode", ["bracketed", "projection"])
+@pytest.mark.parametrize("retract_mode", ["hard", *unmeasured(["dynamic"])])
+def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
+    def trained():
+        torch.manual_seed(0)
+        model = Net().to(DEVICE)
+        groups = [
+            {"params": [model.qkv], "split_sizes": (8, 4, 12)},
+            {"params": [model.weight, model.other, model.stack, model.odd, model.bias]},
+        ]
+        optimizer = SpectralSphereOptimizer(groups, lambda_mode=mode, retract_mode=retract_mode)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(DEVICE)
+            optimizer.step()
+        return [p.detach().cpu() for p in model.parameters()], optimizer.metrics()
+
+    expected, expected_metrics = trained()
+    for module in (fused, tangent):
+        monkeypatch.setattr(module, "unusable", lambda device: None)
+    found, metrics = trained()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=2e-3)
+    assert metrics["lambda_fallbacks"] == pytest.approx(expected_metrics["lambda_fallbacks"], abs=2)

@@ -1,0 +1,132 @@
+"""MuonOptimizer and views: which matrices a parameter is read as, and which of them are computed together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.rules import RULES
+from tests.optimizer_cases import updates_of
+from tests.reference import ReferenceMuon
+
+
+def expected_update(grad: torch.Tensor, **options) -> torch.Tensor:
+    """Return what Muon with lr = 1 subtracts from a separate weight with this gradient."""
+    reference = ReferenceMuon(np.zeros(grad.shape), lr=1.0, **options)
+    return -torch.tensor(reference.step(grad.double().numpy())).to(grad.dtype)
+
+
+@pytest.fixture
+def exact():
+    return {"lr": 1.0, "orthogonalization": "exact"}
+
+
+def test_stacked_experts_are_separate_matrices(exact):
+    p = nn.Parameter(torch.randn(3, 8, 5, dtype=torch.float64))
+    p.grad = torch.randn_like(p)
+    (update,) = updates_of(MuonOptimizer([p], **exact), p)
+    torch.testing.assert_close(update, torch.stack([expected_update(grad) for grad in p.grad]))
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d(4, 8, 3), nn.Conv2d(4, 8, 3), nn.Conv3d(2, 5, 2)])
+def test_convolutions_are_flattened(convolution, exact):
+    convolution.double()
+    weight = convolution.weight
+    weight.grad = torch.randn_like(weight)
+    (update,) = updates_of(MuonOptimizer(convolution, **exact), weight)
+    torch.testing.assert_close(update.flatten(1), expected_update(weight.grad.flatten(1)))
+
+
+def test_channels_last_convolution(exact):
+    layer = nn.Conv2d(4, 8, 3).double().to(memory_format=torch.channels_last)
+    layer.weight.grad = torch.randn(8, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
+    (update,) = updates_of(MuonOptimizer(layer, **exact), layer.weight)
+    torch.testing.assert_close(update.flatten(1), expected_update(layer.weight.grad.flatten(1)))
+
+
+def test_heads_and_splits(exact):
+    heads, qkv = (nn.Parameter(torch.randn(12, 5, dtype=torch.float64)) for _ in range(2))
+    heads.grad, qkv.grad = torch.randn_like(heads), torch.randn_like(qkv)
+    groups = [{"params": [heads], "num_heads": 3}, {"params": [qkv], "split_sizes": [6, 4, 2]}]
+    by_head, by_split = updates_of(MuonOptimizer(groups, **exact), heads, qkv)
+    torch.testing.assert_close(by_head, expected_update(heads.grad, blocks=[4, 4, 4]))
+    torch.testing.assert_close(by_split, expected_update(qkv.grad, blocks=[6, 4, 2]))
+
+
+def test_attn_by_label_group_and_override(exact):
+    grad = torch.randn(6, 8, dtype=torch.float64)
+    expected = torch.stack([expected_update(block) for block in grad.view(4, 6, 2)]).view(6, 8)
+
+    def attn_parameter():
+        p = nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
+        p.grad = grad.clone()
+        return p
+
+    labelled = attn_parameter()
+    labelled.label = "attn"
+    by_group, by_name = attn_parameter(), attn_parameter()
+    optimizers = [
+        (labelled, MuonOptimizer([labelled], **exact)),
+        (by_group, MuonOptimizer([{"params": [by_group], "view": "attn"}], **exact)),
+        (by_name, MuonOptimizer([("block.qkvo", by_name)], overrides={"*.qkvo": {"view": "attn"}}, **exact)),
+    ]
+    for p, optimizer in optimizers:
+        torch.testing.assert_close(updates_of(optimizer, p)[0], expected)
+
+
+def test_a_foreign_label_means_nothing(exact):
+    p = nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
+    p.label = "mlp"
+    p.grad = torch.randn_like(p)
+    torch.testing.assert_close(updates_of(MuonOptimizer([p], **exact), p)[0], expected_update(p.grad))
+
+
+def test_transposed_storage_swaps_d_out_and_d_in(exact):
+    class Conv1D(nn.Module):  # as in Hugging Face Transformers: (in, out)
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 15, dtype=torch.float64))
+
+    layer = Conv1D()
+    layer.weight.grad = torch.randn_like(layer.weight)
+    optimizer = MuonOptimizer(layer, overrides={"weight": {"split_sizes": (5, 5, 5)}}, **exact)
+    (update,) = updates_of(optimizer, layer.weight)
+    torch.testing.assert_close(update, expected_update(layer.weight.grad.T, blocks=[5, 5, 5]).T)
+    whole = MuonOptimizer(layer, scale="v3", **exact)
+    torch.testing.assert_close(updates_of(whole, layer.weight)[0], expected_update(layer.weight.grad.T, scale="v3").T)
+
+
+def test_equal_matrices_are_computed_together(monkeypatch):
+    calls = []
+    direction = RULES["muon"].direction
+    monkeypatch.setattr(
+        type(RULES["muon"]),
+        "direction",
+        lambda _, batch: calls.append(tuple(batch.matrices.shape)) or direction(batch),
+    )
+    groups = [{"params": [nn.Parameter(torch.randn(6, 8)) for _ in range(4)], "lr": lr} for lr in (0.1, 0.2)]
+    groups.append({"params": [nn.Parameter(torch.randn(3, 6, 8)), nn.Parameter(torch.randn(8, 6))]})
+    optimizer = MuonOptimizer(groups)
+    for p in optimizer._parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert sorted(calls) == [(1, 8, 6), (11, 6, 8)]
+
+
+@pytest.mark.parametrize("max_stage_bytes", [1, 500, 2000, 2**28])
+def test_stages_do_not_change_the_result(max_stage_bytes):
+    def run(max_stage_bytes):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in [(6, 8), (6, 8), (5, 6, 8), (12, 4), (9,)]]
+        optimizer = MuonOptimizer(parameters, max_stage_bytes=max_stage_bytes)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    for bounded, unbounded in zip(run(max_stage_bytes), run(2**40), strict=True):
+        torch.testing.assert_close(bounded, unbounded, atol=1e-4, rtol=0)
