@@ -1,1 +1,1 @@
-"""Subclasses of torch.optim.Optimizer."""
+"""Provide the optimizers, which are subclasses of torch.optim.Optimizer."""

@@ -53,11 +53,11 @@ class FSDPMuonOptimizer(MuonOptimizer):
         lr: learning rate of the matrices.
         {options}
         beta2: decay of the second moment, for rules that have one: "adamw" and "normuon".
-        eps: added to the root of that moment.
+        eps: added to the square root of that moment.
         gradient_accumulation_steps: with N > 1, `step()` and `zero_grad()` do nothing on N - 1 of N calls while
             gradients add up in `p.grad`; the N-th call uses their mean. Unscale and clip before the N-th call only.
             `model.zero_grad()` does clear gradients: call the optimizer's instead.
-        options: all others of `MuonOptimizer`.
+        options: all other options of `MuonOptimizer`.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         params: a model, one tensor, tensors, named tensors, or groups with options.
         rule: the name of the rule of matrices.
         other_rule: the name of the element-wise rule of all other parameters.
-        options: those of rules, as the user passed them.
+        options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
         strict: whether to raise where routing is a guess.
         replicate_group: the process group over which plain parameters are replicas.
@@ -60,7 +60,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         replicate_group: dist.ProcessGroup | None,
     ) -> None:
         self._replicate_group = replicate_group
-        # Kept apart, because state dicts are asked for after the process group is destroyed, too.
+        # Read now, because state_dict() may be called after the process group is destroyed.
         self._replica_ranks = None if replicate_group is None else tuple(dist.get_process_group_ranks(replicate_group))
         self._watch = ModelWatch(params, tells_of_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
@@ -202,8 +202,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
         Keys are `rule`, options of the rules of its parameters, and `name`. In a group with matrices, options of the
-        other parameters have the name of their rule as a prefix (`adamw_lr`). A key that has no effect raises. An
-        optimizer built from a model routes them by the model as it is now: unfreeze them first.
+        other parameters have the name of their rule as a prefix (`adamw_lr`). A key that has no effect raises an
+        error. An optimizer built from a model routes new parameters by the model as it is now: unfreeze them first.
         """
         model = self._watch.model() if self._is_built and self._watch is not None else None
         with self._router.reading(model) if self._is_built else nullcontext():

@@ -31,7 +31,7 @@ def create_hybrid_optimizer(
         muon_lr: learning rate of the matrices.
         adamw_lr: learning rate of all other parameters.
         adamw_weight_decay: decoupled decay of every AdamW parameter, vectors included.
-        options: all others of `MuonOptimizer`; `weight_decay` (0 by default) applies to the matrices.
+        options: all other options of `MuonOptimizer`; `weight_decay` (0 by default) applies to the matrices.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_hybrid_optimizer needs the model itself, got {type(model).__name__}")

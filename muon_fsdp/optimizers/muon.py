@@ -104,7 +104,7 @@ class MuonOptimizer(GroupedOptimizer):
             replicate_group = replicate_group_of(params)
         for name, group in (("replicate_group", replicate_group), ("agreement_group", agreement_group)):
             if group is not None and dist.get_rank(group) < 0:
-                raise ValueError(f"{name} must contain this rank")
+                raise ValueError(f"{name} must contain this rank: pass a process group that it belongs to")
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
@@ -158,7 +158,7 @@ class MuonOptimizer(GroupedOptimizer):
     def _prepare(self) -> tuple[PlannedStep, Gradients]:
         """Return the plan and the gradients.
 
-        If that fails here, the other ranks are told: they wait for this one.
+        If this fails, the error is reported to the other ranks, which would otherwise wait for this one.
         """
         try:
             planned = self._current_plan()
@@ -217,7 +217,7 @@ class MuonOptimizer(GroupedOptimizer):
             super().zero_grad(set_to_none)
 
     def _is_inert(self, found: Gradients) -> bool:
-        """Return whether this first step only asks for state, as torch.distributed.checkpoint does before loading."""
+        """Return whether this first step only creates state, as torch.distributed.checkpoint does before it loads."""
         return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
             bool(grad.any()) for grad in found.here().values()
         )
@@ -267,7 +267,7 @@ class MuonOptimizer(GroupedOptimizer):
         where = f"of {len(bad)} parameter(s) is not finite: {first_names(bad)}"
         if not bad:
             where = f"on another rank ({rank}) is not finite"
-        return f"The gradient {where}. Nothing was changed. nonfinite='skip' skips such steps."
+        return f"The gradient {where}. Nothing was changed. Pass nonfinite='skip' to skip such steps."
 
     # -------------------------------------------------------------------- plan
 
@@ -290,7 +290,7 @@ class MuonOptimizer(GroupedOptimizer):
         return self._planned
 
     def _plan_key(self, parameters: Sequence[Tensor]) -> object:
-        """Return all that a plan depends on."""
+        """Return a key that changes whenever a new plan is needed."""
         rules = [RULES[group["rule"]] for group in self.param_groups]
         options = [
             (rule, *[group.get(name) for name in rule.plan_names])

@@ -1,1 +1,1 @@
-"""Parameters as users give them: rules, groups, wrappers and saved state."""
+"""Read what users pass in: parameters, groups, overrides, wrapped models and saved state."""

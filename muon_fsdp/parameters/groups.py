@@ -48,7 +48,7 @@ class Source:
         raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
 
     def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
-        """Return the options of this place for parameters of a rule; `beside` are the other rules of the place."""
+        """Return the options passed here for parameters of a rule; `beside` are the rules of other parameters here."""
         result: dict[str, Any] = {}
         for name, value in self.options.items():
             own = self._own_name(name, rule, beside)
@@ -124,9 +124,9 @@ def resolve(
     rule: Rule,
     class_defaults: Mapping[str, Any],
     parameter_defaults: Mapping[str, Any],
-    sources: Sequence[tuple[Source, Sequence[Rule]]],  # the most specific last; with rules beside
+    sources: Sequence[tuple[Source, Sequence[Rule]]],  # general to specific, each with `beside` of `Source.of`
 ) -> Group:
-    """Return the options of parameters of one rule."""
+    """Return the options of a group: defaults of the rule and of the class, then those of each source in turn."""
     options: Group = {name: option.default for name, option in rule.all_options.items()}
     options.update({name: value for name, value in class_defaults.items() if name in options})
     for index, (source, beside) in enumerate(sources):
@@ -173,7 +173,7 @@ def scheduled_lrs(foreign: Mapping[str, Any], given_lr: Any, lr: Any) -> dict[st
 
 
 def as_torch_params(params: Params) -> Any:
-    """Return parameters in a form that torch.optim.Optimizer accepts; of a model, the trainable ones with names."""
+    """Return parameters in a form that torch.optim.Optimizer accepts; for a model, its trainable named parameters."""
     if isinstance(params, nn.Module):
         trainable = [(clean_name(name), p) for name, p in params.named_parameters() if p.requires_grad]
         frozen = sum(1 for p in params.parameters() if not p.requires_grad)
@@ -224,14 +224,14 @@ def names_and_parameters(param_group: Group) -> tuple[list[str] | None, list[Ten
             raise ValueError(f"param_names must be a list of {len(listed)} names, one per parameter")
         return names, listed
     if len(pairs) != len(listed):
-        raise ValueError("either all parameters of a group have names or none")
+        raise ValueError("either all parameters of a group have names or none: pass model.named_parameters()")
     if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise TypeError("named parameters must be (name, tensor) pairs, as model.named_parameters() gives")
     return [name for name, _ in pairs], [parameter for _, parameter in pairs]
 
 
 def check_parameter(name: str, parameter: object) -> None:
-    """Raise if a parameter can't be optimized, with what to do instead."""
+    """Raise an error that says what to do instead if a parameter can't be optimized."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"parameter {name!r} is not a tensor but a {type(parameter).__name__}")
     if getattr(parameter, "_is_flat_param", False):
@@ -250,7 +250,9 @@ def check_parameter(name: str, parameter: object) -> None:
     if not parameter.is_floating_point():
         raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; only floating-point ones can be optimized")
     if not (parameter.is_leaf or parameter.retains_grad):
-        raise ValueError(f"parameter {name!r} is not a leaf tensor and can't be optimized")
+        raise ValueError(
+            f"parameter {name!r} is not a leaf tensor and can't be optimized: pass the tensor that it was computed from"
+        )
 
 
 def refuse_zero_redundancy(name: str) -> None:

@@ -1,4 +1,4 @@
-"""One record per parameter: its name, tensor, group, rule, view and layout."""
+"""Make one record per parameter: its name, tensor, group, rule, view and layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParameterRecord:
 
     Args:
         position: its number among the parameters of all groups.
-        tensor: what the user gave, whole or a DTensor.
+        tensor: the parameter that the user passed, a plain tensor or a DTensor.
         group_index: the number of its parameter group.
         group: that group. It is live: `lr` and other per-step options are read from it at every step.
         rule: the rule of its group.
@@ -46,28 +46,28 @@ class ParameterRecord:
 
     @property
     def name(self) -> str:
-        """Return its name in the model, or "param[3]" where it has none."""
+        """Return the parameter's name in the model, or "param[3]" if it has none."""
         return self.route.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return its whole shape, sharded or not."""
+        """Return the whole shape of the parameter, even if it is sharded."""
         return tuple(self.tensor.shape)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it is no DTensor."""
+        """Return whether the parameter is a plain tensor, not a DTensor."""
         return not isinstance(self.tensor, DTensor)
 
 
 def make_records(
     groups: Sequence[Group], routes: Sequence[Sequence[Route]], replica_ranks: Ranks | None
 ) -> list[ParameterRecord]:
-    """Join what groups hold now with what was decided when their parameters were added.
+    """Make the records from the groups as they are now and the routes that were decided when parameters were added.
 
     Args:
         groups: the parameter groups of an optimizer.
-        routes: per group, one for each of its parameters.
+        routes: for every group, the route of each of its parameters.
         replica_ranks: the ranks that each hold a replica of every plain parameter; None if there are none.
     """
     layouts = iter(layouts_of([tensor for group in groups for tensor in group["params"]], replica_ranks))

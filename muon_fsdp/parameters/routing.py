@@ -32,7 +32,7 @@ _HEAD_NAME = re.compile(
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
-_DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # of Mamba, VMamba, S4D, RWKV
+_DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # names in Mamba, VMamba, S4D and RWKV
 _NORM_CLASS = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d; not LayerNormLinear, whose weight is a matrix
 
 
@@ -293,7 +293,7 @@ def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
     """Mark output heads: tied to an embedding, named like a head, or else the only Linear of an embedding's shape.
 
     Returns:
-        Questions that the model leaves open.
+        Doubts that only the user can resolve.
     """
     doubts = []
     embeddings = [entry for entry in facts.values() if (entry.other_reason or "").startswith("embedding")]

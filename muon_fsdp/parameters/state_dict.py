@@ -92,12 +92,12 @@ def origin(saved: Mapping[str, Any]) -> str | None:
 
 
 def what_was_not_loaded(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
-    """Return warnings about state that a state dict, which fits, does not have."""
+    """Return warnings about state that is missing in a state dict that fits otherwise."""
     states, groups = state_dict["state"], state_dict["param_groups"]
     if any(states.values()) and not any(saved[STARTED] for saved in groups):
         return [
-            "The state that was loaded is zero, as before the first step. If the checkpoint was saved after it, none "
-            "of its state was found: allow_partial_load leaves out what has another name."
+            "The state that was loaded is zero, as before the first step. If the checkpoint was saved later, none "
+            "of its state was loaded: allow_partial_load skips entries that have other names."
         ]
     missing = [
         record.name
@@ -112,14 +112,14 @@ def what_was_not_loaded(records: Sequence[ParameterRecord], state_dict: StateDic
 def _with_saved(
     records: Sequence[ParameterRecord], saved_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[ParameterRecord, Any, Mapping[str, Any]]]:
-    """Yield every record with the key and the group of the saved parameter in its place."""
+    """Yield every record with the key and the group of the saved parameter at the same position."""
     saved = [(key, group) for group in saved_groups for key in group["params"]]
     for record, (key, group) in zip(records, saved, strict=True):
         yield record, key, group
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return some of the names, for a message."""
+    """Return the first four names as text for a message, followed by "..." if there are more."""
     return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
@@ -156,7 +156,7 @@ def _mismatches(
     if others:
         return [
             f"saved by {' and '.join(others)}, not by {type(optimizer).__name__}. muon_fsdp.migrate.load_state_dict "
-            "loads what of it can be used here: see docs/migration.md"
+            "loads the parts that can be used here: see docs/migration.md"
         ]
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, records, saved_groups)
@@ -181,8 +181,8 @@ def _mismatches(
 def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
     """Return lines about state that torch.distributed.checkpoint has loaded in part, or not at all.
 
-    It loads in place, into what `optimizer.state_dict()` gave. If the checkpoint is not ours, the options that only we
-    have stay as they were, and say that there has been no step, whereas the state is no longer zero.
+    It loads into the tensors that `optimizer.state_dict()` returned. A checkpoint of another optimizer does not have
+    our key "started", which therefore stays False although the state is no longer zero.
     """
     empty, foreign = [], []
     for record, key, saved in _with_saved(records, state_dict["param_groups"]):
@@ -201,8 +201,8 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
         lines.append(
             f"the state of {len(foreign)} parameters is not zero, though there has been no step "
             f"({first_names(foreign)}): a part of another optimizer's checkpoint was loaded, by allow_partial_load. "
-            "Load it whole into an optimizer of its own kind and give that to muon_fsdp.migrate.load_state_dict: see "
-            "docs/migration.md"
+            "Load it whole into an optimizer of the class that saved it, and pass the state dict of that optimizer to "
+            "muon_fsdp.migrate.load_state_dict: see docs/migration.md"
         )
     return lines
 

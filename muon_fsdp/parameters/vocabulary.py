@@ -16,7 +16,7 @@ def vocabulary_tables(shapes: Sequence[Shape]) -> list[int]:
     """Return the positions of the (words, width) tables among parameters in the order of their model.
 
     No other matrix has a side of length `words`: the outputs of a Linear are the inputs of another, or a bias follows
-    it. Not found are vocabularies whose size is also a hidden size, and small ones that are tied to the head. The body
+    it. A vocabulary whose size is also a hidden size is not found, nor a small one that is tied to the head. The body
     of a model, an MLP, a classifier and adapters are never mistaken for a table.
     """
     matrices = [index for index, shape in enumerate(shapes) if len(shape) == 2 and 1 not in shape]
@@ -33,7 +33,7 @@ def vocabulary_tables(shapes: Sequence[Shape]) -> list[int]:
 
 
 def _may_be_a_table(shape: Shape, others: Iterable[Shape]) -> bool:
-    """Return whether other matrices have its width, and none its number of words."""
+    """Return whether other matrices have the width of a (words, width) matrix, and none has its number of words."""
     words, width = shape
     has_width = any(width in other for other in others if len(other) == 2)
     return words != width and has_width and not any(words in other for other in others)

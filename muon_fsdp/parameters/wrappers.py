@@ -64,7 +64,8 @@ class ModelWatch:
             self._tells_of_missing = False
             warnings.warn(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
-                f"{first_names(missing)}. Build the optimizer after they exist and are unfrozen, or add_param_group.",
+                f"{first_names(missing)}. Build the optimizer after they exist and are unfrozen, or add them with "
+                "add_param_group.",
                 stacklevel=5,
             )
 
@@ -100,14 +101,14 @@ def warn_of_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) -> No
         return
     described = [(record.name, record.shape, _first_values(record.tensor)) for record in alone]
     found = twin(described, [_first_values(record.tensor.grad) for record in alone])
-    # Beside sharded parameters, those that tensor parallelism repeats have equal gradients.
+    # Tensor parallelism repeats some parameters on every rank. Equal gradients keep them equal, so no warning is due.
     if found is None or (has_sharded and found[1]):
         return
     which = "the same parameters" if len(alone) == len(records) else first_names([alone[0].name])
     warnings.warn(
         f"Ranks {found[0]} and {my_rank()} train {which}, which nothing shards or replicates: they will drift "
         "apart. Call fully_shard on the whole model or wrap it in DDP; if something else averages gradients, pass "
-        "replicate_group=, which also splits the work. Pipeline stages: pass agreement_group=.",
+        "replicate_group=, which also splits the work. If ranks are pipeline stages, pass agreement_group=.",
         stacklevel=5,
     )
 

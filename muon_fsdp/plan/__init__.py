@@ -1,1 +1,1 @@
-"""Planning from metadata alone: no tensors, no process groups."""
+"""Plan a step from shapes and layouts alone, without parameters and process groups."""

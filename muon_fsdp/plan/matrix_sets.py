@@ -55,12 +55,12 @@ class MatrixSet:
 
     ranks: tuple[int, ...]
     classes: tuple[MatrixClass, ...]
-    blocks: tuple[Block, ...]  # numbered by class; only of classes whose statistics are asked for
+    blocks: tuple[Block, ...]  # only of classes whose rule requests statistics
     is_split: bool  # whether ranks hold different parts
     cuts_rows: bool  # whether some rank holds only a part of a row
 
     def only(self, chosen: list[int]) -> MatrixSet:
-        """Return the set of these classes alone."""
+        """Return a set with only these classes, renumbered in this order."""
         renumbered = {old: new for new, old in enumerate(chosen)}
         blocks = tuple(block.of_class(renumbered[block.kind]) for block in self.blocks if block.kind in renumbered)
         classes = tuple(self.classes[index] for index in chosen)

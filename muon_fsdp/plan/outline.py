@@ -42,16 +42,16 @@ class ParameterSpec:
     layout: Layout
     bytes_per_element: int  # in the buffers of a stage
     device: torch.device  # parameters on different devices are never in one stage
-    dtype: torch.dtype  # working precision; likewise
+    dtype: torch.dtype  # working precision; parameters of different precision are never in one stage either
     view: MatrixView | None = None  # None for an element-wise rule
     options: PlannedOptions = NO_OPTIONS  # what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
-    wire_bytes: int = 2  # of an element that travels
+    wire_bytes: int = 2  # bytes per element in transfers
     is_observed: bool = False  # whether its rule asks for statistics of W
 
     @property
     def matrices(self) -> MatrixView:
-        """Return its view, which a parameter under a rule of matrices always has."""
+        """Return the view. Call this only for parameters under a rule of matrices, which always have one."""
         assert self.view is not None
         return self.view
 
@@ -72,7 +72,7 @@ class Unit:
         return sum(count for count, _, _ in self.view.block_shapes)
 
     def first_matrix(self, whole: MatrixView, block: int) -> int:
-        """Return the number of its first matrix in a block of the whole parameter, whose view is `whole`."""
+        """Return the index of the unit's first matrix in a block of `whole`, the view of the whole parameter."""
         is_part = self.view.shape != whole.shape  # some matrices of a stack
         return self.box.offset[0] * self.view.block_shapes[block][0] if is_part else 0
 
@@ -88,7 +88,7 @@ class StageOutline:
 
 
 def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strategy: str = "auto") -> list[StageOutline]:
-    """Divide parameters into stages and assign owners, for all ranks; ranks with the same parameters get the same.
+    """Divide parameters into stages and assign owners, for all ranks; equal parameters give equal outlines.
 
     Stages come in one total order (by ranks, then by size). Otherwise overlapping sets of ranks could wait for each
     other in a circle.

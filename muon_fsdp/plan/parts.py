@@ -1,4 +1,4 @@
-"""Read a shard as parts of logical matrices: rows and columns of them, whatever the layout."""
+"""Find which rows and columns of logical matrices a shard holds, in any layout."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Block:
 
     position: int
     kind: int  # index of the class
-    matrices: slice  # of the class
-    rows: slice  # of every matrix
+    matrices: slice  # which matrices of the class
+    rows: slice  # which rows of each of these matrices
     cols: slice
     part: LocalPart
     part_rows: slice
 
     def of_class(self, kind: int) -> Block:
-        """Return the same part, numbered as one of another class."""
+        """Return the same block under another class index."""
         return replace(self, kind=kind)
 
     def of(self, shard: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
     """Divide a box of a parameter into blocks of its matrices.
 
     Args:
-        position: of the parameter.
-        view: how it is read as matrices.
-        box: what this rank holds of it.
-        base: per block of the view, its class and the number of its first matrix there.
+        position: the number of the parameter among those of all groups.
+        view: how the parameter is read as matrices.
+        box: the box of the parameter that this rank holds.
+        base: for every block of the view, its class and the index of its first matrix in that class.
     """
     matrix_of, row_of = view.row_numbers()
     counts = [count for count, _, _ in view.block_shapes]
-    place = [  # of every matrix of the parameter: its class and number there
+    place = [  # for every matrix of the parameter, its class and its index in that class
         (kind, first + index) for (kind, first), count in zip(base, counts, strict=True) for index in range(count)
     ]
     blocks: list[Block] = []

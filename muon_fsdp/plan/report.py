@@ -1,4 +1,4 @@
-"""Report a plan in figures, for real or imagined ranks: strategy, owners, bytes and balance per shape."""
+"""Report strategy, owners, bytes and balance of a plan for each shape; the ranks need not exist."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PlanRow:
     """Parameters of one shape and layout.
 
     Args:
-        shape: of each parameter, whole.
-        num_parameters: how many there are.
-        num_matrices: logical matrices in all of them.
-        strategy: "owner", "replicate", or "local" where nothing has to travel.
-        num_owners: ranks that compute some of them.
-        gather_bytes: sent to the ranks that compute, in the whole job, per step.
-        scatter_bytes: sent back.
-        flops: of the orthogonalizations, in the whole job, every matrix once.
+        shape: the whole shape of each of these parameters.
+        num_parameters: the number of these parameters.
+        num_matrices: the number of logical matrices in all of these parameters.
+        strategy: "owner", "replicate", or "local" if nothing is sent.
+        num_owners: the number of ranks that compute some of these matrices.
+        gather_bytes: bytes that all ranks together send to the ranks that compute, in a step.
+        scatter_bytes: bytes of results that are sent back, in a step.
+        flops: floating-point operations of the orthogonalizations; every matrix counts once.
     """
 
     shape: tuple[int, ...]
@@ -46,14 +46,14 @@ class PlanRow:
 class StageReport:
     """Memory and work of a stage. Each number of bytes is that of the rank where it is largest."""
 
-    flops_by_rank: Mapping[int | None, float]  # by owner; None: of each rank
-    numel: int  # elements of all its matrices
-    shards: int  # of updates that a rank holds
-    units: int  # of updates that a rank orthogonalizes
-    scratch: int  # of one batch of them
-    receivers: int  # of a shard: its owner, or every other rank of the replica
-    copies: int  # of a result that its owner sends
-    forwarded: int  # to other replicas, by a rank that is not the owner
+    flops_by_rank: Mapping[int | None, float]  # by owner; the key None stands for units that every rank computes
+    numel: int  # elements of all parameters
+    shards: int  # bytes of the updates of a rank's shards
+    units: int  # bytes of the units that a rank computes
+    scratch: int  # bytes of scratch memory for one batch
+    receivers: int  # ranks that a shard is sent to: its owner, or all other ranks of the replica
+    copies: int  # how many replicas an owner sends its results to
+    forwarded: int  # bytes of results that a rank forwards to other replicas
     travels: bool
 
     @property
@@ -107,7 +107,7 @@ class PlanReport:
         num_stages: stages that a step is cut into.
         rows: one per shape and layout.
         flops_by_rank: work of every rank in a step.
-        balance: the busiest rank over the lower bound of what any assignment could reach; 1 is best.
+        balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
     """

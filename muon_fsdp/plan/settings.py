@@ -1,4 +1,4 @@
-"""Declare the settings of the whole optimizer, and the keys of parameter groups that are no options."""
+"""Declare the settings of the whole optimizer, and the keys of parameter groups that are not options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NonFinite = Literal["propagate", "skip", "raise"]
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
 SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
 SCHEDULED_MOMENTA = ("base_momentum", "max_momentum")
-MICRO_STEP = "micro_step"  # calls of step() since the last that updated
+MICRO_STEP = "micro_step"  # calls of step() since the last update
 STARTED = "started"  # whether step() has been called
 PROGRESS = (MICRO_STEP, STARTED)  # saved with the group
 FOREIGN_KEYS = ("params", "param_names", "name", *PROGRESS, *SCHEDULED_MOMENTA, *SCHEDULED_LRS)
@@ -30,15 +30,15 @@ SETTINGS = (
     Option(
         "nonfinite",
         "propagate",
-        'what a NaN or infinite gradient does: "propagate" as PyTorch does, "skip" the whole step, "raise". The last '
-        "two check all gradients before anything is changed, which waits for the device",
+        'what to do about NaN or infinite gradients: "propagate" them as PyTorch does, "skip" the whole step, or '
+        '"raise" an error. The last two check all gradients before anything changes, which waits for the device',
         choices=get_args(NonFinite),
     ),
     Option(
         "strategy",
         "auto",
-        'for sharded matrices: "owner" computes each once in the whole job, "replicate" on every rank, "auto" lets the '
-        "planner choose",
+        'which ranks orthogonalize a sharded matrix: "owner" one rank of the whole job, "replicate" every rank, "auto" '
+        "lets the planner choose",
         choices=STRATEGIES,
     ),
     Option(
@@ -64,7 +64,7 @@ SETTINGS = (
     Option(
         "strict",
         False,
-        "raise where routing is a guess or in doubt, instead of warning, and for a model without any matrix",
+        "raise an error instead of a warning if routing is a guess or in doubt, or if no parameter is a matrix",
         check=flag,
     ),
 )

@@ -75,7 +75,7 @@ class Exchange:
     scatter_receive: tuple[tuple[Piece, ...], ...]  # results for my shards
     forward_send: tuple[tuple[Piece, ...], ...]  # received results, to other replicas
     forward_receive: tuple[tuple[Piece, ...], ...]
-    gathers: bool  # whether anything travels on any rank: all ranks take part in a collective, or none does
+    gathers: bool  # whether any rank sends something: a collective needs all ranks, or none
     scatters: bool
     forwards: bool
 
@@ -110,7 +110,7 @@ class Stage:
     units: tuple[Unit, ...]
     mine: tuple[int, ...]  # the units this rank computes
     batches: tuple[Batch, ...]
-    exchange: Exchange | None  # None: this rank holds what it computes and computes what it holds
+    exchange: Exchange | None  # None if nothing is sent: this rank holds whole all that it computes
     num_bytes: int  # of this rank's shards
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
@@ -143,7 +143,7 @@ class Plan:
 
 
 def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int) -> Plan:
-    """Return the part of `rank` in the outlines that it takes part in, in their order."""
+    """Return the stages of one rank, in the order of the outlines; outlines without this rank are left out."""
     own = (outline for outline in outlines if rank in outline.ranks)
     return Plan(tuple(_localize(number, outline, rank, max_stage_bytes) for number, outline in enumerate(own)))
 
@@ -217,7 +217,7 @@ def scratch_numel(rows: int, cols: int) -> int:
 
 
 def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
-    """Return how many matrices are orthogonalized at once: within a stage's bound, and scratch within a few of them."""
+    """Return how many matrices a batch may have: within the bound of a stage, and scratch within a few bounds."""
     by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch_numel(rows, cols) * bytes_per_element)
     return max(1, min(max_stage_bytes // (rows * cols * bytes_per_element), by_scratch))
 
@@ -287,7 +287,7 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
 
 
 def _add_gather(lists: _PieceLists, number: int, unit: Unit, layout: Layout, boxes: Sequence[Box], me: int) -> None:
-    """Add the boxes of a unit on their way to the ranks that compute it, from holders of the same replica."""
+    """Add the boxes of a unit that holders send to the ranks that compute it, within a replica."""
     replica_of = layout.replica_of
     for computer in range(len(boxes)) if unit.owner is None else (layout.index_of[unit.owner],):
         is_whole_there = boxes[computer].contains(unit.box)
@@ -301,7 +301,7 @@ def _add_gather(lists: _PieceLists, number: int, unit: Unit, layout: Layout, box
 
 
 def _add_scatter(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, me: int) -> None:
-    """Add the results of a unit on their way from its owner to its holders, or to those of its own replica."""
+    """Add the results of a unit that its owner sends to all holders, or only to those of its own replica."""
     assert unit.owner is not None
     boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
     owner = spec.layout.index_of[unit.owner]
@@ -316,7 +316,7 @@ def _add_scatter(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpe
 
 
 def _add_forward(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, me: int) -> None:
-    """Add the results of a unit on their way from its owner's replica to the ranks with the same box in others."""
+    """Add the results of a unit that the owner's replica forwards to ranks with the same box in other replicas."""
     assert unit.owner is not None
     boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
     owner = spec.layout.index_of[unit.owner]

@@ -1,1 +1,1 @@
-"""One step: a plan with its live parameters, run stage by stage."""
+"""Run a planned step on the current parameters of an optimizer, stage by stage."""

@@ -79,7 +79,7 @@ class FusedStep:
 
     signature: Signature
     stages: list[FusedStage] = field(default_factory=list)
-    states: Sequence[Tensor] = ()  # of all parameters, at the last step
+    states: Sequence[Tensor] = ()  # the state of all parameters at the last step
     tables: Tables | None = None
 
     @property
@@ -92,7 +92,7 @@ class FusedStep:
         return (each for stage in self.stages for each in stage.lists)
 
     def fits(self, inputs: StepInputs) -> bool:
-        """Return whether the lists are still right: a quick look at what can change from one step to the next."""
+        """Return whether the lists are still valid; this compares only what can change between two steps."""
         for shard, known in zip(inputs.shards, self.signature, strict=True):
             if known is not None and not shard.is_contiguous():
                 return False
@@ -147,8 +147,8 @@ def signature_of(
     One launch works on one device. Where a model lies on several, only parameters on the first are fused.
 
     Args:
-        rules: those of all parameters.
-        inputs: those of the step.
+        rules: the rule of every parameter.
+        inputs: the tensors and options of the step.
         before: the fused lists of the last step, if there are any.
         excluded: positions that must not be fused.
     """
@@ -181,7 +181,7 @@ def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
         return f"there are no kernels for {shard.dtype}"
     for tensor in (shard, *state):
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-            return "it or its state is no plain tensor"
+            return "it or its state is not a plain tensor"
         if not tensor.is_contiguous():
             return "it or its state is not contiguous"
         if tensor is not shard and tensor.dtype is not torch.float32:

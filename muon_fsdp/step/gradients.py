@@ -1,4 +1,4 @@
-"""Read the gradients of a step: how each lies on ranks, and its local part in the layout of its parameter."""
+"""Read the gradients of a step: their placements, and their local parts in the layouts of their parameters."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Gradients:
         return {position: local(grad) for position, grad in self._found.items()}
 
     def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the local parts in the layouts of their parameters; redistributes gradients that lie otherwise.
+        """Return the local gradients in the layouts of their parameters; redistribute those with other placements.
 
         Args:
-            codes: of the gradients of shared parameters, whichever rank has them.
+            codes: by position, the code that ranks agreed on for the gradient of every shared parameter.
         """
         for position, code in codes.items():
             if code > LIKE_PARAMETER and position not in self._found:
@@ -98,9 +98,12 @@ def _digit(name: str, placement: Placement) -> int:
         return 0
     if isinstance(placement, Partial) and placement.reduce_op in _REDUCTIONS:
         return 1 + _REDUCTIONS.index(placement.reduce_op)
-    if type(placement) is Shard and _FIRST_SHARD + placement.dim < _BASE:  # not a strided one, which has a factor
+    if type(placement) is Shard and _FIRST_SHARD + placement.dim < _BASE:  # a _StridedShard has a factor too
         return _FIRST_SHARD + int(placement.dim)
-    raise RuntimeError(f"The gradient of parameter {name!r} has placement {placement}, which can't be redistributed")
+    raise RuntimeError(
+        f"The gradient of parameter {name!r} has placement {placement}, which can't be redistributed: give it the "
+        "placements of the parameter"
+    )
 
 
 def _placements(code: int, num_axes: int) -> tuple[Placement, ...]:

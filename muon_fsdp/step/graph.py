@@ -1,4 +1,4 @@
-"""A step as a CUDA graph: run eagerly once, captured at the next step, then replayed while nothing changes."""
+"""Capture a step as a CUDA graph after it has run eagerly once, and replay it as long as its key does not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muon_fsdp.step.inputs import StepInputs
 
 
 class CapturedStep:
-    """The graph of a step, with all that it depends on besides the tables that every step fills."""
+    """The CUDA graph of a step, and the key of the step that it was captured for."""
 
     def __init__(self) -> None:
         self.graph: GraphRecorder | None = None
@@ -37,7 +37,7 @@ class CapturedStep:
 
         Args:
             key: what the graph depends on.
-            step: runs the step, noting what the host does with a recorder.
+            step: runs the step with a recorder, which records the calls that must come from the host.
             device: returns the device of the graph.
             check: raises if some parameter can't be captured; called before a step with a new key.
             rules: the names of the rules in use, for an error.
@@ -67,7 +67,7 @@ def check_capturable(records: Sequence[ParameterRecord], inputs: StepInputs, unf
 
     Args:
         records: one per parameter.
-        inputs: those of the step.
+        inputs: the tensors and options of the step.
         unfusable: positions whose weights kernels can't multiply by factors, and why.
     """
     devices = {shard.device for shard in inputs.shards}

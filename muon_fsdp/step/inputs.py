@@ -1,4 +1,4 @@
-"""What one step reads and writes on this rank."""
+"""Define the tensors and options that one step reads and writes on this rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muon_fsdp.declarations.state import State
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tensors and options of one step; parameters are known by their position among all.
+    """The tensors and options of one step. A position is the number of a parameter among those of all groups.
 
     Args:
         groups: the parameter groups, with the options of this step.
@@ -22,7 +22,7 @@ class StepInputs:
         states: the state of every parameter.
         gradients: the local parts of the gradients that this rank has, in the layouts of their parameters.
         updated: the parameters for which some rank has a gradient. Where this rank has none, it counts as zero.
-        divisor: how many gradients were added up in each.
+        divisor: the number of gradients that were summed in each `p.grad`; the step uses their mean.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -40,11 +40,11 @@ class SingleUpdate:
     shard: Tensor
     state: State  # local
     dtype: torch.dtype  # working precision
-    grad: Tensor | None  # None: another rank has a gradient, and it is zero here
+    grad: Tensor | None  # None if only other ranks have a gradient; it counts as zero here
     divisor: int
 
     def working_gradient(self) -> Tensor:
-        """Return the gradient in working precision; called when its stage begins, so only a stage's worth exists."""
+        """Return the gradient in working precision. Call it per stage, so that few converted copies exist at once."""
         if self.grad is None:
             return torch.zeros_like(self.shard, dtype=self.dtype)
         grad = self.grad.to(self.dtype)

@@ -32,7 +32,7 @@ from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors,
 # zeros gets its first direction in the first step.
 COLD_STEPS = 2
 
-BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and the numbers of its matrices there
+BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and the indices of the matrices in it
 
 
 @dataclass
@@ -80,7 +80,7 @@ class MatrixStates:
     # -------------------------------------------------------------------------------------------- before the stages
 
     def look_up(self, inputs: StepInputs) -> None:
-        """Write what differs from step to step where a captured step reads it: state, flags and options."""
+        """Find the state tensors of this step, and write flags and options where a captured step reads them."""
         now = [
             inputs.states[place.position][spec.name]
             for kind, specs in zip(self._classes, self._specs, strict=True)
@@ -108,7 +108,7 @@ class MatrixStates:
 
     @property
     def is_cold(self) -> bool:
-        """Return whether some matrix may have nothing yet for an iterating statistic to start from."""
+        """Return whether an iterative statistic may still lack start vectors for some matrix."""
         return self._times <= COLD_STEPS and any(observer.iterates for observer in self._observers)
 
     def variant(self, shards: Sequence[Tensor]) -> object:

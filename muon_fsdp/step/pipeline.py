@@ -29,7 +29,7 @@ class StepContext:
         inputs: the tensors and options of the step.
         fused: the fused lists of every stage.
         single: the updated parameters that are not fused, by position.
-        settings: those of the optimizer.
+        settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches, for a CUDA graph.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None in most steps.
@@ -56,7 +56,8 @@ def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
     num_travelling = 0
     for stage in stages:
         run = _StageRun(stage, context)
-        # All ranks of a stage must decide alike: by what they have agreed on. A captured step holds every stage.
+        # `updated` is agreed on, so all ranks of a stage skip it together; one alone would leave the others waiting. A
+        # captured step must contain every stage.
         if run.present.isdisjoint(context.inputs.updated) and not context.settings.cuda_graph:
             continue
         run.start(num_travelling)
@@ -71,7 +72,8 @@ def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
         forwarding = _pass_on(scattering, forwarding)
         gathering, scattering = run, gathering
         if scattering is not None and scattering.forwards and scattering.ranks != run.ranks:
-            # Ranks of `run` may have more to do before it. To wait for them before forwarding is to wait in a circle.
+            # Some ranks of `run` may first need the results that this forward sends. Waiting for them before forwarding
+            # would be a deadlock.
             forwarding, scattering = _pass_on(scattering, forwarding), None
     if gathering is not None:
         gathering.compute()
@@ -113,7 +115,7 @@ class _StageRun:
         ]
         self._lists = [(group, positions) for group, positions in lists if positions]
         exchange = stage.exchange
-        if exchange is not None:  # what travels does not depend on what is updated
+        if exchange is not None:  # every shard is sent, because the plan fixes the sizes of messages
             self.present = {i for _, positions in stage.positions_by_group for i in positions}
         else:
             self.present = {i for _, positions in self._lists for i in positions} | self.fused.positions
@@ -213,7 +215,7 @@ class _StageRun:
         self._buffer, self._updates = torch.empty(0), {}
 
     def _update_dtype(self, units: Tensor) -> torch.dtype:
-        """Return the precision of updates: float16 on GPUs, where it is what the iteration has, if the rule allows."""
+        """Return the precision of updates: on GPUs float16, in which the iteration runs, if the rule allows it."""
         if not units.is_cuda or units.dtype == torch.float64:
             return working_dtype(units.dtype)
         if all(self.rule.half_precision_suffices(b.options, b.rows, b.cols) for b in self.stage.batches):

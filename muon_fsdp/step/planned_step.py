@@ -1,4 +1,4 @@
-"""A plan together with the live parameters it was made for, and one run of it."""
+"""Plan a step for the current parameters of an optimizer, and run it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from muon_fsdp.step.shared_sets import SharedSets
 
 
 class PlannedStep:
-    """All that a step needs besides its inputs; made anew when parameters or planned options change.
+    """The plan of a step and everything else that it needs besides its inputs.
 
-    It holds the parameters, which keeps their identities from being re-used by others.
+    It is made again when parameters or planned options change. Its key contains the `id()` of every parameter. The
+    records keep the parameters alive, so that no new tensor can get the `id()` of a freed one.
 
     Args:
         key: what the plan depends on.
         records: one per parameter.
-        settings: those of the optimizer.
+        settings: the settings of the whole optimizer.
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together.
@@ -142,13 +143,13 @@ class PlannedStep:
         return self.matrices.factors.unfusable if self.matrices is not None else {}
 
     def _fuse(self, inputs: StepInputs) -> FusedStep:
-        """Return the fused lists, made anew when other tensors than before take part in them."""
+        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs):
             rules = [record.rule for record in self.records]
             signature = signature_of(rules, inputs, self._fused, self._unfusable())
             if self._fused is not None and self._fused.signature == signature:
-                self._fused.accept(inputs.states)  # other tensors of the same kind: the tables hold their addresses
-                if self.matrices is not None:  # which reads some of them where they were
+                self._fused.accept(inputs.states)  # new tensors, same launches: every step writes their addresses
+                if self.matrices is not None:  # a graph would read per-matrix state at its old addresses
                     self._captured.forget()
             else:
                 self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
@@ -208,7 +209,7 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
 
 
 def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
-    """Return the spec of an element-wise rule as a local one: the rule sees this rank's shard, whatever the layout."""
+    """Return the spec; for an element-wise rule, make this rank's shard a local parameter that is never sent."""
     if spec.view is not None:
         return spec
     return replace(spec, shape=tuple(local(parameter).shape), layout=local_layout(my_rank()))
@@ -219,14 +220,17 @@ def _check_placed(record: ParameterRecord) -> None:
     name, parameter = record.name, record.tensor
     if my_rank() not in record.layout.ranks:
         raise RuntimeError(
-            f"parameter {name!r} lies on ranks {record.layout.ranks}, not on this one: leave it out here"
+            f"parameter {name!r} lies on ranks {record.layout.ranks}, not on rank {my_rank()}: leave it out here"
         )
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh.mesh
     if any(bool((mesh.diff(dim=axis) <= 0).any()) for axis in range(mesh.ndim)):
         # Process groups number their ranks in ascending order and FSDP2 follows them; DTensor follows the mesh.
-        raise RuntimeError(f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}")
+        raise RuntimeError(
+            f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}. "
+            "Build the mesh from ascending ranks"
+        )
 
 
 def _where(record: ParameterRecord) -> str:
@@ -239,7 +243,7 @@ def _check_layout(record: ParameterRecord) -> None:
         record.layout.boxes(record.shape)
     except LayoutError as error:
         raise RuntimeError(
-            f"{_where(record)} can't be orthogonalized: {error}; give it an element-wise rule, as "
+            f"{_where(record)} can't be orthogonalized: {error}; give it an element-wise rule, such as "
             f"{DEFAULT_OTHER_RULE!r}"
         ) from error
 
@@ -257,4 +261,7 @@ def _check_live(record: ParameterRecord) -> None:
     held = tuple(local(parameter).shape)
     expected = record.layout.boxes(record.shape)[record.layout.index_of[my_rank()]].shape
     if held != expected:
-        raise RuntimeError(f"{_where(record)} holds a local tensor of shape {held} where its layout says {expected}")
+        raise RuntimeError(
+            f"{_where(record)} holds a local tensor of shape {held} where its layout says {expected}: make it with "
+            "fully_shard or distribute_tensor"
+        )

@@ -1,4 +1,4 @@
-"""Agree about a step with the ranks that share parameters: which ones they share, and what must be equal."""
+"""Find the ranks that share parameters with this one, and agree with them about every step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Group = Mapping[str, Any]
 
 
 class SharedSets:
-    """The parameters of a plan that several ranks hold, by these ranks.
+    """The parameters that this rank shares with other ranks, by the set of ranks that share them.
 
     Args:
         records: one per parameter.
-        settings: those of the optimizer.
+        settings: the settings of the whole optimizer.
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together, though they need not share a parameter.
@@ -63,7 +63,7 @@ class SharedSets:
             ranks: list(dict.fromkeys(self._group_of[i] for i in positions))
             for ranks, positions in self.positions.items()
         }
-        self._options: list[tuple[object, ...]] = []  # of groups, when they were last looked at
+        self._options: list[tuple[object, ...]] = []  # the options of all groups at the last call of `prints`
         self._with_options: dict[Ranks, int] = {}
         self.counts = {ranks: len(positions) for ranks, positions in self.positions.items()}
         shared = [records[i].tensor.device for positions in self.positions.values() for i in positions]
@@ -127,8 +127,8 @@ class StepAgreement:
         Args:
             shared: the parameters that other ranks hold too.
             groups: the parameter groups, whose options must be equal.
-            codes: of the gradients that this rank has, by position.
-            inert: whether the step only asks for state.
+            codes: by position, the code of every gradient that this rank has.
+            inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
         """
         if self._agreement is not None and not self._agreement.is_alive:
@@ -158,10 +158,10 @@ class StepAgreement:
         return agreed
 
     def fail(self, error: Exception) -> bool:
-        """Tell the other ranks, which wait for this one, that it can't take the step.
+        """Report to the other ranks, which wait for this one, that it can't take the step.
 
         Returns:
-            Whether there is an agreement by which they could be told.
+            Whether it was reported; False if there is no agreement to report it through.
         """
         if self._agreement is None or not self._agreement.is_alive:
             return False
@@ -175,7 +175,7 @@ def _options(group: Group) -> tuple[object, ...]:
 
 
 def _value(option: object) -> object:
-    """Return an option as ranks compare it. One on a device is not read, which would wait for the device."""
+    """Return the value of an option for comparing ranks. A tensor on a device is not read: the host would wait."""
     if isinstance(option, Tensor):
         return "on a device" if is_on_device(option) else float(option)
     return option

@@ -1,4 +1,4 @@
-"""Bring the factors by which rules multiply weights and updates into the form that kernels and lists read."""
+"""Convert the factors that rules return for weights and updates to the forms that kernels and lists of tensors use."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class WeightFactors:
             if any(self._kinds[index] != ("matrix", "matrix") for index, _ in self._blocks(position)):
                 reasons[position] = f"rule {parameter.rule!r} multiplies its rows or columns by factors"
             elif segments_of(parameter.matrices, self._boxes[position]) is None:
-                reasons[position] = "its matrices are not runs of memory"
+                reasons[position] = "its matrices are not contiguous in memory"
         return reasons
 
     def chunks(self, positions: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
-        """Cut parameters into chunks with one factor each, which is known by the number of its matrix among all.
+        """Cut parameters into chunks with one factor each. A chunk ends with the index of its factor in `flat`.
 
         Returns:
             The chunks as kernels read them, and whether they are aligned.
