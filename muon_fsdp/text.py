@@ -52,3 +52,8 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
         ).rstrip()
         for line in lines
     )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first four names as text for a message, followed by "..." if there are more."""
+    return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from muon_fsdp.comm.transfers import local_gradient
 from muon_fsdp.kernels import Addend, products
 from muon_fsdp.linalg.newton_schulz import orthogonalize
-from muon_fsdp.step.gradients import local_gradient
 from tests.conftest import unmeasured
 
 pytest.importorskip("triton")

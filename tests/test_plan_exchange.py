@@ -222,7 +222,7 @@ class LoggedRun:
 
     def __init__(self, stage, context):
         self.name, self.ranks, self.forwards, self.log = stage
-        self.travels, self.present = True, {0}
+        self.travels, self.positions = True, {0}
 
     def start(self, _):
         self.log.append(("start", "gather", self.name))

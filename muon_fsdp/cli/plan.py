@@ -12,7 +12,7 @@ from muon_fsdp.cli.output import fail, print_json, status
 if TYPE_CHECKING:
     import torch
 
-    from muon_fsdp.cli.planned import PlannedStep
+    from muon_fsdp.cli.planned import PlanOutput
 
 MOST_RANKS = 1 << 16
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -100,11 +100,11 @@ def _dtype(option: str, text: str | None) -> torch.dtype | None:
     return found
 
 
-def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int) -> PlannedStep:
+def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int) -> PlanOutput:
     """Build the model on the meta device, plan its step, and estimate memory and time."""
     from muon_fsdp.cli import estimate
     from muon_fsdp.cli.loading import LoadingError, load_model
-    from muon_fsdp.cli.planned import PlannedStep
+    from muon_fsdp.cli.planned import PlanOutput
     from muon_fsdp.optimizers.muon import MuonOptimizer
     from muon_fsdp.plan.report import fsdp_layouts
 
@@ -125,7 +125,7 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
     report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh)
     layout = fsdp_layouts(list(model.parameters())[:1], math.prod(mesh), mesh)[0]
     speeds = estimate.Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
-    return PlannedStep(
+    return PlanOutput(
         flags=flags,
         mesh=mesh,
         rule=rule,

@@ -19,7 +19,7 @@ from muon_fsdp.text import format_bytes, format_count, format_seconds, format_sh
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class PlanOutput:
     """The optimizer step of a model on a mesh of ranks: its plan, and what it costs in memory and time."""
 
     flags: PlanFlags

@@ -46,7 +46,7 @@ from muon_fsdp.comm.process_groups import (
 )
 
 Line: TypeAlias = tuple[str, dict[str, str]]  # the title of a parameter or of the optimizer, and its properties
-Prints: TypeAlias = Mapping[Ranks, int]  # for every set of ranks, a hash of what must be equal on all of them
+Hashes: TypeAlias = Mapping[Ranks, int]  # for every set of ranks, a hash of what must be equal on all of them
 Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # returns what the hash of a set stands for, for an error
 
 NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
@@ -80,7 +80,7 @@ class Agreement:
 
     Args:
         counts: the sets of ranks that share parameters with this rank, and the number of parameters of each set.
-        prints: a hash for every set.
+        hashes: a hash for every set.
         describe: returns what the hash of a set stands for; called only for an error.
         device: where the integers are reduced.
         like: a process group whose backend serves that device; None for the default group.
@@ -89,7 +89,7 @@ class Agreement:
     def __init__(
         self,
         counts: Mapping[Ranks, int],
-        prints: Prints,
+        hashes: Hashes,
         describe: Describe,
         device: torch.device,
         like: dist.ProcessGroup | None,
@@ -98,7 +98,7 @@ class Agreement:
         self._device = device
         self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # the sets of all ranks that the step connects
         if not is_pretended():
-            self._known, device_type = self._find_sets(_publish(counts, prints, device.type), prints, describe)
+            self._known, device_type = self._find_sets(_publish(counts, hashes, device.type), hashes, describe)
             if device_type != device.type:  # this rank has no parameters, or only on the CPU, and others use a GPU
                 self._device = torch.device(device_type, torch.get_device_module(device_type).current_device())
         self.ranks: Ranks = tuple(sorted({rank for ranks in self._known for rank in ranks}))
@@ -121,13 +121,13 @@ class Agreement:
     # --------------------------------------------------------------------------------------- once: find the other ranks
 
     def _find_sets(
-        self, names: Mapping[Ranks, str], prints: Prints, describe: Describe
+        self, names: Mapping[Ranks, str], hashes: Hashes, describe: Describe
     ) -> tuple[dict[Ranks, int], str]:
         """Find all sets that overlap with this rank's sets, directly or through others.
 
         Args:
             names: for every set of this rank, the prefix of its keys in the store.
-            prints: a hash for every set.
+            hashes: a hash for every set.
             describe: returns what the hash of a set stands for.
 
         Returns:
@@ -150,8 +150,8 @@ class Agreement:
         for rank, text in (summary["failed"] for summary in found.values() if summary["failed"] is not None):
             raise _failure(rank, text)
         for name, summary in sorted(found.items()):
-            if summary["prints"] is not None:
-                raise _disagreement(name, tuple(summary["ranks"]), summary["prints"], prints, describe)
+            if summary["hashes"] is not None:
+                raise _disagreement(name, tuple(summary["ranks"]), summary["hashes"], hashes, describe)
         counts = sorted((tuple(summary["ranks"]), summary["count"]) for summary in found.values())
         types = {device for summary in found.values() for device in summary["devices"]}
         return dict(counts), min(types - {"cpu"}, default="cpu")
@@ -160,7 +160,7 @@ class Agreement:
 
     def before_step(
         self,
-        prints: Prints,
+        hashes: Hashes,
         codes: Mapping[Ranks, Sequence[int]],
         describe: Describe,
         *,
@@ -170,7 +170,7 @@ class Agreement:
         """Exchange with the other ranks what this rank is about to do.
 
         Args:
-            prints: a hash for every set; if they differ between ranks, all ranks raise.
+            hashes: a hash for every set; if they differ between ranks, all ranks raise.
             codes: for every set, one code per parameter: `NO_GRADIENT`, or a positive number that stands for the
                 layout of its gradient.
             describe: returns what the hash of a set stands for; called only for an error.
@@ -194,14 +194,14 @@ class Agreement:
             start = self._starts[ranks]
             # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
             # are equal if the smallest is the largest; the same holds for codes.
-            numbers[start : start + 2 + 2 * count] = [prints[ranks], -prints[ranks], *of_set, *inverse]
+            numbers[start : start + 2 + 2 * count] = [hashes[ranks], -hashes[ranks], *of_set, *inverse]
         largest = self._largest(numbers)
         if largest[_Flag.LEAVES]:
             return None
         for ranks, start in self._starts.items():
             if largest[start] != -largest[start + 1]:
                 report = f"{self._next_report()}/{name_of(ranks)}"
-                raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), prints, describe)
+                raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), hashes, describe)
         rank = largest[_Flag.NOT_FINITE] - 1
         found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
         return Agreed(not largest[_Flag.NOT_INERT], rank if rank >= 0 else None, found)
@@ -284,7 +284,7 @@ class Agreement:
 # ------------------------------------------------------------------------------------------------------- the store
 
 
-def tell_failure(counts: Iterable[Ranks], error: Exception) -> None:
+def report_failure(counts: Iterable[Ranks], error: Exception) -> None:
     """Report to the other ranks that this rank cannot take its first step; each raises when it reads the summaries.
 
     Args:
@@ -295,7 +295,7 @@ def tell_failure(counts: Iterable[Ranks], error: Exception) -> None:
 
 
 def _publish(
-    counts: Mapping[Ranks, int], prints: Prints, device_type: str, failed: str | None = None
+    counts: Mapping[Ranks, int], hashes: Hashes, device_type: str, failed: str | None = None
 ) -> dict[Ranks, str]:
     """Write what this rank has into the store, for every set of ranks that it belongs to.
 
@@ -305,11 +305,11 @@ def _publish(
     store, me = shared_store(), my_rank()
     names = {ranks: _next_name(ranks) for ranks in sorted(counts)}
     for ranks, name in names.items():
-        own = {"print": prints.get(ranks), "count": counts[ranks], "sets": list(names.values()), "failed": failed}
+        own = {"hash": hashes.get(ranks), "count": counts[ranks], "sets": list(names.values()), "failed": failed}
         own["device"] = device_type
         store.set(f"{name}/{me}", json.dumps(own))
         if failed is not None and ranks[0] == me:
-            summary = {"ranks": ranks, "count": 0, "sets": [], "failed": (me, failed), "prints": None, "devices": []}
+            summary = {"ranks": ranks, "count": 0, "sets": [], "failed": (me, failed), "hashes": None, "devices": []}
             store.set(f"{name}/summary", json.dumps(summary))
     return names
 
@@ -319,17 +319,17 @@ def _summary(store: Store, name: str, ranks: Ranks) -> dict[str, Any]:
 
     Returns:
         The keys "ranks", "count" (parameters), "sets" (prefixes of all sets of these ranks), "failed" (None, or a rank
-        and its error), "prints" (None, or two hashes that differ) and "devices" (types).
+        and its error), "hashes" (None, or two hashes that differ) and "devices" (types).
     """
     entries = [json.loads(_get(store, f"{name}/{rank}", name, ranks)) for rank in ranks]
-    prints = [entry["print"] for entry in entries if entry["failed"] is None]
+    hashes = [entry["hash"] for entry in entries if entry["failed"] is None]
     failures = [(rank, entry["failed"]) for rank, entry in zip(ranks, entries, strict=True) if entry["failed"]]
     return {
         "ranks": ranks,
         "count": entries[0]["count"],
         "sets": sorted({other for entry in entries for other in entry["sets"]}),
         "failed": failures[0] if failures else None,
-        "prints": (max(prints), min(prints)) if len(set(prints)) > 1 else None,
+        "hashes": (max(hashes), min(hashes)) if len(set(hashes)) > 1 else None,
         "devices": sorted({entry["device"] for entry in entries}),
     }
 
@@ -393,7 +393,7 @@ def _failure(rank: int, text: str) -> RuntimeError:
 
 
 def _disagreement(
-    place: str, ranks: Ranks, differing: Sequence[int], prints: Prints, describe: Describe
+    place: str, ranks: Ranks, differing: Sequence[int], hashes: Hashes, describe: Describe
 ) -> RuntimeError:
     """Return an error that names the difference between a rank with one hash and a rank with another.
 
@@ -403,14 +403,14 @@ def _disagreement(
         place: the prefix of the keys for the descriptions.
         ranks: the set whose hashes differ.
         differing: the two hashes.
-        prints: this rank's hash for every set.
+        hashes: this rank's hash for every set.
         describe: returns what the hash of a set stands for.
     """
     store, found = shared_store(), []
-    for print_ in differing:
-        if prints.get(ranks) == print_ and store.add(f"{place}/{print_}/count", 1) == 1:
-            store.set(f"{place}/{print_}", json.dumps([my_rank(), describe(ranks)]))
-        found.append(json.loads(store.get(f"{place}/{print_}")))
+    for hash_ in differing:
+        if hashes.get(ranks) == hash_ and store.add(f"{place}/{hash_}/count", 1) == 1:
+            store.set(f"{place}/{hash_}", json.dumps([my_rank(), describe(ranks)]))
+        found.append(json.loads(store.get(f"{place}/{hash_}")))
     found.sort()
     return RuntimeError(f"Ranks disagree about what to optimize: {_difference(*found)}")
 

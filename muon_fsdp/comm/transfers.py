@@ -17,10 +17,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, local_layout
 from muon_fsdp.plan.stages import Exchange, Piece, Stage, make_gather_stage
@@ -102,10 +104,26 @@ def local_part(value: Tensor, parameter: Tensor) -> Tensor:
     return value[_own_box(parameter)]
 
 
+def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Return this rank's part of a gradient in the layout of its parameter; redistributes it if its layout differs."""
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        # For example partial sums under tensor parallelism, whose sum may overflow in half precision.
+        precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
+        grad = precise.redistribute(placements=parameter.placements)
+    part = local(grad)
+    # An AsyncCollectiveTensor has no data pointer for kernels; cloning it waits for its collective.
+    return part if type(part) in (Tensor, nn.Parameter) else part.clone()
+
+
+def sum_over_axis(values: Tensor, mesh: DeviceMesh, axis: int) -> None:
+    """Sum values in place over the ranks along one axis of a mesh."""
+    dist.all_reduce(values, group=mesh.get_group(axis))
+
+
 def _own_box(parameter: DTensor) -> tuple[slice, ...]:
     """Return the slices of the whole parameter that this rank holds."""
     layout = layout_of(parameter, None)
-    box = layout.boxes(tuple(parameter.shape))[layout.ranks.index(my_rank())]
+    box = layout.box_on(my_rank(), tuple(parameter.shape))
     return box.within(Box((0,) * parameter.ndim, tuple(parameter.shape)))
 
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-Triple: TypeAlias = tuple[float, float, float]  # (a, b, c)
+Quintic: TypeAlias = tuple[float, float, float]  # (a, b, c)
 CoefficientSet = Literal["default", "keller", "polar_express", "quintic"]
 COEFFICIENT_SETS: tuple[str, ...] = get_args(CoefficientSet)
 
@@ -25,7 +25,7 @@ DEFAULT_LOWER = 4e-3
 DEFAULT_SAFETY = 1.01
 
 # Source: minimax(5, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) below, stored so that a first step needs no solver.
-_DEFAULT_FIVE_STEPS: tuple[Triple, ...] = (
+_DEFAULT_FIVE_STEPS: tuple[Quintic, ...] = (
     (8.258396701015812, -23.87396291899517, 17.338582871956927),
     (3.941174747635559, -2.8799927658750537, 0.5370833783883427),
     (3.3081813174385233, -2.431807514679269, 0.4871270024273305),
@@ -35,11 +35,11 @@ _DEFAULT_FIVE_STEPS: tuple[Triple, ...] = (
 
 # Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. The slope at zero is as steep
 # as possible. Singular values end between about 0.7 and 1.2 and do not converge to 1.
-_KELLER: Triple = (3.4445, -4.7750, 2.0315)
+_KELLER: Quintic = (3.4445, -4.7750, 2.0315)
 
 # Source: Amsel, Persson, Musco, Gower, "The Polar Express", arXiv 2505.16932: minimax for [1e-3, 1]. As in the paper,
-# all triples but the last are contracted by 1.01, which `coefficients` does.
-_POLAR_EXPRESS: tuple[Triple, ...] = (
+# all quintics but the last are contracted by 1.01, which `coefficients` does.
+_POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -52,7 +52,7 @@ _POLAR_EXPRESS: tuple[Triple, ...] = (
 
 # Source: Franz Cesista, "Squeezing 1-2% efficiency gains out of Muon by optimizing the Newton-Schulz coefficients",
 # 2025.
-_QUINTIC: tuple[Triple, ...] = (
+_QUINTIC: tuple[Quintic, ...] = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
     (3.7418, -5.5913, 2.3037),
@@ -65,8 +65,8 @@ _QUINTIC: tuple[Triple, ...] = (
 NORM_MARGINS: dict[str, float] = {"default": 1.01, "keller": 1.0, "polar_express": 1.01, "quintic": 1.0}
 
 
-def coefficients(name: str, steps: int) -> tuple[Triple, ...]:
-    """Return one triple per step of the named set; a published list is cut, or continued with its last triple."""
+def coefficients(name: str, steps: int) -> tuple[Quintic, ...]:
+    """Return one quintic (a, b, c) per step of the named set; a published list is cut, or its last one repeated."""
     check_steps(steps)
     if name == "default":
         return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) if steps != 5 else _DEFAULT_FIVE_STEPS
@@ -88,14 +88,14 @@ def check_steps(steps: object) -> None:
 
 
 @lru_cache(maxsize=64)
-def minimax(steps: int, *, lower: float, safety: float = 1.0, cushion: float = 0.0) -> tuple[Triple, ...]:
+def minimax(steps: int, *, lower: float, safety: float = 1.0, cushion: float = 0.0) -> tuple[Quintic, ...]:
     """Compose minimax odd quintics for singular values in [lower, 1], as in "The Polar Express" (arXiv 2505.16932).
 
     Each step is the best approximation of 1 on the interval that the previous step maps to. This greedy choice is
     optimal for the composition.
 
     Args:
-        steps: number of triples.
+        steps: number of steps.
         lower: the smallest singular value that is brought close to 1.
         safety: divides the argument of every step but the last.
         cushion: fits a step on [max(lower, cushion * upper), upper] and recentres it around 1. Without a cushion, very
@@ -105,22 +105,22 @@ def minimax(steps: int, *, lower: float, safety: float = 1.0, cushion: float = 0
     if not 0.0 < lower < 1.0:
         raise ValueError(f"lower must be between 0 and 1, got {lower}")
     upper = 1.0
-    triples: list[Triple] = []
+    quintics: list[Quintic] = []
     for step in range(steps):
         fitted_from = max(lower, cushion * upper)
-        triple = best_quintic(fitted_from, upper)
+        quintic = best_quintic(fitted_from, upper)
         if fitted_from > lower:
-            centre = (_evaluate(triple, lower) + _evaluate(triple, upper)) / 2
-            triple = (triple[0] / centre, triple[1] / centre, triple[2] / centre)
+            centre = (_evaluate(quintic, lower) + _evaluate(quintic, upper)) / 2
+            quintic = (quintic[0] / centre, quintic[1] / centre, quintic[2] / centre)
         if step < steps - 1:
-            triple = _contract(triple, safety)
-        triples.append(triple)
-        lower = _evaluate(triple, lower)
+            quintic = _contract(quintic, safety)
+        quintics.append(quintic)
+        lower = _evaluate(quintic, lower)
         upper = 2.0 - lower
-    return tuple(triples)
+    return tuple(quintics)
 
 
-def best_quintic(lower: float, upper: float) -> Triple:
+def best_quintic(lower: float, upper: float) -> Quintic:
     """Return the odd quintic p that minimizes max |1 - p(x)| over [lower, upper], found by Remez exchange.
 
     The error equioscillates on four points: both ends and the two inner extrema of p. The extrema are the roots of a
@@ -145,16 +145,16 @@ def best_quintic(lower: float, upper: float) -> Triple:
     return (a, b, c)
 
 
-def _evaluate(triple: Triple, x: float) -> float:
-    a, b, c = triple
+def _evaluate(quintic: Quintic, x: float) -> float:
+    a, b, c = quintic
     return a * x + b * x**3 + c * x**5
 
 
-def _contract(triple: Triple, factor: float) -> Triple:
-    """Return the triple of the polynomial p(x / factor)."""
-    a, b, c = triple
+def _contract(quintic: Quintic, factor: float) -> Quintic:
+    """Return the quintic of the polynomial p(x / factor)."""
+    a, b, c = quintic
     return (a / factor, b / factor**3, c / factor**5)
 
 
-def _take(triples: list[Triple], steps: int) -> tuple[Triple, ...]:
-    return tuple(triples[:steps] + triples[-1:] * (steps - len(triples)))
+def _take(quintics: list[Quintic], steps: int) -> tuple[Quintic, ...]:
+    return tuple(quintics[:steps] + quintics[-1:] * (steps - len(quintics)))

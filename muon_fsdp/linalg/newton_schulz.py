@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muon_fsdp.kernels import Addend, multiply_add, on_device, symmetric_product, unusable
 from muon_fsdp.linalg.autocast import without_autocast
-from muon_fsdp.linalg.coefficients import NORM_MARGINS, Triple, check_steps, coefficients
+from muon_fsdp.linalg.coefficients import NORM_MARGINS, Quintic, check_steps, coefficients
 
 Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "exact"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
@@ -69,8 +69,8 @@ def orthogonalize(
         if method == "exact":
             target.copy_(_polar_by_svd(batch).mul_(factor))
         else:
-            triples, margin = coefficients(method, steps), NORM_MARGINS[method]
-            _polar_by_iteration(batch, triples, margin, form, factor, inverse_norms, target)
+            quintics, margin = coefficients(method, steps), NORM_MARGINS[method]
+            _polar_by_iteration(batch, quintics, margin, form, factor, inverse_norms, target)
     return result
 
 
@@ -101,19 +101,19 @@ def orthogonalize_shifted(
 
     matrices, scales, left, right, shifts = shifted
     rows, cols = matrices.shape[-2:]
-    triples, margin = coefficients(method, steps), NORM_MARGINS[method]
+    quintics, margin = coefficients(method, steps), NORM_MARGINS[method]
     flags = active.to(torch.int32)
     with without_autocast(matrices.device.type), on_device(matrices.device):
         factor = 1 / (margin * norms)
         x = torch.empty_like(matrices, dtype=_iteration_dtype(matrices))
         triton_spectral.shifted_cast(matrices, scales * factor, left, right, shifts * factor, x, flags)
-        refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(triples), "auto", x.dtype)
-        _iterate(x, x, None, triples, refresh_steps, 1.0, out, flags)
+        refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(quintics), "auto", x.dtype)
+        _iterate(x, x, None, quintics, refresh_steps, 1.0, out, flags)
 
 
 def _polar_by_iteration(
     batch: Tensor,  # (B, rows, cols)
-    triples: tuple[Triple, ...],
+    quintics: tuple[Quintic, ...],
     margin: float,
     form: Form,
     factor: float,
@@ -123,8 +123,8 @@ def _polar_by_iteration(
     rows, cols = batch.shape[-2:]
     batch = batch.contiguous()
     x, original, scale = normalize(batch, margin, _iteration_dtype(batch), inverse_norms)
-    refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(triples), form, x.dtype)
-    _iterate(x, original, scale, triples, refresh_steps, factor, out)
+    refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(quintics), form, x.dtype)
+    _iterate(x, original, scale, quintics, refresh_steps, factor, out)
 
 
 def normalize(
@@ -209,13 +209,13 @@ def _iterate(
     x: Tensor,  # (B, m, n), or (B, n, m) with m <= n
     original: Tensor,  # the same shape: x before it was rounded, divided by `scale`
     scale: Tensor | None,  # (B,)
-    triples: tuple[Triple, ...],
+    quintics: tuple[Quintic, ...],
     refresh_steps: frozenset[int],
     result_factor: float,
     out: Tensor,  # the same shape as x
     active: Tensor | None = None,  # (B,) int32: where 0, `out` need not be computed
 ) -> None:
-    """Run X <- aX + (bR + cR^2)X with R = XX^T for every triple, and write the last X times `result_factor` to `out`.
+    """Run X <- aX + (bR + cR^2)X with R = XX^T for every quintic (a, b, c), and write the last X times `result_factor` to `out`.
 
     Between two refreshes X does not change. Instead, the iteration updates R and a factor Q: the current iterate is
     Q X, and its Gram matrix is Q R Q. All of these are polynomials in R, so they commute and every product among them
@@ -227,7 +227,7 @@ def _iterate(
     exact, exact_scale = original, scale
     f: Tensor | None = None
     q = 1.0
-    for step, (a, b, c) in enumerate(triples, start=1):
+    for step, (a, b, c) in enumerate(quintics, start=1):
         z = symmetric_product(gram, gram, [Addend(gram, b)], alpha=c, active=active)  # bR + cR^2
         # (F + qI)(Z + aI) - qaI
         f = z if f is None else symmetric_product(f, z, [Addend(f, a), Addend(z, q)], active=active)
@@ -236,7 +236,7 @@ def _iterate(
             half = symmetric_product(gram, z, [Addend(gram, a)], active=active)  # R(Z + aI)
             gram = symmetric_product(z, half, [Addend(half, a)], active=active)  # (Z + aI) R (Z + aI)
             continue
-        last = step == len(triples)
+        last = step == len(quintics)
         left, right = (x, f) if tall else (f, x)
         x = multiply_add(
             left,

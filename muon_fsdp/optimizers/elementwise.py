@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import like, local, local_part
+from muon_fsdp.comm.transfers import like, local, local_gradient, local_part, sum_over_axis
 from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, number, suggestion
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels import on_device
@@ -27,10 +26,9 @@ from muon_fsdp.kernels.tables import (
     num_chunks,
     refuse_capture,
 )
-from muon_fsdp.parameters.state_dict import StateDict, own_hooks
+from muon_fsdp.parameters.state_dict import StateDict, loading_hooks
 from muon_fsdp.plan.settings import FOREIGN_KEYS
 from muon_fsdp.step.fused import not_fusable
-from muon_fsdp.step.gradients import local_gradient
 
 Params: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 EPSILON = 1e-8
@@ -196,7 +194,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                             part = part.to(parameter.device, working_dtype(parameter.dtype), copy=True)
                             self.state[parameter][name] = like(parameter, part)
 
-        with own_hooks(self, before, after):
+        with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -404,7 +402,7 @@ def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], s
     for (mesh, axis), indices in by_axis.items():
         place = torch.tensor(indices, device=device)
         part = totals[place]
-        dist.all_reduce(part, group=mesh.get_group(axis))
+        sum_over_axis(part, mesh, axis)
         totals[place] = part
     for place, own in zip(places, sums, strict=True):
         own.copy_(totals[place])

@@ -82,7 +82,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
         self._decay = options.get("weight_decay", WEIGHT_DECAY)
         super().__init__(model if params is None else params, lr=lr, **options)
-        self._watch = ModelWatch(model, tells_of_missing=params is None)
+        self._watch = ModelWatch(model, warns_about_missing=params is None)
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
         self._graph_is_alive = False  # whether a backward may follow the last forward

@@ -62,7 +62,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._replicate_group = replicate_group
         # Read now, because state_dict() may be called after the process group is destroyed.
         self._replica_ranks = None if replicate_group is None else tuple(dist.get_process_group_ranks(replicate_group))
-        self._watch = ModelWatch(params, tells_of_missing=True) if isinstance(params, nn.Module) else None
+        self._watch = ModelWatch(params, warns_about_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: pass an element-wise rule")
@@ -265,8 +265,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     beside = [RULES[name] for name in here | self._pattern_rules.get(route.pattern, set())]
                     sources.append((override, beside))
                 options = self._resolved(RULES[route.rule], route, sources)
-                said = override.of(RULES[route.rule], beside) if override is not None else None
-                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(said or ""))
+                overridden = override.of(RULES[route.rule], beside) if override is not None else None
+                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(overridden or ""))
                 resolved[known[kind]] = options
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
@@ -315,8 +315,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 )
             defaults = tuple(self._parameter_defaults(parameter, route).items())
             given_name = named[index] if named else None
-            place = None if has_name else first + index
-            routes.append(replace(route, defaults=defaults, given_name=given_name, place=place))
+            position = None if has_name else first + index
+            routes.append(replace(route, defaults=defaults, given_name=given_name, unnamed_position=position))
         return routes
 
     def _records(self) -> list[ParameterRecord]:

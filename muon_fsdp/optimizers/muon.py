@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, tell_failure
+from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import Ranks, is_pretended, num_ranks
 from muon_fsdp.comm.transfers import layouts_of, local
 from muon_fsdp.kernels import on_device
@@ -26,12 +26,11 @@ from muon_fsdp.parameters.state_dict import (
     StateDict,
     check_and_complete,
     create_missing,
-    first_names,
     fitting_state,
-    own_hooks,
+    loading_hooks,
     what_was_not_loaded,
 )
-from muon_fsdp.parameters.wrappers import replicate_group_of, warn_of_twin
+from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, NonFinite, Settings
@@ -41,6 +40,7 @@ from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement
+from muon_fsdp.text import first_names
 
 
 @show_options(DEFAULT_RULE)
@@ -151,7 +151,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._create_state(planned)
         if not has_begun and (agreed.inert or self._still_accumulates()):
             return loss
-        if agreed.not_finite_on is None or self._admits(found, agreed.not_finite_on):
+        if agreed.not_finite_on is None or self._handle_not_finite(found, agreed.not_finite_on):
             self._update(planned, found, agreed)
         return loss
 
@@ -168,7 +168,7 @@ class MuonOptimizer(GroupedOptimizer):
         except Exception as error:
             if not self._agreement.fail(error) and num_ranks() > 1 and not is_pretended():
                 with suppress(Exception):  # finding the ranks may fail for the same reason
-                    tell_failure(self._shared_ranks(), error)
+                    report_failure(self._shared_ranks(), error)
             raise
 
     def _shared_ranks(self) -> set[Ranks]:
@@ -206,14 +206,14 @@ class MuonOptimizer(GroupedOptimizer):
             group[STARTED] = True
         if self._accumulation_steps == 1:
             return False
-        micro_step = (self.param_groups[0]["micro_step"] + 1) % self._accumulation_steps
+        micro_step = (self.param_groups[0][MICRO_STEP] + 1) % self._accumulation_steps
         for group in self.param_groups:
-            group["micro_step"] = micro_step
+            group[MICRO_STEP] = micro_step
         return bool(micro_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last call."""
-        if self.param_groups[0]["micro_step"] == 0:
+        if self.param_groups[0][MICRO_STEP] == 0:
             super().zero_grad(set_to_none)
 
     def _is_inert(self, found: Gradients) -> bool:
@@ -245,12 +245,12 @@ class MuonOptimizer(GroupedOptimizer):
         if self._checks_for_twins:
             self._checks_for_twins = False
             if self._agreement_group is None:
-                warn_of_twin(planned.records, has_sharded=bool(planned.shared))
+                warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         return self._agreement.before_step(
             planned.shared, self.param_groups, found.codes, inert=inert, not_finite=not_finite
         )
 
-    def _admits(self, found: Gradients, rank: int) -> bool:
+    def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
 
         Returns:
@@ -363,7 +363,7 @@ class MuonOptimizer(GroupedOptimizer):
                 if group[MICRO_STEP] >= self._accumulation_steps:
                     group[MICRO_STEP] = 0
 
-        with own_hooks(self, before, after):
+        with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
         for message in what_was_not_loaded(self._records(), incoming):
             warnings.warn(message, stacklevel=2)

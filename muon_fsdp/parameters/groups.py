@@ -36,7 +36,7 @@ class Source:
     taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.options if not options_called(name)]
+        unknown = [name for name in self.options if not rules_with_option(name)]
         if not unknown:
             return
         if unknown[0] in ARGUMENTS and not self.is_constructor:
@@ -94,14 +94,14 @@ class Source:
             used = ", ".join(repr(rule.name) for rule in rules) or "none"
             instead = next((prefixed(r, name) for r in rules if not r.needs_matrices and name in r.all_options), None)
             advice = f"; pass {instead!r}" if instead else ""
-            owners = [repr(rule.name) for rule in options_called(name)]
+            owners = [repr(rule.name) for rule in rules_with_option(name)]
             belongs = f"it belongs to rule {', '.join(owners)}, and " if len(owners) <= 3 else ""
             raise ValueError(
                 f"{self.where}: option {name!r} has no effect{advice}: {belongs}the rules in use are {used}"
             )
 
 
-def options_called(name: str) -> list[Rule]:
+def rules_with_option(name: str) -> list[Rule]:
     """Return the rules that have an option of this name, bare or prefixed with the name of the rule."""
     return [
         rule

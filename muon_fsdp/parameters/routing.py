@@ -52,7 +52,7 @@ class Route:
     # Options of this parameter, as pairs, unless its group or an override sets them.
     defaults: tuple[tuple[str, Any], ...] = ()
     given_name: str | None = None  # as the user passed it, including what wrappers insert
-    place: int | None = None  # its number among all parameters, if it has no name
+    unnamed_position: int | None = None  # its number among all parameters, if it has no name
     decided: bool = False  # by the user, with an override or the rule of a group
 
 
@@ -155,8 +155,8 @@ class Router:
         facts = self._facts.get(id(parameter)) or _facts_of_name(name, parameter, named=named)
         view = "attn" if facts.view == "auto" and getattr(parameter, "label", None) == "attn" else facts.view
         pattern, options = self._override_of(name)
-        said = options.get("view", group.view)
-        vectors = vectors_in(tuple(parameter.shape), view if said == "auto" else said)
+        requested = options.get("view", group.view)
+        vectors = vectors_in(tuple(parameter.shape), view if requested == "auto" else requested)
         rule, guessed, decided = group.rule, False, False
         # "blocks.*" means the matrices of the blocks and leaves their vectors alone; a full name is always obeyed.
         if "rule" in options and (pattern == name or not vectors or not RULES[options["rule"]].needs_matrices):
@@ -188,8 +188,8 @@ class Router:
 
     def doubt_about_bare(self, routes: Sequence[Route]) -> str | None:
         """Return a warning about matrices without names that look like a language model's embedding or head."""
-        bare = {route.place: route for route in routes if route.place is not None}
-        as_given = [bare[place] for place in sorted(bare)]
+        bare = {route.unnamed_position: route for route in routes if route.unnamed_position is not None}
+        as_given = [bare[position] for position in sorted(bare)]
         tables = [as_given[index] for index in vocabulary_tables([route.shape for route in as_given])]
         taken = [route for route in tables if RULES[route.rule].needs_matrices and not route.decided]
         if not taken:

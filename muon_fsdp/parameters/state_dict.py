@@ -18,12 +18,13 @@ from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
+from muon_fsdp.text import first_names
 
 StateDict: TypeAlias = dict[str, Any]
 
 
 @contextmanager
-def own_hooks(
+def loading_hooks(
     optimizer: torch.optim.Optimizer,
     before: Callable[[torch.optim.Optimizer, StateDict], StateDict | None],
     after: Callable[[torch.optim.Optimizer], None],
@@ -116,11 +117,6 @@ def _with_saved(
     saved = [(key, group) for group in saved_groups for key in group["params"]]
     for record, (key, group) in zip(records, saved, strict=True):
         yield record, key, group
-
-
-def first_names(names: Sequence[str]) -> str:
-    """Return the first four names as text for a message, followed by "..." if there are more."""
-    return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
 def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> dict[Tensor, State]:

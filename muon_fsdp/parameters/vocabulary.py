@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Shape = tuple[int, ...]
+from muon_fsdp.plan.layout import Shape
 
 # The least ratio of vocabulary to width. Fused projections of gated MLPs and state-space layers have up to 8 times the
 # width as outputs; published models with a smaller ratio have large vocabularies.

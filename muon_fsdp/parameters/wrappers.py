@@ -17,7 +17,7 @@ from muon_fsdp.comm.agreement import twin
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
-from muon_fsdp.parameters.state_dict import first_names
+from muon_fsdp.text import first_names
 
 
 def replicate_group_of(model: object) -> dist.ProcessGroup | None:
@@ -31,12 +31,12 @@ class ModelWatch:
 
     Args:
         model: held by a weak reference.
-        tells_of_missing: whether to warn, once, about trainable parameters that the optimizer lacks.
+        warns_about_missing: whether to warn, once, about trainable parameters that the optimizer lacks.
     """
 
-    def __init__(self, model: nn.Module, *, tells_of_missing: bool) -> None:
+    def __init__(self, model: nn.Module, *, warns_about_missing: bool) -> None:
         self._model = weakref.ref(model)
-        self._tells_of_missing = tells_of_missing
+        self._warns_about_missing = warns_about_missing
         self._seen: tuple[object, object] = (None, None)
 
     def model(self) -> nn.Module | None:
@@ -60,8 +60,8 @@ class ModelWatch:
         gone = [record for record in records if id(record.tensor) not in present]
         _refuse_replaced(model, [record for record in gone if record.name in current], len(records))
         missing = [name for name, p in current.items() if p.requires_grad and id(p) not in held]
-        if missing and not gone and self._tells_of_missing:
-            self._tells_of_missing = False
+        if missing and not gone and self._warns_about_missing:
+            self._warns_about_missing = False
             warnings.warn(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
                 f"{first_names(missing)}. Build the optimizer after they exist and are unfrozen, or add them with "
@@ -89,7 +89,7 @@ def _refuse_replaced(model: nn.Module, replaced: Sequence[ParameterRecord], coun
     )
 
 
-def warn_of_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) -> None:
+def warn_about_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) -> None:
     """Warn if another rank trains the same parameters, and nothing is known to keep them equal.
 
     Args:

@@ -63,6 +63,10 @@ class Layout:
         """Return the box that each rank holds, in the order of `ranks`."""
         return _boxes(shape, self.mesh_shape, self.placements)
 
+    def box_on(self, rank: int, shape: Shape) -> Box:
+        """Return the box that one rank holds."""
+        return self.boxes(shape)[self.index_of[rank]]
+
     def holders(self, shape: Shape, box: Box) -> tuple[int, ...]:
         """Return the ranks whose shard contains the box."""
         if self.largest_box(shape) < box.numel:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
-from muon_fsdp.plan.layout import Box
 from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.parts import Block, blocks_of, has_whole_rows
 
@@ -105,8 +104,3 @@ def _make_set(specs: list[ParameterSpec], rank: int) -> MatrixSet:
         for rule, options, rows, cols in [key]
     )
     return MatrixSet(specs[0].layout.ranks, classes, tuple(blocks), is_split, cuts_rows)
-
-
-def own_box(spec: ParameterSpec, rank: int) -> Box:
-    """Return the box of the parameter that a rank holds."""
-    return spec.layout.boxes(spec.matrices.shape)[spec.layout.index_of[rank]]

@@ -218,7 +218,7 @@ def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matric
     for of_stage, norms in zip(members, partials, strict=True):
         lists = []
         for group, positions in of_stage:
-            multiplies = matrices is not None and matrices.factors.multiply(positions[0])
+            multiplies = matrices is not None and matrices.factors.multiplies(positions[0])
             chunks = matrices.factors.chunks(positions, device) if matrices is not None and multiplies else None
             lists.append(FusedList(group, positions, next(tensors), chunks))
         step.stages.append(_fused_stage(lists, shards, norms, device))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.comm.transfers import layout_of, local
-from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.comm.transfers import layout_of, local, local_gradient
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
 
@@ -65,17 +64,6 @@ class Gradients:
         return {i: local_gradient(self._records[i].tensor, self._found[i]) for i in sorted(self._found)}
 
 
-def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Return this rank's part of a gradient in the layout of its parameter; redistributes it if its layout differs."""
-    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        # For example partial sums under tensor parallelism, whose sum may overflow in half precision.
-        precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
-        grad = precise.redistribute(placements=parameter.placements)
-    part = local(grad)
-    # An AsyncCollectiveTensor has no data pointer for kernels; cloning it waits for its collective.
-    return part if type(part) in (Tensor, nn.Parameter) else part.clone()
-
-
 def _code(name: str, parameter: Tensor, grad: Tensor) -> int:
     """Encode the placements of a gradient as a number; raise if it is a plain tensor of another shape."""
     if not isinstance(parameter, DTensor):
@@ -124,7 +112,7 @@ def _zeros(parameter: Tensor, code: int) -> DTensor:
     placements = _placements(code, parameter.device_mesh.ndim)
     layout = layout_of(parameter, None)
     whole = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
-    box = Layout(layout.ranks, layout.mesh_shape, whole).boxes(tuple(parameter.shape))[layout.index_of[my_rank()]]
+    box = Layout(layout.ranks, layout.mesh_shape, whole).box_on(my_rank(), tuple(parameter.shape))
     part = torch.zeros(box.shape, dtype=parameter.dtype, device=parameter.device)
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -20,7 +20,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
-from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets, own_box
+from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets
 from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
@@ -64,7 +64,7 @@ class MatrixStates:
             for index, kind in enumerate(self._classes)
             for place in kind.places
         }
-        boxes = {parameter.position: own_box(parameter, rank) for parameter in parameters}
+        boxes = {p.position: p.layout.box_on(rank, p.shape) for p in parameters}
         self.factors = WeightFactors(parameters, boxes, self._classes, self._class_of)
         self._per_step = [_PerStepValues(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
         # The place of every batch, made once: a captured step keeps the addresses of these tensors.
@@ -79,7 +79,7 @@ class MatrixStates:
 
     # -------------------------------------------------------------------------------------------- before the stages
 
-    def look_up(self, inputs: StepInputs) -> None:
+    def fill(self, inputs: StepInputs) -> None:
         """Find the state tensors of this step, and write flags and options where a captured step reads them."""
         now = [
             inputs.states[place.position][spec.name]
@@ -286,7 +286,7 @@ class _PerStepValues:
     def __init__(self, rule: Rule, kind: MatrixClass) -> None:
         self._kind = kind
         self._counts = [place.count for place in kind.places]
-        self._present: tuple[bool, ...] = ()
+        self._flags: tuple[bool, ...] = ()
         self.updated = torch.ones(kind.count, dtype=torch.bool, device=kind.device)
         self._groups = sorted({place.group for place in kind.places})
         self._names = rule.per_step_numbers if rule.multiplies_weights else ()
@@ -297,11 +297,11 @@ class _PerStepValues:
         self._had_tensors = False  # whether the table holds values of tensors on the device
 
     def fill(self, groups: Sequence[Mapping[str, Any]], updated: Collection[int]) -> None:
-        present = tuple([place.position in updated for place in self._kind.places])
-        if present != self._present:
-            each = [flag for flag, count in zip(present, self._counts, strict=True) for _ in range(count)]
+        flags = tuple([place.position in updated for place in self._kind.places])
+        if flags != self._flags:
+            each = [flag for flag, count in zip(flags, self._counts, strict=True) for _ in range(count)]
             self.updated.copy_(pinned(each, torch.bool, self._kind.device), non_blocking=True)
-            self._present = present
+            self._flags = flags
         if self._names:
             self._fill_options(groups)
 

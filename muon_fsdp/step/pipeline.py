@@ -58,7 +58,7 @@ def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
         run = _StageRun(stage, context)
         # `updated` is agreed on, so all ranks of a stage skip it together; one alone would leave the others waiting. A
         # captured step must contain every stage.
-        if run.present.isdisjoint(context.inputs.updated) and not context.settings.cuda_graph:
+        if run.positions.isdisjoint(context.inputs.updated) and not context.settings.cuda_graph:
             continue
         run.start(num_travelling)
         if not run.travels:  # there is no transfer to overlap with: finish at once, which frees its memory
@@ -116,9 +116,9 @@ class _StageRun:
         self._lists = [(group, positions) for group, positions in lists if positions]
         exchange = stage.exchange
         if exchange is not None:  # every shard is sent, because the plan fixes the sizes of messages
-            self.present = {i for _, positions in stage.positions_by_group for i in positions}
+            self.positions = {i for _, positions in stage.positions_by_group for i in positions}
         else:
-            self.present = {i for _, positions in self._lists for i in positions} | self.fused.positions
+            self.positions = {i for _, positions in self._lists for i in positions} | self.fused.positions
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
@@ -134,7 +134,7 @@ class _StageRun:
             if self.rule.needs_matrices:
                 self._buffer = self._staging()
                 # Shards that travel without being updated are zeroed: garbage makes some directions raise.
-                idle = self.present - self._single.keys() - self.fused.positions
+                idle = self.positions - self._single.keys() - self.fused.positions
                 if idle:
                     torch._foreach_zero_([self.stage.shard_slots[i].of(self._buffer) for i in idle])
             partials = self.fused.new_partials()
@@ -159,7 +159,7 @@ class _StageRun:
             self._buffer = torch.empty(0)
 
     def _staging(self) -> Tensor:
-        single = (self._single[i].shard for i in self.present if i in self._single)
+        single = (self._single[i].shard for i in self.positions if i in self._single)
         like = self.fused.example if self.fused.example is not None else next(single)
         dtype = self._context.settings.staging_dtype(like.device.type, working_dtype(like.dtype))
         return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
@@ -223,13 +223,13 @@ class _StageRun:
         return self.rule.update_dtype or working_dtype(units.dtype)
 
     def _directions(self, units: Tensor, results: Tensor) -> None:
-        """Pass whole units through `direction`, batch by batch; units that are not present are left out."""
+        """Pass whole units through `direction`, batch by batch; units of parameters that take no part are left out."""
         stage, first_matrix = self.stage, 0
         for number, batch in enumerate(stage.batches):
             norms = self._inverse_norms
             norms = None if norms is None else norms[first_matrix : first_matrix + batch.count]
             first_matrix += batch.count
-            members = [member for member in batch.members if stage.units[member.unit].position in self.present]
+            members = [member for member in batch.members if stage.units[member.unit].position in self.positions]
             is_complete = len(members) == len(batch.members)
             start = _start_of_run(stage, batch) if is_complete else None
             if start is not None:
@@ -249,7 +249,7 @@ class _StageRun:
     def _direction(
         self,
         number: int,  # of the batch
-        members: Sequence[Member],  # those of the batch that are present
+        members: Sequence[Member],  # those of the batch that take part
         matrices: Tensor,
         update: Tensor,
         inverse_norms: Tensor | None,

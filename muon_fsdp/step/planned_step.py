@@ -111,7 +111,7 @@ class PlannedStep:
                 inputs.gradients[position] = grad.contiguous()
         fused.fill_tables(inputs)
         if self.matrices is not None:
-            self.matrices.look_up(inputs)
+            self.matrices.fill(inputs)
         single = self._single_updates(fused, inputs)
         takes_samples = self.samples.wanted
 
@@ -259,7 +259,7 @@ def _check_live(record: ParameterRecord) -> None:
             f"{parameter.device_mesh.device_type}. Leave out offload_policy in fully_shard."
         )
     held = tuple(local(parameter).shape)
-    expected = record.layout.boxes(record.shape)[record.layout.index_of[my_rank()]].shape
+    expected = record.layout.box_on(my_rank(), record.shape).shape
     if held != expected:
         raise RuntimeError(
             f"{_where(record)} holds a local tensor of shape {held} where its layout says {expected}: make it with "

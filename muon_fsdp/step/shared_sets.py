@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,10 @@ from torch import Tensor
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
 from muon_fsdp.kernels.tables import is_on_device
+from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.rules import RULES
-
-Group = Mapping[str, Any]
 
 
 class SharedSets:
@@ -58,12 +56,12 @@ class SharedSets:
         self._lines = {
             ranks: [whole, *(_line(records[i]) for i in positions)] for ranks, positions in self.positions.items()
         }
-        self._prints = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
+        self._hashes = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
         self._groups_of = {
             ranks: list(dict.fromkeys(self._group_of[i] for i in positions))
             for ranks, positions in self.positions.items()
         }
-        self._options: list[tuple[object, ...]] = []  # the options of all groups at the last call of `prints`
+        self._options: list[tuple[object, ...]] = []  # the options of all groups at the last call of `hashes`
         self._with_options: dict[Ranks, int] = {}
         self.counts = {ranks: len(positions) for ranks, positions in self.positions.items()}
         shared = [records[i].tensor.device for positions in self.positions.values() for i in positions]
@@ -85,21 +83,21 @@ class SharedSets:
             for position, code in zip(positions, agreed.codes[ranks], strict=True)
         }
 
-    def prints(self, groups: Sequence[Group]) -> dict[Ranks, int]:
+    def hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
         """Return, per set, a hash of its parameters and their present options; never waits for a device."""
         options = [_options(group) for group in groups]
         if options != self._options:
             self._options = options
-            self._with_options = {ranks: self._print(ranks, options) for ranks in self.positions}
+            self._with_options = {ranks: self._hash(ranks, options) for ranks in self.positions}
         return self._with_options
 
-    def _print(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
+    def _hash(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
         """Return the hash of a set, from its parameters, their options, and which parameter has which options."""
         # Groups with equal options count as one. They are compared by text, since a user may write a list.
         numbers: dict[str, int] = {}
         of_group = {group: numbers.setdefault(repr(options[group]), len(numbers)) for group in self._groups_of[ranks]}
         members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
-        return fingerprint(self._prints[ranks], list(numbers), members)
+        return fingerprint(self._hashes[ranks], list(numbers), members)
 
     def describe(self, ranks: Ranks, groups: Sequence[Group]) -> list[Line]:
         """Return what the hash of a set covers, line by line, for an error."""
@@ -138,7 +136,7 @@ class StepAgreement:
             self._agreement = None
         if not shared:
             return Agreed(inert, my_rank() if not_finite else None)
-        prints = shared.prints(groups)
+        hashes = shared.hashes(groups)
 
         def describe(ranks: Ranks) -> list[Line]:
             return shared.describe(ranks, groups)
@@ -151,8 +149,8 @@ class StepAgreement:
         while agreed is None:
             if self._agreement is None:
                 like = shared.like(max(shared.positions, key=len))
-                self._agreement = Agreement(shared.counts, prints, describe, shared.device, like)
-            agreed = self._agreement.before_step(prints, by_ranks, describe, inert=inert, not_finite=not_finite)
+                self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
+            agreed = self._agreement.before_step(hashes, by_ranks, describe, inert=inert, not_finite=not_finite)
             if agreed is None:  # another rank has other parameters than before
                 self._agreement = None
         return agreed
@@ -183,6 +181,6 @@ def _value(option: object) -> object:
 
 def _line(record: ParameterRecord) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
-    which = "an unnamed parameter" if record.route.place is not None else f"parameter {record.name!r}"
+    which = "an unnamed parameter" if record.route.unnamed_position is not None else f"parameter {record.name!r}"
     title = f"{which} of shape {record.shape}"
     return title, {"dtype": str(record.tensor.dtype), "placements": str(record.layout.placements)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -50,7 +51,7 @@ class WeightFactors:
                     raise _wrong_shape(kind, kind.count, factor)
         self._now, self._flat = factors, None
 
-    def multiply(self, position: int) -> bool:
+    def multiplies(self, position: int) -> bool:
         """Return whether the weights of a parameter are multiplied by factors."""
         return position in self._parameters
 
@@ -184,11 +185,8 @@ def _expanded(factor: Tensor, kind: FactorKind, rows: int, cols: int) -> Tensor:
 
 
 def _running_sums(numbers: Sequence[int]) -> list[int]:
-    sums, total = [], 0
-    for each in numbers:
-        sums.append(total)
-        total += each
-    return sums
+    """Return the sum of all numbers before each of them."""
+    return list(accumulate(numbers, initial=0))[:-1]
 
 
 def _factor_kinds(rule: Rule, kind: MatrixClass) -> tuple[FactorKind, FactorKind]:
