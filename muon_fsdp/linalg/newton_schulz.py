@@ -215,7 +215,7 @@ def _iterate(
     out: Tensor,  # the same shape as x
     active: Tensor | None = None,  # (B,) int32: where 0, `out` need not be computed
 ) -> None:
-    """Run X <- aX + (bR + cR^2)X with R = XX^T for every quintic (a, b, c), and write the last X times `result_factor` to `out`.
+    """Run X <- aX + (bR + cR^2)X, R = XX^T, for every quintic, and write the last X times `result_factor` to `out`.
 
     Between two refreshes X does not change. Instead, the iteration updates R and a factor Q: the current iterate is
     Q X, and its Gram matrix is Q R Q. All of these are polynomials in R, so they commute and every product among them
