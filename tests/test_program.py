@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from experiments import curves
+from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.training import checkpoint
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig, parse
-from muon_fsdp.training.parallel import clip_gradient
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from tests.pool import RankPool
@@ -148,7 +148,7 @@ def clip_on_two_meshes() -> tuple[float, float, float]:
     for network in (layers, whole):
         network[1](network[0](torch.ones(3, 24))).square().sum().backward()
     expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-    found = clip_gradient(layers, 0.5)
+    found = FSDPMuonOptimizer(layers).clip_grad_norm_(0.5)["all"]
     difference = max(
         float((a.grad.full_tensor() - b.grad).abs().max())
         for a, b in zip(layers.parameters(), whole.parameters(), strict=True)

@@ -54,6 +54,7 @@ def train_with_sgd(gpt: GPT, pace: Pace, factor: Callable[[int], float] = lambda
         model=gpt,
         optimizer=optimizer,
         base_lrs=[2.0],
+        clip=lambda norm: torch.nn.utils.clip_grad_norm_(gpt.parameters(), norm),
         schedule=factor,
         train_batches=repeat((tokens, tokens)),
         validation=[(tokens, tokens)],
@@ -112,7 +113,7 @@ def test_training_stops_on_a_loss_that_is_not_finite() -> None:
 
 
 def test_training_stops_before_a_gradient_that_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "clip_gradient", lambda model, largest: torch.tensor(math.inf))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: torch.tensor(math.inf))
     with pytest.raises(FloatingPointError, match="the gradient norm of SGD is inf at step 1"):
         train_with_sgd(tiny_gpt(), Pace(steps=1, eval_every=5))
 

@@ -35,6 +35,7 @@ from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, NonFinite, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
+from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
@@ -268,6 +269,31 @@ class MuonOptimizer(GroupedOptimizer):
         if not bad:
             where = f"on another rank ({rank}) is not finite"
         return f"The gradient {where}. Nothing was changed. Pass nonfinite='skip' to skip such steps."
+
+    # ---------------------------------------------------------------- clipping
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, *, rules: Sequence[str] = (), groups: Sequence[int] = ()
+    ) -> dict[str | int, Tensor]:
+        """Clip gradients by their norm, in any layout and without waiting for the device.
+
+        Without `rules` and `groups`, one norm over all parameters is clipped, as by `torch.nn.utils.clip_grad_norm_`.
+        All ranks that hold parameters must call this, after backward and before `step()`.
+
+        Args:
+            max_norm: the largest norm.
+            rules: names of rules; the parameters of each are clipped by a norm of their own.
+            groups: numbers of parameter groups, clipped in the same way.
+
+        Returns:
+            The norms before clipping, by name of the rule, number of the group, or "all".
+        """
+        if not float(max_norm) > 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        planned = self._current_plan()
+        return clip_gradients(parts_to_clip(planned.records, rules, groups), float(max_norm), planned.shared.like)
 
     # -------------------------------------------------------------------- plan
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.training.data import DataError
-from muon_fsdp.training.parallel import World, clip_gradient, synchronize_gradients
+from muon_fsdp.training.parallel import World, synchronize_gradients
 from muon_fsdp.training.results import Evaluation, RunResult
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
@@ -48,6 +48,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     base_lrs: Sequence[float]  # learning rate of every param group, before the schedule
+    clip: Callable[[float], Tensor]  # clips the gradient to a norm, and returns the norm before
     schedule: Callable[[int], float]  # factor on every learning rate, by the step counted from 0
     train_batches: Iterator[Batch]  # this rank's rows
     validation: Sequence[Batch]  # all rows
@@ -179,7 +180,7 @@ def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
     for group, lr in zip(optimizer.param_groups, training.base_lrs, strict=True):
         group["lr"] = lr * training.schedule(step)
     loss = _accumulate(training.model, next(training.train_batches), pace.num_micro_batches, world)
-    norm = clip_gradient(training.model, pace.clip_norm)
+    norm = training.clip(pace.clip_norm)
     clock.mark()
     optimizer.step()
     clock.mark()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,6 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -218,28 +216,3 @@ def synchronize_gradients(model: nn.Module, wanted: bool) -> AbstractContextMana
     elif isinstance(model, DistributedDataParallel) and not wanted:
         return model.no_sync()
     return nullcontext()
-
-
-@torch.no_grad()
-def clip_gradient(model: nn.Module, largest: float) -> Tensor:
-    """Clip the gradient norm to `largest`, like `nn.utils.clip_grad_norm_`, but for parameters on several meshes too.
-
-    Returns:
-        The norm before clipping.
-    """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    squares: dict[DeviceMesh | None, Tensor] = {}
-    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
-        mesh, copies = None, 1
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            placements = enumerate(gradient.placements)
-            copies = math.prod(mesh.size(axis) for axis, placement in placements if placement.is_replicate())
-        squares[mesh] = squares.get(mesh, 0.0) + norm.float().square() / copies
-    for mesh, square in squares.items():
-        for group in [] if mesh is None else mesh.get_all_groups():
-            dist.all_reduce(square, group=group)
-    total = torch.stack(list(squares.values())).sum().sqrt()
-    torch._foreach_mul_(local, (largest / (total + 1e-6)).clamp(max=1.0))
-    return total

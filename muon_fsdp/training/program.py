@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError
@@ -76,7 +77,7 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     return result
 
 
-def _build(inputs: Inputs) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build(inputs: Inputs) -> tuple[nn.Module, FSDPMuonOptimizer]:
     """Return the model, placed on its device or ranks, and its optimizer."""
     torch.manual_seed(inputs.config.seed)
     inputs.world.note("building the model")
@@ -88,7 +89,7 @@ def _build(inputs: Inputs) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _assemble(
     inputs: Inputs,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: FSDPMuonOptimizer,
     result: RunResult,
     log: RunLog | None,
     stop: Stop,
@@ -104,6 +105,7 @@ def _assemble(
         model=model,
         optimizer=optimizer,
         base_lrs=[group.lr for group in result.groups],
+        clip=lambda norm: optimizer.clip_grad_norm_(norm)["all"],
         schedule=make_schedule(
             config.schedule, inputs.pace.steps, config.warmup_fraction, config.decay_fraction, config.final_lr_fraction
         ),

@@ -1,0 +1,187 @@
+"""clip_grad_norm_: norms of all parameters, of rules and of groups, in every layout, against torch and float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from tests import distributed_cases as cases
+from tests.comparisons import assert_near, assert_same
+from tests.pool import RankPool
+from tests.test_distributed import LAYOUTS, model_options
+
+
+def network() -> nn.Sequential:
+    """Return two layers with gradients, of which the biases use AdamW."""
+    layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    layers(torch.randn(3, 6)).square().sum().backward()
+    return layers
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    """Return the norm of whole gradients, in float64."""
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+
+
+# ---------------------------------------------------------------------------------------------------------- one device
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e3])
+def test_one_norm_over_all_parameters_is_that_of_torch(max_norm):
+    layers, others = network(), nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    for parameter, other in zip(layers.parameters(), others.parameters(), strict=True):
+        other.grad = parameter.grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(others.parameters(), max_norm)
+    found = MuonOptimizer(layers).clip_grad_norm_(max_norm)
+    assert found.keys() == {"all"}
+    assert_near(found["all"], expected, rtol=1e-6)
+    for parameter, other in zip(layers.parameters(), others.parameters(), strict=True):
+        assert_near(parameter.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_each_rule_is_clipped_by_its_own_norm():
+    layers = network()
+    before = {name: p.grad.clone() for name, p in layers.named_parameters()}
+    norms = MuonOptimizer(layers).clip_grad_norm_(0.1, rules=("adamw", "muon"))
+    for rule, kind in (("adamw", "bias"), ("muon", "weight")):
+        gradients = {name: grad for name, grad in before.items() if name.endswith(kind)}
+        expected = norm_of(list(gradients.values()))
+        assert float(norms[rule]) == pytest.approx(expected, rel=1e-6)
+        for name, grad in gradients.items():
+            assert_near(
+                dict(layers.named_parameters())[name].grad, grad * 0.1 / (expected + 1e-6), name, rtol=1e-5, atol=1e-7
+            )
+
+
+def test_a_group_is_clipped_and_the_others_are_not():
+    layers = network()
+    groups = [{"params": [p]} for p in layers.parameters()]
+    before = [p.grad.clone() for p in layers.parameters()]
+    norms = MuonOptimizer(groups).clip_grad_norm_(1e-3, groups=[1])
+    assert norms.keys() == {1}
+    assert float(norms[1]) == pytest.approx(norm_of([before[1]]), rel=1e-6)
+    for index, (parameter, grad) in enumerate(zip(layers.parameters(), before, strict=True)):
+        if index != 1:
+            assert_same(parameter.grad, grad)
+    assert float(list(layers.parameters())[1].grad.norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_clipping_of_orthogonalized_gradients_changes_only_what_momentum_remembers():
+    """The first update of a matrix does not depend on the norm of its gradient."""
+    clipped, free = network(), nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    free.load_state_dict(clipped.state_dict())
+    for parameter, other in zip(clipped.parameters(), free.parameters(), strict=True):
+        other.grad = parameter.grad.clone()
+    optimizers = [MuonOptimizer(clipped, rule="muon"), MuonOptimizer(free, rule="muon")]
+    optimizers[0].clip_grad_norm_(1e-2, rules=("muon",))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_near(clipped[0].weight, free[0].weight, atol=1e-5)
+
+
+def test_parameters_without_a_gradient_count_as_zero():
+    layers = network()
+    layers[0].weight.grad = None
+    expected = norm_of([layers[2].weight.grad])
+    (norm,) = MuonOptimizer(layers).clip_grad_norm_(1e-3, rules=("muon",)).values()
+    assert float(norm) == pytest.approx(expected, rel=1e-5)
+    assert layers[0].weight.grad is None
+
+
+def test_half_precision_gradients_do_not_overflow():
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
+    weight.grad = torch.full_like(weight, 3e4)
+    norms = MuonOptimizer([weight]).clip_grad_norm_(1.0)
+    assert float(norms["all"]) == pytest.approx(3e4 * 64, rel=1e-5)
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_a_sparse_gradient_is_clipped_too():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 1, 4])).sum().backward()  # row 1 twice
+    expected = norm_of([embedding.weight.grad.to_dense()])
+    norms = MuonOptimizer(embedding, overrides={"weight": "adamw"}).clip_grad_norm_(0.5)
+    assert float(norms["all"]) == pytest.approx(expected, rel=1e-6)
+    assert norm_of([embedding.weight.grad.to_dense()]) == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 0.0}, "max_norm must be positive"),
+        ({"max_norm": math.nan}, "max_norm must be positive"),
+        ({"max_norm": 1.0, "rules": ("muon",), "groups": (0,)}, "pass rules or groups, not both"),
+        (
+            {"max_norm": 1.0, "rules": ("normuon",)},
+            "has rule 'normuon'; pass one of the rules in use, 'adamw'",
+        ),
+        ({"max_norm": 1.0, "groups": (7,)}, "no parameter has group 7"),
+    ],
+)
+def test_mistakes(options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonOptimizer(network()).clip_grad_norm_(**options)
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a gradient whole, on every rank."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def clip_in_layout(layout: str) -> None:
+    """Clip AdamW's gradients and then all of them, and compare with whole gradients in float64."""
+    model = cases.make_model(**model_options(layout))
+    laid_out, rank, size = cases.lay_out(model, layout)
+    optimizer = FSDPMuonOptimizer(laid_out)
+    tokens, targets = cases.batch(0)
+    part = slice(rank * len(tokens) // size, (rank + 1) * len(tokens) // size)
+    nn.functional.cross_entropy(laid_out(tokens[part]), targets[part]).backward()
+    rules = {row.name: row.rule for row in optimizer.routing_report().rows}
+    named = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    before = {name: whole(p.grad) for name, p in named.items()}
+    norms = optimizer.clip_grad_norm_(1e-2, rules=("adamw", "muon"))
+    for rule, norm in norms.items():
+        expected = norm_of([grad for name, grad in before.items() if rules[name] == rule])
+        assert float(norm) == pytest.approx(expected, rel=1e-5), rule
+        for name, parameter in named.items():
+            if rules[name] == rule:
+                factor = min(1.0, 1e-2 / (expected + 1e-6))
+                assert_near(whole(parameter.grad), before[name] * factor, name, rtol=1e-5, atol=1e-7)
+    again = {name: whole(p.grad) for name, p in named.items()}
+    (total,) = optimizer.clip_grad_norm_(1.0).values()
+    assert float(total) == pytest.approx(norm_of(list(again.values())), rel=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+def test_norms_are_those_of_whole_gradients_in_every_layout(layout, world_size, ranks: RankPool):
+    ranks.run(world_size, clip_in_layout, layout)
+
+
+def partial_and_missing() -> list[float]:
+    """Clip a gradient of partial sums, and one that only rank 1 has; return the norms and a gradient's size."""
+    mesh = init_device_mesh("cpu", (2,))
+    first = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    second = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [cases.Shard(0)]))
+    first.grad = DTensor.from_local(torch.full((4, 4), 1.0 + dist.get_rank()), mesh, [Partial()])  # 3 in all
+    if dist.get_rank() == 1:
+        second.grad = DTensor.from_local(torch.full((2, 6), 2.0), mesh, [cases.Shard(0)])
+    optimizer = MuonOptimizer([("first", first), ("second", second)])
+    norm = float(optimizer.clip_grad_norm_(1.0)["all"])
+    return [norm, float(first.grad.full_tensor().norm())]
+
+
+def test_partial_sums_count_as_their_sum_and_a_missing_gradient_as_zero(ranks: RankPool):
+    expected = math.sqrt(16 * 9 + 12 * 4)
+    for norm, size in ranks.run(2, partial_and_missing):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert size == pytest.approx(12 / (expected + 1e-6), rel=1e-6)
