@@ -221,7 +221,7 @@ def test_meshes_that_can_not_be_handled_are_named(ranks: RankPool):
     results = ranks.run(3, agreement_cases.odd_meshes)
     for descending, _ in results:
         assert "'odd' lies on a mesh whose ranks do not ascend: [1, 0, 2]" in descending
-    assert "'odd' lies on ranks (0, 1), not on this one" in results[2][1]
+    assert "'odd' lies on ranks (0, 1), not on rank 2" in results[2][1]
     assert not results[0][1]
 
 

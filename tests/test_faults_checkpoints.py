@@ -251,7 +251,7 @@ def test_a_load_that_found_nothing_is_told():
         dcp.save({"another": get_optimizer_state_dict(model, old)}, checkpoint_id=path)
         state = {"optimizer": get_optimizer_state_dict(model, fresh)}
         dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    with pytest.warns(UserWarning, match="as before the first step.*none of its state was found"):
+    with pytest.warns(UserWarning, match="as before the first step.*none of its state was loaded"):
         set_optimizer_state_dict(model, fresh, state["optimizer"])
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import product
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
+from muon_fsdp.plan.packing import Slot, make_packing
 from muon_fsdp.plan.report import make_report
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import make_plan
@@ -141,6 +143,39 @@ class PlayedExchange:
         expected = {position: self.shard(rank, position) for position in positions}
         assert_same(returned, expected, f"shards of rank {rank}, by parameter")
 
+    def check_packings(self, rank):
+        """Check that every message holds its pieces in order, packed from and unpacked into flat buffers."""
+        stage = self.stages[rank]
+        me = stage.exchange.me
+        for kind, is_shards in (
+            ("gather_send", True),
+            ("gather_receive", False),
+            ("scatter_send", False),
+            ("scatter_receive", True),
+            ("forward_send", True),
+            ("forward_receive", True),
+        ):
+            buffer = torch.arange(float(stage.shard_numel if is_shards else stage.unit_numel))
+            pieces = [p for other, many in enumerate(getattr(stage.exchange, kind)) if other != me for p in many]
+            views = [
+                stage.shard_slots[stage.units[p.unit].position].of(buffer)[p.in_shard]
+                if is_shards
+                else stage.unit_slots[p.unit].of(buffer)[p.in_unit]
+                for p in pieces
+            ]
+            expected = torch.cat([torch.empty(0), *(view.reshape(-1) for view in views)])
+            packing = getattr(stage.packings, kind)
+            message = torch.full((packing.numel,), torch.nan)
+            for source, target in zip(*packing.parts(buffer, message), strict=True):
+                target.copy_(source)
+            assert_same(message, expected, f"{kind} of rank {rank}")
+            unpacked, wanted = torch.zeros_like(buffer), torch.zeros_like(buffer)
+            for target, source in zip(*packing.parts(unpacked, message), strict=True):
+                target.copy_(source)
+            for view in views:
+                wanted[view.reshape(-1).long()] = view.reshape(-1)
+            assert_same(unpacked, wanted, f"{kind} of rank {rank}, unpacked")
+
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -173,6 +208,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
             # All ranks compute a unit without an owner; it is counted once.
             computed.update((u.position, u.box) for u in units if u.owner is not None or rank == exchange.order[0])
             exchange.check_results(rank)
+            exchange.check_packings(rank)
     assert set(computed.values()) == {1}
     assert sum(math.prod(box.shape) for _, box in computed) == sum(whole.numel() for whole in wholes)
 
@@ -212,6 +248,36 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
                 forwarded[number] = max(forwarded[number], forwards)
     assert report.traffic.scattered == sent
     assert [stage.forwarded for stage in report.stages] == forwarded
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4095])
+def test_a_matrix_on_thousands_of_ranks_is_moved_by_few_copies(rank):
+    """FSDP2's pieces of a matrix are contiguous in the matrix and in the message, apart from the rank's own piece."""
+    num_ranks = 4096
+    layout = Layout(tuple(range(num_ranks)), (num_ranks,), (Shard(0),))
+    view = matrix_view((2 * num_ranks, 64), name="w", kind="auto")
+    specs = [ParameterSpec(i, 0, "muon", view.shape, layout, 2, *CPU, view, NO_OPTIONS, (1.0,)) for i in range(2)]
+    outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
+    (stage,) = make_plan(outlines, rank, 10**9).stages
+    packings = stage.packings
+    computes = bool(stage.mine)
+    assert computes == (rank < 2)
+    for packing in (packings.gather_receive, packings.scatter_send):
+        assert packing.strided == ()
+        assert len(packing.runs) <= 2 if computes else packing.runs == ()
+    assert sum(packings.gather_receive.sizes) == computes * (num_ranks - 1) * 2 * 64
+
+
+def test_columns_are_strided_and_whole_rows_are_not():
+    slot = Slot(32, (6, 8))
+    rows, columns = (slice(2, 4), slice(0, 8)), (slice(0, 6), slice(2, 4))
+    one_row = (slice(3, 4), slice(1, 5))
+    packing = make_packing([[(slot, rows)], [(slot, columns)], [(slot, one_row)]], me=1)
+    assert packing.sizes == (16, 0, 4)
+    assert [(run.in_buffer, run.in_message, run.numel) for run in packing.runs] == [(48, 0, 16), (57, 16, 4)]
+    packing = make_packing([[(slot, columns)], [(slot, rows)]], me=5)
+    assert [piece.in_message for piece in packing.strided] == [0]
+    assert packing.sizes == (12, 16)
 
 
 # ---------------------------------------------------------------------------------------------------------- order

@@ -25,7 +25,8 @@ from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_grou
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, local_layout
-from muon_fsdp.plan.stages import Exchange, Piece, Stage, make_gather_stage
+from muon_fsdp.plan.packing import Packing
+from muon_fsdp.plan.stages import Piece, Stage, make_gather_stage
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
 
@@ -134,42 +135,27 @@ class Transfer:
     """One asynchronous `all_to_all_single`, which starts when the object is made.
 
     Args:
-        exchange: the ranks that take part, and this rank's index among them.
-        outgoing: for every rank of the exchange, the tensors to send to it, of any shapes.
-        incoming: for every rank of the exchange, the pieces that it sends to this rank.
-        dtype: the precision in which tensors are sent.
-        device: where both buffers are allocated.
+        ranks: the ranks that take part.
+        source: the flat buffer to send from.
+        outgoing: how its pieces lie in the messages to send.
+        incoming: how pieces of the buffer that `finish` fills lie in the messages to receive.
         recorder: provides the buffers, and records the calls for CUDA graphs.
         name: the name of the buffers in the recorder.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        outgoing: Sequence[Sequence[Tensor]],
-        incoming: Sequence[Sequence[Piece]],
-        dtype: torch.dtype,
-        device: torch.device,
-        recorder: Recorder,
-        name: str,
+        self, ranks: Ranks, source: Tensor, outgoing: Packing, incoming: Packing, recorder: Recorder, name: str
     ) -> None:
-        me = exchange.me
-        self._recorder = recorder
-        self._incoming = [piece for other, pieces in enumerate(incoming) if other != me for piece in pieces]
-        send_sizes = [sum(map(torch.numel, many)) if other != me else 0 for other, many in enumerate(outgoing)]
-        receive_sizes = [
-            sum(piece.numel for piece in many) if other != me else 0 for other, many in enumerate(incoming)
-        ]
-        flat = [tensor.reshape(-1).to(dtype) for other, many in enumerate(outgoing) if other != me for tensor in many]
-        send = recorder.buffer(f"{name} send", sum(send_sizes), dtype, device)
-        if flat:
-            torch.cat(flat, out=send)
-        received = recorder.buffer(f"{name} receive", sum(receive_sizes), dtype, device)
+        self._recorder, self._incoming = recorder, incoming
+        send = recorder.buffer(f"{name} send", outgoing.numel, source.dtype, source.device)
+        _copy(*reversed(outgoing.parts(source, send)))
+        received = recorder.buffer(f"{name} receive", incoming.numel, source.dtype, source.device)
         self._buffers: tuple[Tensor, ...] = (send, received)  # must not be freed before the transfer has finished
         # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
         works: list[dist.Work] = []
         self._works = works
-        group = group_of(exchange.ranks, device)
+        group = group_of(ranks, source.device)
+        send_sizes, receive_sizes = list(outgoing.sizes), list(incoming.sizes)
 
         def start() -> None:
             work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
@@ -177,21 +163,25 @@ class Transfer:
 
         recorder.host(start)
 
-    def wait(self) -> list[tuple[Piece, Tensor]]:
-        """Wait for the all-to-all. On a GPU the current stream waits, and the host does not.
+    def finish(self, target: Tensor) -> None:
+        """Wait for the all-to-all, and copy what arrived into a flat buffer.
 
-        Returns:
-            Every piece that was received, with its tensor of shape `piece.shape`, a view of the receive buffer.
+        On a GPU the current stream waits, and the host does not.
         """
         works = self._works
         self._recorder.host(lambda: works.pop().wait())
-        parts = torch.split(self._buffers[1], [piece.numel for piece in self._incoming])
+        _copy(*self._incoming.parts(target, self._buffers[1]))
         self._buffers = ()
-        return [(piece, part.view(piece.shape)) for piece, part in zip(self._incoming, parts, strict=True)]
 
     def is_completed(self) -> bool:
         """Return whether the all-to-all has finished, without waiting for it."""
         return all(work.is_completed() for work in self._works)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, in one launch where that is possible."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 class StageExchange:
@@ -217,17 +207,16 @@ class StageExchange:
         self._scatter: Transfer | None = None
         self._forward: Transfer | None = None
         self._updates: Tensor | None = None
-        self._kept: list[tuple[Piece, Tensor]] = []  # pieces that need no transfer: first of shards, then of results
+        self._kept: list[Tensor] = []  # pieces that need no transfer: first of shards, then of results
 
     def start_gather(self) -> None:
         """Start sending this rank's shards to the owners of their units."""
         exchange, shards = self._exchange, self._shards
         assert shards is not None
-
-        self._kept = [(piece, self._in_shard(piece, shards)) for piece in exchange.gather_receive[exchange.me]]
+        self._kept = [self._in_shard(piece, shards) for piece in exchange.gather_receive[exchange.me]]
         if exchange.gathers:
-            outgoing = [[self._in_shard(piece, shards) for piece in pieces] for pieces in exchange.gather_send]
-            self._gather = self._transfer("gather", outgoing, exchange.gather_receive)
+            packings = self._stage.packings
+            self._gather = self._transfer("gather", shards, packings.gather_send, packings.gather_receive)
         self._shards = None
 
     def finish_gather(self) -> Tensor:
@@ -236,10 +225,11 @@ class StageExchange:
         Returns:
             (stage.unit_numel,), the whole units that this rank computes.
         """
-        arrived = (self._gather.wait() if self._gather is not None else []) + self._kept
         units = torch.empty(self._stage.unit_numel, dtype=self._wire, device=self._device)
-        for piece, part in arrived:
-            self._stage.unit_slots[piece.unit].of(units)[piece.in_unit].copy_(part)
+        if self._gather is not None:
+            self._gather.finish(units)
+        own = self._exchange.gather_receive[self._exchange.me]
+        _copy([self._in_unit(piece, units) for piece in own], self._kept)
         self._gather, self._kept = None, []
         return units
 
@@ -252,33 +242,24 @@ class StageExchange:
         exchange = self._exchange
         # This rank rounds its own results too. Otherwise replicas would drift apart by the rounding of the transfer.
         sent = results.to(self._wire) if exchange.scatters else results
-        slots = self._stage.unit_slots
-        outgoing = [[slots[piece.unit].of(sent)[piece.in_unit] for piece in pieces] for pieces in exchange.scatter_send]
-        self._kept = list(zip(exchange.scatter_receive[exchange.me], outgoing[exchange.me], strict=True))
+        self._kept = [self._in_unit(piece, sent) for piece in exchange.scatter_send[exchange.me]]
         self._result_dtype = sent.dtype
         if exchange.scatters:
-            self._scatter = self._transfer("scatter", outgoing, exchange.scatter_receive)
+            packings = self._stage.packings
+            self._scatter = self._transfer("scatter", sent, packings.scatter_send, packings.scatter_receive)
 
     def finish_scatter(self) -> None:
         """Wait for the scatter, and start forwarding the updates to other replicas, if there are any."""
-        exchange, updates = self._exchange, self._arrived()
-        self._updates = updates
-        if exchange.forwards:
-            outgoing = [[self._in_shard(piece, updates) for piece in pieces] for pieces in exchange.forward_send]
-            self._forward = self._transfer("forward", outgoing, exchange.forward_receive)
-
-    def _arrived(self) -> Tensor:
-        """Wait for the scatter and copy the updates out of its buffers, which are free afterwards.
-
-        Returns:
-            (stage.shard_numel,), the updates that this replica computed; others are not yet written.
-        """
-        arrived = (self._scatter.wait() if self._scatter is not None else []) + self._kept
         updates = torch.empty(self._stage.shard_numel, dtype=self._result_dtype, device=self._device)
-        for piece, part in arrived:
-            self._in_shard(piece, updates).copy_(part)
-        self._scatter, self._kept = None, []
-        return updates
+        if self._scatter is not None:
+            self._scatter.finish(updates)
+        _copy(
+            [self._in_shard(piece, updates) for piece in self._exchange.scatter_receive[self._exchange.me]], self._kept
+        )
+        self._scatter, self._kept, self._updates = None, [], updates
+        if self._exchange.forwards:
+            packings = self._stage.packings
+            self._forward = self._transfer("forward", updates, packings.forward_send, packings.forward_receive)
 
     def finish_forward(self) -> Tensor:
         """Wait for the forward.
@@ -288,8 +269,8 @@ class StageExchange:
         """
         updates, self._updates = self._updates, None
         assert updates is not None
-        for piece, part in self._forward.wait() if self._forward is not None else ():
-            self._in_shard(piece, updates).copy_(part)
+        if self._forward is not None:
+            self._forward.finish(updates)
         self._forward = None
         return updates
 
@@ -297,12 +278,13 @@ class StageExchange:
         """Return a view of a piece, (piece.shape), in a flat buffer of this rank's shards."""
         return self._stage.shard_slots[self._stage.units[piece.unit].position].of(shards)[piece.in_shard]
 
-    def _transfer(
-        self, kind: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Piece]]
-    ) -> Transfer:
+    def _in_unit(self, piece: Piece, units: Tensor) -> Tensor:
+        """Return a view of a piece, (piece.shape), in a flat buffer of units."""
+        return self._stage.unit_slots[piece.unit].of(units)[piece.in_unit]
+
+    def _transfer(self, kind: str, source: Tensor, outgoing: Packing, incoming: Packing) -> Transfer:
         """Start the all-to-all of one phase."""
-        name = f"{kind} {self._name}"
-        return Transfer(self._exchange, outgoing, incoming, self._wire, self._device, self._recorder, name)
+        return Transfer(self._exchange.ranks, source, outgoing, incoming, self._recorder, f"{kind} {self._name}")
 
 
 def gather_full(parameter: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit, is_relayed
+from muon_fsdp.plan.packing import Packing, Slot, make_packing
 
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
@@ -86,18 +86,15 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of a tensor in a flat buffer."""
+class Packings:
+    """How shards and units of a stage lie in the messages of its three transfers."""
 
-    offset: int
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def of(self, buffer: Tensor) -> Tensor:
-        return buffer[self.offset : self.offset + self.numel].view(self.shape)
+    gather_send: Packing
+    gather_receive: Packing
+    scatter_send: Packing
+    scatter_receive: Packing
+    forward_send: Packing
+    forward_receive: Packing
 
 
 @dataclass(frozen=True)
@@ -120,6 +117,30 @@ class Stage:
         """Return what a profiler shows: the stage's number, its rule, and the shapes it orthogonalizes on this rank."""
         shapes = ", ".join(f"{batch.count}x{batch.rows}x{batch.cols}" for batch in self.batches)
         return f"stage {self.number} {self.rule} [{shapes}]"
+
+    @cached_property
+    def packings(self) -> Packings:
+        """Return how shards and units lie in the messages of its transfers."""
+        assert self.exchange is not None
+        exchange, me = self.exchange, self.exchange.me
+
+        def of_shards(lists: Sequence[Sequence[Piece]]) -> Packing:
+            slots = self.shard_slots
+            return make_packing(
+                [[(slots[self.units[p.unit].position], p.in_shard) for p in many] for many in lists], me
+            )
+
+        def of_units(lists: Sequence[Sequence[Piece]]) -> Packing:
+            return make_packing([[(self.unit_slots[p.unit], p.in_unit) for p in many] for many in lists], me)
+
+        return Packings(
+            gather_send=of_shards(exchange.gather_send),
+            gather_receive=of_units(exchange.gather_receive),
+            scatter_send=of_units(exchange.scatter_send),
+            scatter_receive=of_shards(exchange.scatter_receive),
+            forward_send=of_shards(exchange.forward_send),
+            forward_receive=of_shards(exchange.forward_receive),
+        )
 
     @property
     def shard_numel(self) -> int:
