@@ -49,7 +49,7 @@ CUBE = [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7], [0, 4], 
 
 
 @promise(
-    "One rank sees a NaN, and ranks that share no parameter with it depend on it all the same",
+    "One rank sees a NaN, and other ranks depend on it although they share no parameter with it",
     "All of them skip the step",
 )
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def bad_option_on_one_rank() -> str:
     return text
 
 
-@promise("One rank can't plan its step", "All ranks raise, with that rank's reason; a later step is as usual")
+@promise("One rank can't plan its step", "All ranks raise an error with that rank's reason; a later step works again")
 def test_a_rank_that_fails_tells_the_others(ranks: RankPool):
     results = ranks.run(3, bad_option_on_one_rank, timeout=LIMIT)
     assert "ns_steps" in results[1]

@@ -67,7 +67,7 @@ def test_bare_parameters_of_a_language_model_are_told(model, tables):
     assert "rule='adamw'" in warning
 
 
-@promise("The same with `strict=True`", "Refused, with the same words")
+@promise("The same with `strict=True`", "An error with the same text")
 def test_bare_parameters_of_a_language_model_are_refused_by_strict():
     with pytest.raises(ValueError, match=r"strict: .*'param\[0\]'.*named_parameters\(\)"):
         MuonOptimizer(LanguageModel().parameters(), strict=True)
@@ -76,7 +76,7 @@ def test_bare_parameters_of_a_language_model_are_refused_by_strict():
 
 @promise(
     "Bare parameters in groups, of which embedding and head name a rule",
-    "No warning: the user has said it; one that is forgotten is still told",
+    "No warning about these. A warning still names those that were forgotten",
 )
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 def test_a_group_that_names_its_rule_is_not_warned_about(rule):
@@ -99,7 +99,7 @@ def test_a_group_that_names_its_rule_is_not_warned_about(rule):
 
 @promise(
     "Bare parameters of a language model, and the optimizer knows the model or their names",
-    "No warning: embedding and head take AdamW",
+    "No warning: embedding and head use AdamW",
 )
 def test_a_model_or_names_beside_bare_parameters_are_enough():
     model = LanguageModel()

@@ -230,7 +230,7 @@ def all_partly_loaded() -> list[str]:
 
 @promise(
     "A checkpoint of `torch.optim.Muon`, AdamW or SGD is loaded with `allow_partial_load=True`",
-    "Refused, and nothing of it stays: momentum would be on another scale, or counts without moments",
+    "An error, and nothing of it is kept: momentum would be on another scale, or step counts would have no moments",
 )
 def test_a_part_of_another_optimizers_checkpoint_is_refused(ranks: RankPool):
     for texts in [all_partly_loaded(), *ranks.run(2, all_partly_loaded)]:
@@ -309,7 +309,7 @@ def wrapped() -> list[str]:
 
 @promise(
     "`ZeroRedundancyOptimizer` is built around one of ours",
-    "An error that names FSDP2, or DDP with `FSDPMuonOptimizer`, in its place",
+    "An error that names FSDP2, or DDP with `FSDPMuonOptimizer`, as the replacement",
 )
 def test_zero_redundancy_optimizer_is_refused(ranks: RankPool):
     for texts in ranks.run(2, wrapped):

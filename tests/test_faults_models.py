@@ -129,7 +129,7 @@ def with_fsdp1() -> str:
 
 @promise(
     "Parameters come from FSDP1, with `use_orig_params=True` too",
-    "Refused, with `fully_shard` named in its place",
+    "An error that names `fully_shard` as the replacement",
 )
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1_with_original_parameters_is_refused(ranks: RankPool):

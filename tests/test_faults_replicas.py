@@ -70,7 +70,7 @@ def ddp_over_tensor_parallel() -> list[str]:
 
 @promise(
     "DDP is given a `device_mesh` over tensor-parallel parameters, and puts local shards in their place",
-    "Refused, with `fully_shard` named in its place",
+    "An error that names `fully_shard` as the replacement",
 )
 def test_ddp_over_tensor_parallel_parameters_is_refused(ranks: RankPool):
     for texts in ranks.run(4, ddp_over_tensor_parallel):

@@ -84,7 +84,7 @@ def both_ways(model: nn.Module) -> list[MuonOptimizer]:
 
 @promise(
     "PEFT trains `lm_head` or the embedding whole (`modules_to_save`)",
-    "The trained copy takes AdamW, by module and by name; `strict=True` accepts it",
+    "The trained copy uses AdamW, by module and by name; `strict=True` accepts it",
 )
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("adapter", ["default", "0"])
@@ -200,7 +200,7 @@ def test_strict_refuses_every_doubt(make):
 
 @promise(
     "A parameter has one row or one column: `weight_norm`'s g, IA3, a gate, a stack of such",
-    "A vector: it takes AdamW, and `FSDPMuonOptimizer` does not decay it",
+    "It is a vector: it uses AdamW, and `FSDPMuonOptimizer` does not decay it",
 )
 @pytest.mark.parametrize(
     ("shape", "reason"),
@@ -266,7 +266,7 @@ def test_a_full_name_makes_a_matrix_of_a_vector(shape):
 
 @promise(
     'A group says `rule="muon"` and holds vectors only, or an override\'s pattern matches vectors only',
-    "An error names the parameter and its shape. A group with matrices too is divided: its vectors take AdamW",
+    "An error names the parameter and its shape. A group that also has matrices is divided: its vectors use AdamW",
 )
 @pytest.mark.parametrize("shape", [(4,), (), (4, 1), (1, 1, 4)])
 @pytest.mark.parametrize("rule", ["muon", "normuon", "spectral_sphere"])

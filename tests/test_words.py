@@ -53,7 +53,9 @@ def test_every_module_and_class_has_a_docstring(path):
 
 
 @pytest.mark.parametrize(
-    "path", [*SOURCES, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [*SOURCES, *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_one_concept_has_one_name(path):
     text = path.read_text()
