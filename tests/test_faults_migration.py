@@ -106,7 +106,7 @@ def all_continued() -> None:
 
 @promise(
     "A run changes from `torch.optim.AdamW` to ours in the middle",
-    "`migrate.load_state_dict` loads the moments: AdamW's parameters continue as before, and matrices start without momentum",
+    "`migrate.load_state_dict` loads the moments: AdamW's parameters continue, and matrices start without momentum",
 )
 def test_adamw_goes_on_where_it_was(ranks: RankPool):
     all_continued()
