@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.loading import named_models
+from muon_fsdp.plan import outline
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS
@@ -296,3 +298,36 @@ def test_the_number_of_ranks_must_be_said():
 def test_sizes_are_read():
     assert plan("demo", "--world-size", "2", "--max-stage-bytes", "64MiB")["max_stage_bytes"] == 64 * 2**20
     assert plan("demo", "--world-size", "2", "--max-stage-bytes", "1.5kB")["max_stage_bytes"] == 1500
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt2-124m", "8,1"),
+        ("gpt2-124m", "512,1"),
+        ("gpt2-124m", "1,8"),
+        ("llama-3.2-1b", "512,1"),
+        ("llama-3.2-1b", "8,64"),
+        ("llama-3-8b", "1,64"),
+    ],
+)
+def test_auto_chooses_the_strategy_that_the_estimate_finds_faster(name, mesh):
+    """Under DDP an owner would send its results to every rank, which takes longer than to compute them everywhere."""
+    times = {
+        strategy: plan(name, "--mesh", mesh, "--strategy", strategy)["time"]["step"]
+        for strategy in ("auto", "owner", "replicate")
+    }
+    assert times["auto"] <= 1.4 * min(times.values()), times
+
+
+@pytest.mark.parametrize("world_size", [512, 4096])
+def test_experts_are_moved_only_if_that_is_faster(monkeypatch, world_size):
+    """256 ranks hold one expert of every layer, and the others wait for them, or for the network."""
+    times = {}
+    for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):
+        with monkeypatch.context() as patch:
+            if seconds is not None:
+                patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
+            times[name] = plan("deepseek-v3", "--world-size", str(world_size))["time"]["step"]
+    assert times["moved"] != times["kept"]
+    assert times["chosen"] == min(times.values()), times

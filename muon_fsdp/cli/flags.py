@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from muon_fsdp.plan.costs import BYTES_PER_SECOND, FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 Flags = TypeVar("Flags")
@@ -89,16 +91,16 @@ class PlanFlags:
     ] = "256MiB"
     tflops: Annotated[
         float, typer.Option(min=1e-3, help="Assumed speed of matrix products on a rank, in TFLOP/s (see below).")
-    ] = 800.0
+    ] = FLOPS_PER_SECOND / 1e12
     bandwidth: Annotated[
         float,
         typer.Option(
             min=1e-3, help="Assumed GB/s that a rank sends, and also receives: one 400 Gb/s network card per rank."
         ),
-    ] = 50.0
+    ] = BYTES_PER_SECOND / 1e9
     memory_bandwidth: Annotated[
         float, typer.Option(min=1e-6, help="Assumed TB/s of a rank's device memory: that of a copy on an H200.")
-    ] = 4.2
+    ] = MEMORY_BYTES_PER_SECOND / 1e12
     routing: Annotated[bool, typer.Option("--routing", help="Show every parameter with its rule and the reason.")] = (
         False
     )

@@ -17,15 +17,12 @@ import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.plan.costs import BYTES_PER_SECOND, FIXED_SECONDS, FLOPS_PER_SECOND
 from muon_fsdp.plan.layout import Box, Layout
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
-# The cost model of "auto": FLOP/s of a GPU, bytes/s that one rank sends, and the fixed cost of any transfer.
-FLOPS_PER_SECOND = 4e14
-BYTES_PER_SECOND = 1e11
-FIXED_SECONDS = 1e-4
 # Every rank computes everything only if that takes less than this fraction of the time with owners.
 REPLICATE_BELOW = 0.7
 NO_OPTIONS = PlannedOptions()
@@ -112,7 +109,7 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
         ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
         units = [unit for many in work.values() for unit in many]
-        if len(ranks) > 1 and _replicates(units, members[0], strategy):
+        if len(ranks) > 1 and _replicates(units, members, strategy):
             work = {position: tuple(replace(unit, owner=None) for unit in many) for position, many in work.items()}
         largest_first = sorted(members, key=lambda spec: _order(spec, work[spec.position]))
         outlines += [
@@ -189,16 +186,26 @@ def _assign(
     owners, after = _balance(units, holders, loads)
     if any(0 < len(who) < len(loads) for who in holders):
         free_owners, free_after = _balance(units, [()] * len(units), loads)
-        moved = sum(
-            2 * unit.box.numel * wire_bytes
-            for unit, who, owner in zip(units, holders, free_owners, strict=True)
-            if who and owner not in who
-        )
-        seconds_to_move = FIXED_SECONDS + moved / (len(loads) * BYTES_PER_SECOND)
         seconds_saved = (max(after.values()) - max(free_after.values())) / FLOPS_PER_SECOND
-        if seconds_to_move < seconds_saved:
+        if _seconds_to_move(units, holders, free_owners, wire_bytes) < seconds_saved:
             return free_owners, free_after
     return owners, after
+
+
+def _seconds_to_move(
+    units: Sequence[Unit], holders: Sequence[tuple[int, ...]], owners: Sequence[int], wire_bytes: int
+) -> float:
+    """Estimate how long it takes to move units from ranks that hold them whole to other owners, and results back.
+
+    The busiest rank decides: a few ranks may hold all units that move.
+    """
+    moved: dict[int, float] = defaultdict(float)  # elements by rank
+    for unit, who, owner in zip(units, holders, owners, strict=True):
+        if who and owner not in who:
+            moved[owner] += unit.box.numel
+            for rank in who:
+                moved[rank] += unit.box.numel / len(who)
+    return FIXED_SECONDS + 2 * max(moved.values(), default=0.0) * wire_bytes / BYTES_PER_SECOND
 
 
 def _balance(
@@ -233,27 +240,39 @@ def _balance(
     return owners, loads
 
 
-def _replicates(units: Sequence[Unit], spec: ParameterSpec, strategy: str) -> bool:
+def _replicates(units: Sequence[Unit], specs: Sequence[ParameterSpec], strategy: str) -> bool:
     """Return whether every rank should compute all units, instead of each unit once.
 
-    `spec` is one of their parameters, which all have the same ranks.
+    Args:
+        units: with their owners.
+        specs: their parameters, which all have the same ranks.
+        strategy: "auto" compares the times of both, which are those of the busiest rank.
     """
     if strategy != "auto" or not units:
         return strategy == "replicate"
-    num_ranks, num_replicas = len(spec.layout.ranks), spec.layout.num_replicas
-    shards = num_ranks // num_replicas
-    loads: dict[int, float] = defaultdict(float)
+    by_position = {spec.position: spec for spec in specs}
+    num_ranks, wire_bytes = len(specs[0].layout.ranks), specs[0].wire_bytes
+    flops: dict[int, float] = defaultdict(float)
+    received: dict[int, int] = defaultdict(int)
+    sent: dict[int, int] = defaultdict(int)
+    missing, forwarded = 0.0, 0  # elements that a rank lacks of all units; elements that all ranks forward
     for unit in units:
-        if unit.owner is not None:
-            loads[unit.owner] += unit.flops
-    num_bytes = spec.wire_bytes * sum(unit.box.numel for unit in units)
-    gathered = num_bytes * (shards - 1) / shards
-    scattered = num_bytes * num_replicas - num_bytes / shards
-    owner = (
-        FIXED_SECONDS + max(loads.values()) / FLOPS_PER_SECOND + (gathered + scattered) / num_ranks / BYTES_PER_SECOND
-    )
-    everywhere = FIXED_SECONDS + sum(loads.values()) / FLOPS_PER_SECOND + gathered / BYTES_PER_SECOND
-    return everywhere < REPLICATE_BELOW * owner
+        spec, numel = by_position[unit.position], unit.box.numel
+        assert unit.owner is not None
+        held = spec.layout.box_on(unit.owner, spec.shape).intersect(unit.box).numel
+        replicas = spec.layout.num_replicas
+        missing += numel * (1 - replicas / num_ranks)
+        flops[unit.owner] += unit.flops
+        received[unit.owner] += numel - held
+        if is_relayed(unit, spec):
+            sent[unit.owner] += numel - held
+            forwarded += numel * (replicas - 1)
+        else:
+            sent[unit.owner] += numel * replicas - held
+    moved = max(received.values()) + max(sent.values()) + forwarded / num_ranks
+    with_owners = max(flops.values()) / FLOPS_PER_SECOND + moved * wire_bytes / BYTES_PER_SECOND
+    everywhere = sum(flops.values()) / FLOPS_PER_SECOND + missing * wire_bytes / BYTES_PER_SECOND
+    return FIXED_SECONDS + everywhere < REPLICATE_BELOW * (FIXED_SECONDS + with_owners)
 
 
 def _cut(
