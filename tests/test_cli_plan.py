@@ -304,10 +304,8 @@ def test_sizes_are_read():
     ("name", "mesh"),
     [
         ("gpt2-124m", "8,1"),
-        ("gpt2-124m", "512,1"),
         ("gpt2-124m", "1,8"),
         ("llama-3.2-1b", "512,1"),
-        ("llama-3.2-1b", "8,64"),
         ("llama-3-8b", "1,64"),
     ],
 )
@@ -320,14 +318,13 @@ def test_auto_chooses_the_strategy_that_the_estimate_finds_faster(name, mesh):
     assert times["auto"] <= 1.4 * min(times.values()), times
 
 
-@pytest.mark.parametrize("world_size", [512, 4096])
-def test_experts_are_moved_only_if_that_is_faster(monkeypatch, world_size):
+def test_experts_are_moved_only_if_that_is_faster(monkeypatch):
     """256 ranks hold one expert of every layer, and the others wait for them, or for the network."""
     times = {}
     for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):
         with monkeypatch.context() as patch:
             if seconds is not None:
                 patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
-            times[name] = plan("deepseek-v3", "--world-size", str(world_size))["time"]["step"]
+            times[name] = plan("deepseek-v3", "--world-size", "1024")["time"]["step"]
     assert times["moved"] != times["kept"]
     assert times["chosen"] == min(times.values()), times
