@@ -13,9 +13,11 @@ from typer.main import get_command
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
+from muon_fsdp.cli import estimate
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.loading import named_models
-from muon_fsdp.plan import outline
+from muon_fsdp.plan import costs, outline
+from muon_fsdp.plan.report import fsdp_layouts
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS
@@ -319,12 +321,16 @@ def test_auto_chooses_the_strategy_that_the_estimate_finds_faster(name, mesh):
 
 
 def test_experts_are_moved_only_if_that_is_faster(monkeypatch):
-    """256 ranks hold one expert of every layer, and the others wait for them, or for the network."""
+    """256 ranks of 1,024 hold an expert of every stack, and the others wait for them, or for the network."""
+    experts = nn.ParameterList([nn.Parameter(torch.empty(256, 2048, 7168, device="meta")) for _ in range(6)])
+    layout = fsdp_layouts(list(experts), 1024, None)[0]
+    speeds = estimate.Speeds(costs.FLOPS_PER_SECOND, costs.BYTES_PER_SECOND, costs.MEMORY_BYTES_PER_SECOND)
     times = {}
     for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):
         with monkeypatch.context() as patch:
             if seconds is not None:
                 patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
-            times[name] = plan("deepseek-v3", "--world-size", "1024")["time"]["step"]
-    assert times["moved"] != times["kept"]
-    assert times["chosen"] == min(times.values()), times
+            optimizer = MuonOptimizer(experts)
+            times[name] = estimate.time(optimizer, optimizer.plan_report(world_size=1024), layout, speeds).step
+    assert times["moved"] > 1.5 * times["kept"]
+    assert times["chosen"] == times["kept"]
