@@ -20,7 +20,7 @@ from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a rank is assumed to do per second: operations, bytes sent and received, and bytes of device memory."""
+    """Assumed speeds of one rank, per second: operations, bytes sent and received, and bytes of device memory."""
 
     flops: float
     network_bytes: float
@@ -147,7 +147,7 @@ def _pipeline(stages: Sequence[StageReport], gather: float, scatter: float, flop
 
 @dataclass(frozen=True)
 class RoutedTo:
-    """How many parameters and elements take one rule for one reason."""
+    """The numbers of parameters and elements that have one rule for one reason."""
 
     rule: str
     reason: str

@@ -68,7 +68,7 @@ class _Flag(IntEnum):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know before a step; equal on all of them."""
+    """The result of an agreement before a step; equal on all ranks."""
 
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite

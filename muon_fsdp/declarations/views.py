@@ -19,7 +19,7 @@ ATTN_MATRICES = 4  # an "attn" parameter holds W_q, W_k, W_v and W_o
 
 @dataclass(frozen=True)
 class MatrixView:
-    """How a parameter of shape `shape` is read as stacks of logical (d_out, d_in) matrices."""
+    """A reading of a parameter of shape `shape` as stacks of logical (d_out, d_in) matrices."""
 
     shape: tuple[int, ...]
     kind: str  # a ViewName other than "auto"

@@ -13,7 +13,7 @@ class KernelError(RuntimeError):
 
 
 class TileConfig(NamedTuple):
-    """How a product is cut: a tile is `rows` x `cols` of the result, computed in steps of `inner`."""
+    """The tiles of a product: a tile is `rows` x `cols` of the result, computed in steps of `inner`."""
 
     rows: int
     cols: int

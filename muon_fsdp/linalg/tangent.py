@@ -31,7 +31,7 @@ SMALLEST_SQUARE = 1e-5
 
 @dataclass(frozen=True)
 class Msign:
-    """How msign, the polar factor of a matrix, is computed.
+    """The way in which msign, the polar factor of a matrix, is computed.
 
     Args:
         orthogonalization: the name of a method, as in the option `orthogonalization` of the optimizers.
@@ -44,7 +44,7 @@ class Msign:
 
 @dataclass(frozen=True)
 class Known:
-    """What the caller of `solve_lambda` knows about the matrices of a batch before the search; None means unknown.
+    """Facts about the matrices of a batch that the caller of `solve_lambda` knows; None means unknown.
 
     Args:
         multiplier: (B,), multipliers of the previous step. "bracketed" starts there, and from 0 if they are unknown.

@@ -68,7 +68,7 @@ class GroupRule:
 
 @dataclass(eq=False)
 class _Facts:
-    """What a model, or a name, reveals about one parameter."""
+    """Facts about one parameter, from its model or its name."""
 
     name: str
     shape: tuple[int, ...]
@@ -367,7 +367,7 @@ class RoutingRow:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """What `optimizer.routing_report()` returns; `print` shows it as a table.
+    """The result of `optimizer.routing_report()`; `print` shows it as a table.
 
     Args:
         rows: one per parameter, in the order of the groups; frozen ones last.

@@ -53,7 +53,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is distributed: the mesh's global ranks in row-major order, its shape, a placement per mesh axis."""
+    """The distribution of a tensor: the mesh's ranks in row-major order, its shape, and a placement per mesh axis."""
 
     ranks: tuple[int, ...]
     mesh_shape: Shape

@@ -30,7 +30,7 @@ NO_OPTIONS = PlannedOptions()
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the planner knows about one parameter; `position` counts through all groups of the optimizer."""
+    """The planner's view of one parameter; `position` counts through all groups of the optimizer."""
 
     position: int
     group: int
@@ -55,7 +55,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is computed in one place: a whole parameter, or one matrix of a stack."""
+    """A piece of work that is computed in one place: a whole parameter, or one matrix of a stack."""
 
     position: int
     box: Box

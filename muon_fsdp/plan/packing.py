@@ -56,7 +56,7 @@ class StridedPiece:
 
 @dataclass(frozen=True)
 class Packing:
-    """How pieces of a flat buffer lie in messages to, or from, the other ranks.
+    """The layout of pieces of a flat buffer in messages to, or from, the other ranks.
 
     Args:
         sizes: elements per rank, in the order of the process group; 0 for this rank.

@@ -100,7 +100,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `optimizer.plan_report()` returns; `print` shows it as a table.
+    """The result of `optimizer.plan_report()`; `print` shows it as a table.
 
     Args:
         num_ranks: ranks that hold some matrix.

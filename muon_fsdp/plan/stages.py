@@ -65,10 +65,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What this rank sends and receives in a stage, by index of the other rank in `ranks`; `me` is its own index."""
+    """The pieces that this rank sends and receives in a stage, by index of the other rank in `ranks`."""
 
     ranks: tuple[int, ...]  # sorted
-    me: int
+    me: int  # the index of this rank
     gather_send: tuple[tuple[Piece, ...], ...]  # my shards, to the ranks that compute
     gather_receive: tuple[tuple[Piece, ...], ...]  # others' shards of what I compute
     scatter_send: tuple[tuple[Piece, ...], ...]  # my results, to the holders, or those of my replica
@@ -87,7 +87,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Packings:
-    """How shards and units of a stage lie in the messages of its three transfers."""
+    """The layouts of shards and units of a stage in the messages of its three transfers."""
 
     gather_send: Packing
     gather_receive: Packing

@@ -260,7 +260,7 @@ def _fused_stage(
 
 @dataclass(frozen=True)
 class _Partials:
-    """Where `prepare` writes partial norms, in a stage whose parameters are all fused and whole on this rank."""
+    """The places of partial norms that `prepare` writes, if a stage's parameters are all fused and whole here."""
 
     first: Mapping[int, int] = field(default_factory=dict)  # by position
     matrix_numel: Mapping[int, int] = field(default_factory=dict)

@@ -281,7 +281,7 @@ class MatrixStates:
 
 
 class _PerStepValues:
-    """What differs from step to step for one class, in tensors whose addresses a captured step may keep."""
+    """Values of one class that differ from step to step, in tensors whose addresses a captured step may keep."""
 
     def __init__(self, rule: Rule, kind: MatrixClass) -> None:
         self._kind = kind

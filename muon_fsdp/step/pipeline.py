@@ -23,7 +23,7 @@ from muon_fsdp.step.metrics import Samples
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all stages of one step share.
+    """Everything that the stages of one step share.
 
     Args:
         inputs: the tensors and options of the step.

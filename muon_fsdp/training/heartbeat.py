@@ -27,7 +27,7 @@ _VERDICT = "verdict"
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last wrote to the store."""
+    """The last report that a rank wrote to the store."""
 
     number: int = 0  # increases with every beat, so that equal beats mean silence
     where: str = ""
