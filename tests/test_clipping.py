@@ -185,3 +185,15 @@ def test_partial_sums_count_as_their_sum_and_a_missing_gradient_as_zero(ranks: R
     for norm, size in ranks.run(2, partial_and_missing):
         assert norm == pytest.approx(expected, rel=1e-6)
         assert size == pytest.approx(12 / (expected + 1e-6), rel=1e-6)
+
+
+def one_row_on_two_ranks() -> float:
+    """Clip a matrix of which rank 0 holds the only row and rank 1 holds nothing; return the norm."""
+    mesh = init_device_mesh("cpu", (2,))
+    row = nn.Parameter(distribute_tensor(torch.ones(1, 9), mesh, [cases.Shard(0)]))
+    row.grad = distribute_tensor(torch.full((1, 9), 2.0), mesh, [cases.Shard(0)])
+    return float(MuonOptimizer([("row", row)], rule="adamw").clip_grad_norm_(1.0)["all"])
+
+
+def test_a_parameter_that_one_rank_holds_whole_is_reduced_by_all(ranks: RankPool):
+    assert ranks.run(2, one_row_on_two_ranks, timeout=60) == [6.0, 6.0]

@@ -52,7 +52,7 @@ def clip_gradients(
     """Scale the gradients of each part in place so that their norm is at most `max_norm`.
 
     The norm is that of whole gradients: every element counts once, on whatever ranks it lies. A missing gradient counts
-    as zero. All ranks that hold a parameter of a part must call this.
+    as zero; one of partial sums must exist on all ranks of its parameter. All ranks that hold parameters must call this.
 
     Args:
         parts: the parameters that are clipped together.
@@ -85,19 +85,19 @@ def clip_gradients(
 def _sums_of_squares(records: Sequence[ParameterRecord], device: torch.device) -> dict[Ranks, Tensor]:
     """Return the sums of squares of this rank's gradients, by the ranks over which they must be summed.
 
-    Whole gradients need no other rank and come under an empty tuple. Of several ranks with the same box, only the first
-    counts it.
+    Gradients that every rank holds whole need no sum and come under an empty tuple. Of the others, only the first
+    replica counts. Both follow from the layout alone, so all ranks take part in the same sums.
     """
     gradients: dict[tuple[Ranks, torch.dtype], list[Tensor]] = defaultdict(list)
     sums: dict[Ranks, Tensor] = {}
     for record in records:
-        boxes, me = record.layout.boxes(record.shape), record.layout.index_of[my_rank()]
-        is_whole = boxes[me].shape == record.shape
-        ranks: Ranks = () if is_whole else tuple(sorted(record.layout.ranks))
+        layout = record.layout
+        is_whole = layout.num_replicas == len(layout.ranks)
+        ranks: Ranks = () if is_whole else tuple(sorted(layout.ranks))
         sums.setdefault(ranks, torch.zeros((), dtype=torch.float64, device=device))
         if record.tensor.grad is not None:
             part = _values(record.tensor, record.tensor.grad)
-            if part.numel() > 0 and (is_whole or boxes.index(boxes[me]) == me):
+            if part.numel() > 0 and (is_whole or layout.replica_of[layout.index_of[my_rank()]] == 0):
                 gradients[(ranks, part.dtype)].append(part)
     for (ranks, dtype), parts in gradients.items():
         norms = torch._foreach_norm(parts, 2, dtype=working_dtype(dtype))
