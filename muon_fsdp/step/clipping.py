@@ -52,7 +52,7 @@ def clip_gradients(
     """Scale the gradients of each part in place so that their norm is at most `max_norm`.
 
     The norm is that of whole gradients: every element counts once, on whatever ranks it lies. A missing gradient counts
-    as zero; one of partial sums must exist on all ranks of its parameter. All ranks that hold parameters must call this.
+    as zero, but one of partial sums must exist on all ranks of its parameter. All ranks must call this.
 
     Args:
         parts: the parameters that are clipped together.
