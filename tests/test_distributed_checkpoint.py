@@ -54,7 +54,7 @@ def test_state_is_restored_beside_frozen_parameters(flatten):
 
 
 def test_parameters_are_found_by_name():
-    """The same modules are registered in another order."""
+    """A model with the same modules, registered in another order."""
     model = Net()
     optimizer = create_hybrid_optimizer(model)
     train(model, optimizer, 2)

@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_is_named_by_all(text: Path, tmp_path: Path) -> None:
 
 
 def judge(rank: int, quiet: float, *collectives: dict[str, int] | None, silent: tuple[int, ...] = ()) -> str | None:
-    """What a rank makes of the beats of all, with a timeout of 5 s."""
+    """Return what a rank concludes from the heartbeats of all ranks, with a timeout of 5 s."""
     now = [None if counts is None else Beat(8, "step 7", counts) for counts in collectives]
     earlier = [beat if other in silent else Beat(4, "step 7", {}) for other, beat in enumerate(now)]
     return find_verdict(rank, earlier, now, quiet, 5.0)

@@ -1,4 +1,4 @@
-"""What ranks send each other by the plan: boxes, every byte sent received, and no order that is a circle."""
+"""Plans of transfers: boxes match PyTorch's, every byte sent is received, and no order of stages is a deadlock."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_columns_are_strided_and_whole_rows_are_not():
 
 
 class LoggedRun:
-    """What `run_stages` does with a stage, written down instead of done."""
+    """A stage that notes the calls of `run_stages` instead of running."""
 
     def __init__(self, stage, context):
         self.name, self.ranks, self.forwards, self.log = stage
