@@ -1,0 +1,193 @@
+"""Chains of steps of degree 5 to 17: the solver against published numbers and the definition of a minimax fit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Step, best_form, bounds, evaluate, inputs, solve
+from muon_fsdp.linalg.coefficients import minimax
+
+CHAINS = {"square": SQUARE_CHAIN, "wide": WIDE_CHAIN}
+CUSHIONS = {"square": 0.0, "wide": 0.05}
+# An independent solution for 17, 17, 9 on [4e-3, 1] with a safety of 1.01: per step u, s and (alpha, beta, gamma, d, e,
+# f, h) of U = t^2 + alpha t, V = U^2 + beta U + gamma t, p(x) = x (d V^2 + e V + f U + h) / s with t = (x / u)^2; for
+# degree 9 (alpha, c, beta, gamma, h) of p(x) = x (c U^2 + beta U + gamma t + h) / s.
+PUBLISHED = (
+    (1.01, 1.01, (-1.07338802, 0.346571404, 0.00404969168, 59251.3462, 2494.09067, 1.11303903, 26.7112241)),
+    (
+        1.913212743589651,
+        1.01,
+        (-1.35693677, 0.593347003, 0.0180477139, 1405.82686, 180.369038, 2.02262881, 7.18013469),
+    ),
+    (
+        1.2933617598028455,
+        1.0,
+        (-1.6419199353785434, 2.213901403209537, 3.4094283749848593, -0.5337847012892327, 2.584136294560065),
+    ),
+)
+
+
+def points(lower: float, upper: float, count: int = 20001) -> torch.Tensor:
+    return torch.linspace(lower, upper, count, dtype=torch.float64)
+
+
+def compose(steps, x):
+    for step in steps:
+        x = evaluate(step, x)
+    return x
+
+
+def published(step, x):
+    u, s, form = step
+    t = (x / u) ** 2
+    inner = t * t + form[0] * t
+    if len(form) == 5:
+        _, c, beta, gamma, h = form
+        return x * (c * inner**2 + beta * inner + gamma * t + h) / s
+    _, beta, gamma, d, e, f, h = form
+    outer = inner**2 + beta * inner + gamma * t
+    return x * (d * outer**2 + e * outer + f * inner + h) / s
+
+
+def test_reproduces_the_published_chain():
+    x = points(0.0, 1.0)
+    for ours, theirs in zip(solve((17, 17, 9), 4e-3, 1.01), PUBLISHED, strict=True):
+        # The published numbers are near the optimum, not at it: their errors are larger than ours by 3e-4.
+        torch.testing.assert_close(evaluate(ours, x), published(theirs, x), rtol=0, atol=3e-3)
+        x = evaluate(ours, x)
+
+
+def test_quintic_chains_are_those_of_the_quintic_solver():
+    for step, (a, b, c) in zip(solve((5,) * 5, 4e-3, 1.01), minimax(5, lower=4e-3, safety=1.01), strict=True):
+        ((alpha, beta, gamma),) = step.products
+        assert gamma == 0
+        assert (step.identity, beta, alpha) == pytest.approx((a, b, c), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_stored_chains_are_what_the_solver_gives(name):
+    chain = CHAINS[name]
+    assert max(chain.refreshes) == len(chain.steps)
+    solved = solve(tuple(step.degree for step in chain.steps), 4e-3, cushion=CUSHIONS[name])
+    for stored, step, upper in zip(chain.steps, solved, inputs(chain.steps), strict=True):
+        x = points(0.0, upper)
+        torch.testing.assert_close(evaluate(stored, x), evaluate(step, x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lower", [1e-4, 1e-3, 4e-3, 0.03, 0.1])
+@pytest.mark.parametrize("degree", [5, 9, 13])
+def test_fits_of_full_families_alternate(lower, degree):
+    """Equal errors of alternating sign on one point more than there are coefficients make a best approximation."""
+    (step,) = solve((degree,), lower)
+    x = points(lower, 1.0, 200001)
+    error = evaluate(step, x) - 1
+    rise = error.diff()
+    inner = torch.nonzero(rise[1:] * rise[:-1] < 0).flatten() + 1
+    extrema = torch.cat([error[:1], error[inner], error[-1:]])
+    assert len(extrema) == (degree + 3) // 2
+    assert (extrema[1:] * extrema[:-1] < 0).all()
+    torch.testing.assert_close(extrema.abs(), error.abs().max().expand_as(extrema), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("lower", [1e-4, 4e-3, 0.06])
+def test_no_small_change_improves_degree_17(lower):
+    form = torch.tensor(best_form(17, lower), dtype=torch.float64)
+    x = lower + (1 - lower) * torch.sin(points(0.0, 1.0, 4001) * torch.pi / 2)
+
+    def worst(parameters):
+        return (published((1.0, 1.0, parameters.tolist()), x) - 1).abs().max()
+
+    generator = torch.Generator().manual_seed(0)
+    for size in (1e-2, 1e-3, 1e-4):
+        for _ in range(200):
+            change = 1 + size * torch.randn(7, generator=generator, dtype=torch.float64)
+            assert worst(form * change) > worst(form) * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("degrees", [(17, 17, 9), (9, 9, 9, 5), (13, 13, 13)])
+@pytest.mark.parametrize("lower", [1e-4, 4e-3, 0.1])
+def test_chains_converge_everywhere(degrees, lower):
+    steps = solve(degrees, lower)
+    x = points(lower, 1.0)
+    errors = []
+    for step in steps:
+        x = evaluate(step, x)
+        errors.append(float((x - 1).abs().max()))
+    assert all(later < max(earlier, 1e-8) for earlier, later in itertools.pairwise([1.0, *errors]))
+
+
+def test_errors_of_the_stored_chains():
+    x = points(4e-3, 1.0, 200001)
+    assert (compose(SQUARE_CHAIN.steps, x) - 1).abs().max() < 1.15e-3
+    assert (compose(WIDE_CHAIN.steps, x) - 1).abs().max() < 2.2e-4
+
+
+def test_a_cushion_keeps_large_singular_values_from_becoming_the_smallest():
+    """Rank 2 has both singular values near 0.7, where the first step without a cushion maps to its minimum."""
+    x = points(0.1, 1.0)
+    plain, cushioned = (evaluate(solve((5, 17), 4e-3, cushion=cushion)[0], x) for cushion in (0.0, 0.05))
+    assert plain.min() < 0.04
+    assert cushioned.min() > 0.3
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_smaller_singular_values_are_lifted_in_order(name):
+    x = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-9, -2.4, 4000, dtype=torch.float64)])
+    x = x[x < 4e-3]
+    lifted = compose(CHAINS[name].steps, x)
+    assert (lifted.diff() > 0).all()
+    assert (lifted >= 100 * x).all()
+    assert lifted[0] == 0
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("excess", [1.002, 1.005, 1.01])
+def test_rounding_may_push_values_above_an_interval(name, excess):
+    """The safety factor leaves room for 1% between two steps; only the last step has none, and it is gentle."""
+    steps = CHAINS[name].steps
+    x = points(4e-3, 1.0)
+    for step in steps:
+        x = evaluate(step, x * excess)
+    assert (x - 1).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_bounds_are_the_largest_values(name):
+    for step, upper in zip(CHAINS[name].steps, inputs(CHAINS[name].steps), strict=True):
+        found = bounds(step, upper)
+        r = points(0.0, upper**2, 100001)
+        products = list(step.products)
+        u = products[0][0] * r * r + products[0][1] * r
+        values = [u]
+        if len(products) > 1:
+            values.append(products[1][0] * u * u + products[1][1] * u + products[1][2] * r)
+        if len(products) > 2:
+            v, (alpha, beta, gamma) = values[-1], products[2]
+            values.append(alpha * v * v + beta * v + gamma * u)
+        largest = [float(value.abs().max()) for value in values]
+        assert found.z == pytest.approx(largest[-1], rel=1e-4)
+        assert found.factor == pytest.approx(float((values[-1] + step.identity).abs().max()), rel=1e-4)
+        assert [found.u, found.v][: len(largest) - 1] == pytest.approx(largest[:-1], rel=1e-4)
+        # What float16 stores is scaled to about 1.
+        assert all(0.4 < value < 1.1 for value in largest[:-1])
+
+
+def test_degree_13_multiplies_v_by_u():
+    step = Step(13, ((2.0, 3.0, 0.0), (5.0, 7.0, 11.0), (13.0, 17.0, 19.0)), 23.0)
+    x = points(0.0, 1.0, 11)
+    r = x * x
+    u = 2 * r * r + 3 * r
+    v = 5 * u * u + 7 * u + 11 * r
+    torch.testing.assert_close(evaluate(step, x), x * (13 * v * u + 17 * v + 19 * u + 23))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(((), 4e-3), "degrees must be"), (((7,), 4e-3), "degrees must be"), (((5,), 0.0), "lower must be")],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        solve(*arguments)
