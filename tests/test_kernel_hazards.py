@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +171,73 @@ def test_kernels_launch_on_the_device_of_a_model_whose_first_parameter_is_elsewh
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert chosen == ["meta"]
+
+
+class Compiled:
+    """A compiled kernel that notes how it was launched; `run` is what Triton does not document."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, run) -> None:
+        self.calls: list[tuple] = []
+        if run is not None:
+            self.run = lambda *args: self.calls.append(("run", *run(*args)))
+
+    def __getitem__(self, grid):
+        return lambda *args: self.calls.append(("documented", grid, *args))
+
+
+def as_now(x, y, z, stream, *others):
+    assert (y, z, *others[:5]) == (1, 1, "function", "metadata", None, None, None)
+    return (x, stream, *others[5:])
+
+
+@pytest.fixture
+def launching(monkeypatch):
+    launch = import_module("muon_fsdp.kernels.launch")
+    active = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 7 + device)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_run_is_usable", True)
+    return launch
+
+
+def test_a_launch_takes_the_short_way(launching):
+    compiled = Compiled(as_now)
+    launching._run(compiled, 5, ("a", "b"))
+    assert compiled.calls == [("run", 5, 10, "a", "b")]
+
+
+@pytest.mark.parametrize("run", [None, lambda grid: (grid,)], ids=["no such method", "another signature"])
+def test_a_launch_falls_back_to_the_documented_way(launching, run):
+    compiled = Compiled(run)
+    for _ in range(2):
+        launching._run(compiled, 5, ("a",))
+    assert compiled.calls == [("documented", (5, 1, 1), "a")] * 2
+    assert not launching._run_is_usable
+    later = Compiled(as_now)  # the short way is not tried again
+    launching._run(later, 5, ())
+    assert later.calls == [("documented", (5, 1, 1))]
+
+
+def test_an_error_of_a_launch_is_not_hidden(launching):
+    def fail(*args):
+        raise RuntimeError("illegal memory access")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launching._run(Compiled(fail), 5, ())
+    assert launching._run_is_usable
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_called_around_launches(launching, monkeypatch, name):
+    hook = SimpleNamespace(calls=[print])
+    nothing = SimpleNamespace(calls=[])
+    runtime = SimpleNamespace(**{"launch_enter_hook": nothing, "launch_exit_hook": nothing, name: hook})
+    monkeypatch.setattr(launching, "knobs", SimpleNamespace(runtime=runtime))
+    compiled = Compiled(as_now)
+    launching._run(compiled, 5, ("a",))
+    hook.calls.clear()
+    launching._run(compiled, 5, ("a",))
+    setattr(runtime, name, None)  # as in older versions of Triton
+    launching._run(compiled, 5, ("a",))
+    assert [call[0] for call in compiled.calls] == ["documented", "run", "run"]

@@ -74,7 +74,7 @@ LARGE = Product("symmetric", 24, 768, 768, 768, torch.float16)
         ({}, None),
         ({"rows": 1000, "cols": 1000, "dtype": torch.bfloat16}, None),
         ({"dtype": torch.float32}, "torch.float32"),
-        ({"transposed": True}, "transposed"),
+        ({"transposed": True}, None),
         ({"uniform": False}, "differ in dtype or are not aligned to 16 bytes"),
         ({"bulk": False}, "16 bytes"),
         ({"rows": 1001, "cols": 1001}, "16 bytes"),
@@ -133,7 +133,9 @@ def test_gluon_that_can_not_be_imported_is_not_used(monkeypatch, imported_anew):
 def test_what_the_gluon_kernel_is_given(monkeypatch):
     monkeypatch.setattr(products, "select", lambda *_: select_module.Choice("gluon", None, "test"))
 
-    def compute(a, b, c, e, out, *, alpha, beta, gamma):
+    def compute(a, b, addends, out, *, alpha, transposed):
+        assert not transposed
+        (c, beta), (e, gamma) = addends
         assert [name for name, t in zip("abceo", (a, b, c, e, out), strict=True) if not t.is_contiguous()] == []
         return torch.add(alpha * a @ b.mT + beta * c, e, alpha=gamma, out=out)
 
@@ -171,7 +173,7 @@ def test_the_gluon_kernel_computes_every_tile_by_a_schedule_that_is_made_once(mo
     a, c = torch.zeros(2, 304, 72, dtype=torch.float16), torch.zeros(2, 304, 304, dtype=torch.float16)
     for b in (a, a.clone()):
         for _ in range(2):
-            hopper_kernel.symmetric_product(a, b, c, c, torch.empty_like(c))
+            hopper_kernel.symmetric_product(a, b, [Addend(c), Addend(c)], torch.empty_like(c))
     triangle = [(i, j) for i in range(3) for j in range(i + 1)]
     for table in schedules:
         found = sorted(tile for row in table.tolist() for tile in unpacked(row))
@@ -186,14 +188,14 @@ def test_the_first_product_of_a_shape_by_gluon_can_not_be_captured(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     a, out = torch.zeros(1, 304, 72, dtype=torch.float16), torch.zeros(1, 304, 304, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="can't be captured by its first call"):
-        hopper_kernel.symmetric_product(a, a, None, None, out)
+        hopper_kernel.symmetric_product(a, a, [], out)
 
 
 def test_a_failure_of_the_gluon_kernel_is_a_kernel_error(monkeypatch, hopper_kernel):
     monkeypatch.setattr(hopper_kernel, "launch", lambda *_, **__: {}["moved"])
     a, out = torch.zeros(1, 304, 72, dtype=torch.float16), torch.zeros(1, 304, 304, dtype=torch.float16)
     with pytest.raises(select_module.KernelError, match="KeyError: 'moved'"):
-        hopper_kernel.symmetric_product(a, a, None, None, out)
+        hopper_kernel.symmetric_product(a, a, [], out)
 
 
 @pytest.mark.filterwarnings("ignore:The Gluon kernel for Hopper")
@@ -213,7 +215,7 @@ def test_gluon_that_fails_is_not_tried_again(monkeypatch):
 
     device = torch.device("cuda")
     for _ in range(2):
-        assert products._compute(LARGE, device, by_triton, lambda: None, False, by_gluon) == torch.ones(1)
+        assert products._compute(LARGE, device, by_triton, lambda: None, by_gluon) == torch.ones(1)
     choice = select_module.select(LARGE, device)
     assert tried == ["gluon", choice.config, choice.config]
     assert "it failed with CompilationError: no such function" in choice.reason

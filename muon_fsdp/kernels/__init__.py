@@ -4,4 +4,13 @@ from muon_fsdp.kernels.addends import Addend
 from muon_fsdp.kernels.products import multiply_add, symmetric_product
 from muon_fsdp.kernels.select import Choice, Product, on_device, select, unusable
 
-__all__ = ["Addend", "Choice", "Product", "multiply_add", "on_device", "select", "symmetric_product", "unusable"]
+__all__ = [
+    "Addend",
+    "Choice",
+    "Product",
+    "multiply_add",
+    "on_device",
+    "select",
+    "symmetric_product",
+    "unusable",
+]

@@ -20,9 +20,11 @@ class Addend(NamedTuple):
     factor: float = 1.0
 
 
-def contiguous(addends: Sequence[Addend]) -> list[Addend]:
+def contiguous(addends: Sequence[Addend]) -> Sequence[Addend]:
     """Return the addends with contiguous matrices, which kernels require."""
-    return [addend._replace(matrices=addend.matrices.contiguous()) for addend in addends]
+    if all(addend.matrices.is_contiguous() for addend in addends):
+        return addends
+    return [Addend(matrices.contiguous(), factor) for matrices, factor in addends]
 
 
 def unpack(addends: Sequence[Addend]) -> tuple[Tensor | None, float, Tensor | None, float]:

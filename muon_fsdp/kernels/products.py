@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels.addends import Addend, contiguous, unpack
-from muon_fsdp.kernels.select import Product, give_up_gluon, select, tune, unusable
+from muon_fsdp.kernels.select import Product, give_up_gluon, select, tune
 from muon_fsdp.kernels.tiles import KernelError
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tiles import TileConfig
+
+# PyTorch's library multiplies an addend by at most this number before it is rounded. Half precision holds the product,
+# since the entries of normalized matrices are at most 1.
+LARGEST_EARLY_FACTOR = 2.0**10
 
 
 def symmetric_product(
@@ -24,6 +28,7 @@ def symmetric_product(
     alpha: float = 1.0,
     transposed: bool = False,
     active: Tensor | None = None,  # (B,) int32
+    out: Tensor | None = None,  # (B, m, m), contiguous, with the dtype of a; none of the operands
 ) -> Tensor:
     """Compute alpha * a @ b^T plus all addends, for operands whose product is symmetric in exact arithmetic.
 
@@ -32,49 +37,43 @@ def symmetric_product(
     All implementations therefore make the product of two different matrices exactly symmetric.
 
     Returns:
-        A new (B, m, m) tensor with the dtype of a. Where `active` is 0, the matrix may hold arbitrary numbers.
+        `out`, or a new (B, m, m) tensor with the dtype of a. Where `active` is 0, the matrix may hold arbitrary
+        numbers.
     """
-    rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
+    if _needs_gradient(a, b):
+        return _symmetric_by_library(a, b, addends, alpha, transposed, out)
+    # This runs before every launch, and small kernels take 10 microseconds: no slow Python, such as len() of a tensor.
+    count, rows, inner = a.shape
+    if transposed:
+        rows, inner = inner, rows
+    bulk = a.shape[-1] * a.element_size() % 16 == 0
+    uniform = a.is_cuda and _are_uniform(a, b, addends)  # elsewhere a tensor may have no data pointer
+    product = Product(
+        "symmetric", count, rows, rows, inner, a.dtype, bulk, False, transposed, uniform, active is not None
+    )
 
     def by_triton(tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
         left, right = _contiguous_pair(a, b)
-        out = a.new_empty(len(a), rows, rows)
+        result = a.new_empty(count, rows, rows) if out is None else out
         return triton_products.symmetric_product(
-            left, right, contiguous(addends), out, tiles, alpha=alpha, transposed=transposed, active=active
+            left, right, contiguous(addends), result, tiles, alpha=alpha, transposed=transposed, active=active
         )
 
     def by_library() -> Tensor:
-        c, beta, e, gamma = unpack(addends)
-        left, right = (a.mT, b) if transposed else (a, b.mT)
-        product = _library_product(left, right, c, alpha, beta)
-        if e is not None:
-            product.add_(e, alpha=gamma)
-        return product if a is b else (product + product.mT).mul_(0.5)
+        return _symmetric_by_library(a, b, addends, alpha, transposed, out)
 
     def by_gluon() -> Tensor:
         from muon_fsdp.kernels import triton_hopper
 
         left, right = _contiguous_pair(a, b)
-        c, beta, e, gamma = unpack(contiguous(addends))
-        out = a.new_empty(len(a), rows, rows)
-        return triton_hopper.symmetric_product(left, right, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
+        result = a.new_empty(count, rows, rows) if out is None else out
+        return triton_hopper.symmetric_product(
+            left, right, contiguous(addends), result, alpha=alpha, transposed=transposed
+        )
 
-    product = Product(
-        "symmetric",
-        len(a),
-        rows,
-        rows,
-        inner,
-        a.dtype,
-        _rows_are_aligned(a, b),
-        transposed=transposed,
-        # Checked only where kernels run: elsewhere a tensor may have no data pointer.
-        uniform=unusable(a.device) is None and _are_uniform(a, b, *(addend.matrices for addend in addends)),
-        masked=active is not None,
-    )
-    return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad, by_gluon)
+    return _compute(product, a.device, by_triton, by_library, by_gluon)
 
 
 def multiply_add(
@@ -84,30 +83,29 @@ def multiply_add(
     *,
     alpha: float = 1.0,
     c_scale: Tensor | None = None,  # (B,)
+    factor: float = 1.0,
     out: Tensor | None = None,  # (B, m, n), in any precision; neither a nor b
     active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """Compute alpha * a @ b + c.factor * c_scale * c.matrices.
+    """Compute factor * (alpha * a @ b + c.factor * c_scale * c.matrices).
+
+    The sum must fit into the precision of a, and the result into that of `out`.
 
     Returns:
         `out`, or a new tensor with the dtype of a. Where `active` is 0, a matrix of `out` keeps its numbers, and a
         matrix of a new tensor may hold arbitrary ones.
     """
     summand, beta = (None, 0.0) if c is None else c
+    count, rows, inner = a.shape
+    cols = b.shape[2]
 
     def by_triton(tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
-        result = out if out is not None and out.is_contiguous() else a.new_empty(len(a), a.shape[1], b.shape[2])
+        result = out if out is not None and out.is_contiguous() else a.new_empty(count, rows, cols)
+        addend = None if summand is None else Addend(summand.contiguous(), factor * beta)
         triton_products.multiply_add(
-            a.contiguous(),
-            b.contiguous(),
-            None if summand is None else Addend(summand.contiguous(), beta),
-            result,
-            tiles,
-            alpha=alpha,
-            c_scale=c_scale,
-            active=active,
+            a.contiguous(), b.contiguous(), addend, result, tiles, alpha=factor * alpha, c_scale=c_scale, active=active
         )
         if out is None or result is out:
             return result
@@ -120,19 +118,28 @@ def multiply_add(
         return multiply_all(out)
 
     def multiply_all(out: Tensor | None) -> Tensor:
-        scaled = summand if summand is None or c_scale is None else summand * c_scale[:, None, None]
+        scaled, rest = summand, beta
+        if summand is not None and c_scale is not None:
+            # Part of beta comes before the rounding, because half precision would round small entries coarsely.
+            early = min(max(abs(beta), 1.0), LARGEST_EARLY_FACTOR)
+            scaled, rest = summand * (early * c_scale)[:, None, None], beta / early
         added = None if scaled is None else scaled.to(a.dtype)
-        if out is None or alpha == 0:
-            product = _library_product(a, b, added, alpha, beta)
-            return product if out is None else out.copy_(product)
-        # Multiply by alpha in the precision of `out`: alpha times the product may overflow in half precision.
-        return out.copy_(_library_product(a, b, added, 1.0, beta / alpha)).mul_(alpha)
+        product = _library_product(a, b, added, alpha, rest)
+        if out is not None:
+            product = out.copy_(product)  # multiplied in this precision, which may have a wider range
+        return product if factor == 1 else product.mul_(factor)
 
-    wide = any(tensor is not None and tensor.element_size() > 2 for tensor in (summand, out))
-    product = Product(
-        "multiply_add", len(a), a.shape[1], b.shape[2], a.shape[2], a.dtype, _rows_are_aligned(a, b), wide
-    )
-    return _compute(product, a.device, by_triton, by_library, a.requires_grad or b.requires_grad)
+    if _needs_gradient(a, b):
+        return by_library()
+    wide = (summand is not None and summand.element_size() > 2) or (out is not None and out.element_size() > 2)
+    bulk = inner * a.element_size() % 16 == 0 and cols * b.element_size() % 16 == 0
+    product = Product("multiply_add", count, rows, cols, inner, a.dtype, bulk, wide)
+    return _compute(product, a.device, by_triton, by_library)
+
+
+def _needs_gradient(a: Tensor, b: Tensor) -> bool:
+    """Return whether autograd records the product: the kernels have no backward pass."""
+    return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
 
 
 def _compute(
@@ -140,11 +147,8 @@ def _compute(
     device: torch.device,
     by_triton: Callable[[TileConfig], Tensor],
     by_library: Callable[[], Tensor],
-    requires_grad: bool,
     by_gluon: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    if torch.is_grad_enabled() and requires_grad:
-        return by_library()  # the kernels have no backward pass
     choice = select(product, device)
     if choice.path == "gluon":
         assert by_gluon is not None
@@ -158,11 +162,26 @@ def _compute(
     return by_library() if choice.config is None else by_triton(choice.config)
 
 
+def _symmetric_by_library(
+    a: Tensor, b: Tensor, addends: Sequence[Addend], alpha: float, transposed: bool, out: Tensor | None
+) -> Tensor:
+    c, beta, e, gamma = unpack(addends)
+    left, right = (a.mT, b) if transposed else (a, b.mT)
+    product = _library_product(left, right, c, alpha, beta)
+    if e is not None:
+        product.add_(e, alpha=gamma)
+    if a is not b:
+        product = (product + product.mT).mul_(0.5)
+    return product if out is None else out.copy_(product)
+
+
 def _library_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
-    if c is None:
-        product = torch.bmm(a, b)
-        return product if alpha == 1.0 else product.mul_(alpha)
-    return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+    if c is not None:
+        return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+    if alpha == 1.0:
+        return torch.bmm(a, b)
+    # Not bmm() * alpha: in half precision the product alone could underflow.
+    return torch.baddbmm(a.new_zeros(()), a, b, alpha=alpha, beta=0)
 
 
 def _contiguous_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,9 +190,9 @@ def _contiguous_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return left, left if a is b else b.contiguous()
 
 
-def _are_uniform(*tensors: Tensor) -> bool:
-    return all(tensor.dtype == tensors[0].dtype and tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-def _rows_are_aligned(*tensors: Tensor) -> bool:
-    return all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in tensors)
+def _are_uniform(a: Tensor, b: Tensor, addends: Sequence[Addend]) -> bool:
+    """Return whether all tensors have the same dtype and begin at a multiple of 16 bytes."""
+    dtype = a.dtype
+    if a.data_ptr() % 16 or (b is not a and (b.dtype != dtype or b.data_ptr() % 16)):
+        return False
+    return all(matrices.dtype == dtype and matrices.data_ptr() % 16 == 0 for matrices, _ in addends)

@@ -207,8 +207,6 @@ def _not_for_gluon(product: Product, processors: int) -> str | None:
     """Return why the Gluon kernel does not compute a symmetric product, or None if it does."""
     if product.dtype not in _HALF:
         return f"operands are {product.dtype}"
-    if product.transposed:
-        return "operands are transposed"
     if product.masked:
         return "a mask may exclude matrices"
     if not product.uniform:

@@ -17,6 +17,8 @@ Barriers come in pairs: `full` and `empty` for a place in the ring, `granted` an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from muon_fsdp.kernels.addends import Addend, unpack
 from muon_fsdp.kernels.launch import TiledTensor, launch
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
 from muon_fsdp.kernels.tiles import KernelError, num_processors
@@ -41,6 +44,7 @@ _SIDE, _INNER, _STAGES, _NO_TILE = map(gl.constexpr, (SIDE, INNER, STAGES, NO_TI
 _BLOCK_BYTES, _TILE_BYTES = gl.constexpr(SIDE * INNER * 2), gl.constexpr(SIDE * SIDE * 2)
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=3)
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+_HALF_TILE_LAYOUT = gl.constexpr(_BLOCK_LAYOUT)
 # 12 warps (the last one is idle) start with 168 registers per thread. Consumers then get registers from the others.
 MAX_REGISTERS = 168
 _CONSUMER_REGISTERS, _OTHER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -78,7 +82,7 @@ def _previous(stage):  # type: ignore[no-untyped-def]
 @gluon.jit  # pragma: no cover
 def _half_tile(ring, stage):  # type: ignore[no-untyped-def]
     """Return the first two blocks of a place in the ring as one block, which holds half of a tile of E."""
-    return ring.index(3 * stage)._reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], ring.layout)
+    return ring.index(3 * stage)._reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], _HALF_TILE_LAYOUT)
 
 
 @gluon.jit  # pragma: no cover
@@ -121,9 +125,18 @@ def _produce(a, b, e, ring, full, empty, table, num_tasks, num_steps, SAME: gl.c
 @gluon.jit  # pragma: no cover
 def _load_blocks(own, common, matrix, first, second, shared, x, loaded, ring, stage, has_first, has_second):  # type: ignore[no-untyped-def]
     block = 3 * stage
-    tma.async_copy_global_to_shared(common, [matrix, shared * _SIDE, x], loaded, ring.index(block + 2))
-    tma.async_copy_global_to_shared(own, [matrix, first * _SIDE, x], loaded, ring.index(block), pred=has_first)
-    tma.async_copy_global_to_shared(own, [matrix, second * _SIDE, x], loaded, ring.index(block + 1), pred=has_second)
+    _load_block(common, matrix, shared, x, loaded, ring, block + 2, True)
+    _load_block(own, matrix, first, x, loaded, ring, block, has_first)
+    _load_block(own, matrix, second, x, loaded, ring, block + 1, has_second)
+
+
+@gluon.jit  # pragma: no cover
+def _load_block(operand, matrix, tile, x, loaded, ring, block, needed):  # type: ignore[no-untyped-def]
+    if ring.shape[2] == _SIDE:  # noqa: SIM108 - Gluon has no conditional expression of lists
+        place = [matrix, tile * _SIDE, x]
+    else:  # the operand is transposed
+        place = [matrix, x, tile * _SIDE]
+    tma.async_copy_global_to_shared(operand, place, loaded, ring.index(block), pred=needed)
 
 
 @gluon.jit  # pragma: no cover
@@ -178,9 +191,13 @@ def _pass_by(full, empty, stage, phase, count):  # type: ignore[no-untyped-def]
 @gluon.jit  # pragma: no cover
 def _multiply_block(ring, full, acc, left, right, stage, phase):  # type: ignore[no-untyped-def]
     mbarrier.wait(full.index(stage), phase)
-    x = ring.index(3 * stage + left).reshape([_SIDE, _INNER])
-    y = ring.index(3 * stage + right).reshape([_SIDE, _INNER]).permute([1, 0])
-    return warpgroup_mma(x, y, acc, is_async=True)
+    x = ring.index(3 * stage + left).reshape([ring.shape[2], ring.shape[3]])
+    y = ring.index(3 * stage + right).reshape([ring.shape[2], ring.shape[3]])
+    if ring.shape[2] == _SIDE:
+        acc = warpgroup_mma(x, y.permute([1, 0]), acc, is_async=True)
+    else:  # operands are transposed
+        acc = warpgroup_mma(x.permute([1, 0]), y, acc, is_async=True)
+    return acc
 
 
 @gluon.jit  # pragma: no cover
@@ -293,23 +310,11 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=["line", "num_steps", "steps_before_mirror"])  # pragma: no cover
 def _symmetric_hopper_kernel(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    c,
-    e,
-    d,
-    table,
-    line,
-    num_steps,
-    steps_before_mirror,
-    alpha,
-    beta,
-    gamma,
-    SAME: gl.constexpr,
-    HAS_C: gl.constexpr,
-    HAS_E: gl.constexpr,
-):
-    ring = gl.allocate_shared_memory(a.dtype, [3 * _STAGES, 1, _SIDE, _INNER], a.layout)
+    a, b, c, e, d, table, line, num_steps, steps_before_mirror, alpha, beta, gamma,
+    SAME: gl.constexpr, HAS_C: gl.constexpr, HAS_E: gl.constexpr,
+):  # fmt: skip
+    # A block of an operand is 128 x 32, or 32 x 128 if the operands are transposed.
+    ring = gl.allocate_shared_memory(a.dtype, [3 * _STAGES, 1, a.block_shape[1], a.block_shape[2]], a.layout)
     buffers = gl.allocate_shared_memory(d.dtype, [2, 1, _SIDE, _SIDE], d.layout)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -380,29 +385,30 @@ def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.devi
 
 
 def symmetric_product(
-    a: Tensor,  # (B, m, k)
+    a: Tensor,  # (B, m, k), or (B, k, m) if transposed
     b: Tensor,  # the same shape as a
-    c: Tensor | None,  # (B, m, m), symmetric
-    e: Tensor | None,  # (B, m, m), symmetric
+    addends: Sequence[Addend],  # at most two, (B, m, m), symmetric
     out: Tensor,  # (B, m, m)
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
-    gamma: float = 0.0,
+    transposed: bool = False,
 ) -> Tensor:
-    """Compute alpha * a @ b^T + beta * c + gamma * e into `out`, exactly symmetric.
+    """Compute alpha * a @ b^T plus all addends into `out`, exactly symmetric.
 
     `select` must have chosen "gluon" for the product: nothing is checked here.
 
     Returns:
         `out`.
     """
+    c, beta, e, gamma = unpack(addends)
     num_matrices, rows, inner = a.shape
+    if transposed:
+        rows, inner = inner, rows
     table = _table(num_matrices, -(-rows // SIDE), a is b, a.device)
     num_steps = -(-inner // INNER)
     args = (
-        _block(a),
-        None if a is b else _block(b),
+        _block(a, transposed),
+        None if a is b else _block(b, transposed),
         _tile(c),
         None if e is None else _SharedTile(e, (SIDE, 2 * INNER), _BLOCK_LAYOUT),
         _tile(out),
@@ -418,7 +424,8 @@ def symmetric_product(
     )
     constants = {"SAME": a is b, "HAS_C": c is not None, "HAS_E": e is not None}
     try:
-        launch(_symmetric_hopper_kernel, len(table), args, constants, (a.device, a.dtype), maxnreg=MAX_REGISTERS)
+        kind = (a.device, a.dtype, transposed)
+        launch(_symmetric_hopper_kernel, table.shape[0], args, constants, kind, maxnreg=MAX_REGISTERS)
     except torch.OutOfMemoryError:  # no fault of the kernel: the next call may work
         raise
     except Exception as error:  # Gluon's interface is not stable
@@ -426,7 +433,9 @@ def symmetric_product(
     return out
 
 
-def _block(tensor: Tensor) -> _SharedTile:
+def _block(tensor: Tensor, transposed: bool) -> _SharedTile:
+    if transposed:
+        return _SharedTile(tensor, (INNER, SIDE), _TILE_LAYOUT)
     return _SharedTile(tensor, (SIDE, INNER), _BLOCK_LAYOUT)
 
 

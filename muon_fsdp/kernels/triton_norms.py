@@ -40,10 +40,13 @@ def _partials_kernel(matrices, partials, numel, chunks, CHUNK: tl.constexpr, ALI
     tl.store(partials + 2 * index + 1, squares)
 
 
-@triton.jit
-def _inverse_norms_kernel(partials, first_chunk, inverse_norms, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["chunks"])
+def _inverse_norms_kernel(partials, first_chunk, inverse_norms, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     matrix = tl.program_id(0)
-    start, stop = tl.load(first_chunk + matrix), tl.load(first_chunk + matrix + 1)
+    if first_chunk is None:  # every matrix has the same number of chunks
+        start, stop = matrix * chunks, (matrix + 1) * chunks
+    else:
+        start, stop = tl.load(first_chunk + matrix), tl.load(first_chunk + matrix + 1)
     lanes = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for chunk in range(start, stop, BLOCK):
@@ -85,8 +88,8 @@ def inverse_norms(batch: Tensor) -> Tensor:
     Returns:
         (B,), float32, with 1 for a zero matrix.
     """
-    count, numel = len(batch), batch[0].numel()
-    chunks = triton.cdiv(numel, CHUNK)
+    count, numel = batch.shape[0], batch.shape[1] * batch.shape[2]
+    chunks = -(-numel // CHUNK)
     partials = torch.empty(count * chunks, 2, dtype=torch.float32, device=batch.device)
     aligned = numel % ALIGNMENT == 0 and all(is_aligned(batch))
     launch(
@@ -97,8 +100,7 @@ def inverse_norms(batch: Tensor) -> Tensor:
         (batch.device, batch.dtype, is_aligned(batch), numel > INT32_MAX),
         num_warps=8,
     )
-    first_chunk = torch.arange(0, (count + 1) * chunks, chunks, dtype=torch.int32, device=batch.device)
-    return inverse_norms_of_partials(partials, first_chunk)
+    return _combine(partials, None, count, chunks)
 
 
 def inverse_norms_of_partials(
@@ -106,9 +108,13 @@ def inverse_norms_of_partials(
     first_chunk: Tensor,  # (B + 1,), the first chunk of every matrix, and the number of chunks
 ) -> Tensor:
     """Return one over the Frobenius norm of every matrix, (B,), from the partial norms of its chunks."""
-    count = len(first_chunk) - 1
+    return _combine(partials, first_chunk, first_chunk.shape[0] - 1, 0)
+
+
+def _combine(partials: Tensor, first_chunk: Tensor | None, count: int, chunks: int) -> Tensor:
     result = torch.empty(count, dtype=torch.float32, device=partials.device)
-    launch(_inverse_norms_kernel, count, (partials, first_chunk, result), {"BLOCK": 1024}, partials.device)
+    kind = (partials.device, first_chunk is None)
+    launch(_inverse_norms_kernel, count, (partials, first_chunk, result, chunks), {"BLOCK": 1024}, kind)
     return result
 
 
@@ -116,19 +122,22 @@ def scaled_cast(
     batch: Tensor,  # (B, m, n), contiguous
     scales: Tensor,  # (B,)
     factor: float,
-    dtype: torch.dtype,
+    out: Tensor,  # (B, m, n), contiguous, in another dtype
 ) -> Tensor:
-    """Return batch * scales * factor, (B, m, n), in another dtype."""
-    out = torch.empty_like(batch, dtype=dtype)
-    count, numel = len(batch), batch[0].numel()
-    chunks = triton.cdiv(numel, CHUNK)
+    """Compute batch * scales * factor into `out`.
+
+    Returns:
+        `out`.
+    """
+    count, numel = batch.shape[0], batch.shape[1] * batch.shape[2]
+    chunks = -(-numel // CHUNK)
     aligned = numel % ALIGNMENT == 0 and all(is_aligned(batch))
     launch(
         _scaled_cast_kernel,
         count * chunks,
         (batch, scales, out, numel, chunks, float(factor)),
         {"CHUNK": CHUNK, "ALIGNED": aligned},
-        (batch.device, batch.dtype, dtype, is_aligned(batch), numel > INT32_MAX),
+        (batch.device, batch.dtype, out.dtype, is_aligned(batch, out), numel > INT32_MAX),
         num_warps=8,
     )
     return out

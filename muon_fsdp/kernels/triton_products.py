@@ -222,10 +222,10 @@ def symmetric_product(
     rows, inner = (a.shape[2], a.shape[1]) if transposed else (a.shape[1], a.shape[2])
     side, block = config.rows, (config.inner, config.rows) if transposed else (config.rows, config.inner)
     bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, c, e)
-    tiles = triton.cdiv(rows, side)
+    tiles = -(-rows // side)  # triton.cdiv takes microseconds of host time
     launch(
         _symmetric_kernel,
-        _num_programs(tiles * (tiles + 1) // 2 * len(a), config, a),
+        _num_programs(tiles * (tiles + 1) // 2 * a.shape[0], config, a),
         (
             _operand(a, block, bulk_in),
             None if a is b else _operand(b, block, bulk_in),
@@ -233,7 +233,7 @@ def symmetric_product(
             _operand(e, (side, side), bulk_out),
             _operand(out, (side, side), bulk_out),
             active,
-            len(a),
+            a.shape[0],
             rows,
             inner,
             float(alpha),
@@ -284,7 +284,7 @@ def multiply_add(
     (num_matrices, rows, inner), cols = a.shape, b.shape[2]
     bulk_in, bulk_out = _can_be_tiled(a, b), _can_be_tiled(out, summand)
     half = (config.rows, config.cols // 2)
-    tiles = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols) * num_matrices
+    tiles = -(-rows // config.rows) * -(-cols // config.cols) * num_matrices
     launch(
         _multiply_add_kernel,
         _num_programs(tiles, config, a),

@@ -67,7 +67,8 @@ def test_products(kind, batch, rows, inner, dtype):
     a, b, c, e = operands(kind, batch, rows, inner if kind == "gram" else rows, dtype)
     alpha, beta, gamma = KINDS[kind]
     memory, out = guarded(batch, rows, dtype)
-    triton_hopper.symmetric_product(a, b, c, e, out, alpha=alpha, beta=beta, gamma=gamma)
+    addends = [Addend(added, factor) for added, factor in ((c, beta), (e, gamma)) if added is not None]
+    triton_hopper.symmetric_product(a, b, addends, out, alpha=alpha)
     expected = alpha * a.double() @ b.double().mT
     for added, factor in ((c, beta), (e, gamma)):
         if added is not None:
@@ -79,17 +80,31 @@ def test_products(kind, batch, rows, inner, dtype):
     assert memory[-GUARD:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("batch", "rows", "inner"), [(20, 768, 330), (5, 1000, 2056), (3, 2048, 8191)])
+def test_transposed_operands(batch, rows, inner, dtype):
+    a = torch.randn(batch, inner, rows, device=CUDA).to(dtype)
+    memory, out = guarded(batch, rows, dtype)
+    triton_hopper.symmetric_product(a, a, [], out, alpha=0.5, transposed=True)
+    assert memory[:GUARD].isnan().all()
+    assert memory[-GUARD:].isnan().all()
+    tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
+    expected = triton_products.symmetric_product(a, a, [], torch.empty_like(out), tiles, alpha=0.5, transposed=True)
+    assert_same(out, expected)
+    exact = 0.5 * a.double().mT @ a.double()
+    assert (out.double() - exact).norm() / exact.norm() < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_other_kernel_every_time(kind):
     """Ranks that run different kernels agree, and no race shows in a hundred runs."""
     a, b, c, e = operands(kind, 20, 1000, 1000, torch.float16)
     alpha, beta, gamma = KINDS[kind]
     tiles = triton_products.TileConfig(128, 128, 64, 8, 4, persistent=True)
-    factors = {"alpha": alpha, "beta": beta, "gamma": gamma}
     addends = [Addend(added, factor) for added, factor in ((c, beta), (e, gamma)) if added is not None]
     expected = triton_products.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], tiles, alpha=alpha)
     for _ in range(100):
-        out = triton_hopper.symmetric_product(a, b, c, e, guarded(20, 1000, a.dtype)[1], **factors)
+        out = triton_hopper.symmetric_product(a, b, addends, guarded(20, 1000, a.dtype)[1], alpha=alpha)
         assert_same(out, expected)
 
 
@@ -109,23 +124,23 @@ def test_large_products_take_it_and_others_do_not(launched):
     assert select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).path == "gluon"
     square = products.symmetric_product(large, large)
     products.symmetric_product(square, square, [Addend(square.mT, 2.0)], alpha=0.5)  # any strides
-    assert launched == 2 * ["_symmetric_hopper_kernel"]
+    products.symmetric_product(large, large, transposed=True)
+    assert launched == 3 * ["_symmetric_hopper_kernel"]
     launched.clear()
     unaligned = torch.randn(8 * 1024 * 1024 + 1, device=CUDA, dtype=torch.float16)[1:].view(8, 1024, 1024)
-    for a, transposed in (
-        (large[:1, :512], False),  # few tiles
-        (large, True),
-        (large.float(), False),
-        (large[:, :, :1023].contiguous(), False),  # rows that no descriptor can address
-        (unaligned, False),
+    for a in (
+        large[:1, :512],  # few tiles
+        large.float(),
+        large[:, :, :1023].contiguous(),  # rows that no descriptor can address
+        unaligned,
     ):
-        result = products.symmetric_product(a, a, transposed=transposed)
-        expected = a.double().mT @ a.double() if transposed else a.double() @ a.double().mT
+        result = products.symmetric_product(a, a)
+        expected = a.double() @ a.double().mT
         assert (result - expected).norm() < 1e-3 * expected.norm()
     x = torch.randn(24, 768, 768, device=CUDA, dtype=torch.float16)
     products.symmetric_product(x, x, [Addend(torch.ones(24, 768, 768, device=CUDA))])  # of another precision
     multiply_add(large, large)
-    assert launched == 6 * ["_symmetric_kernel"] + ["_multiply_add_kernel"]
+    assert launched == 5 * ["_symmetric_kernel"] + ["_multiply_add_kernel"]
 
 
 def test_it_is_switched_off_with_the_others(monkeypatch, launched):
@@ -153,7 +168,8 @@ def test_a_kernel_that_fails_is_replaced(monkeypatch):
     expected = products.symmetric_product(large, large)
     monkeypatch.setattr(select_module, "_gluon_failure", None)
     monkeypatch.setattr(triton_hopper, "_symmetric_hopper_kernel", None)  # not launchable
-    assert_same(products.symmetric_product(large, large), expected)
+    with pytest.warns(RuntimeWarning, match="The Gluon kernel for Hopper GPUs is not used: it failed with TypeError"):
+        assert_same(products.symmetric_product(large, large), expected)
     assert "failed with TypeError" in select(Product("symmetric", 8, 1024, 1024, 1024, torch.float16), CUDA).reason
 
 
