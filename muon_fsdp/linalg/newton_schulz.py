@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.kernels import Addend, multiply_add, on_device, symmetric_product, unusable
+from muon_fsdp.kernels import on_device, unusable
+from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
-from muon_fsdp.linalg.coefficients import NORM_MARGINS, Quintic, check_steps, coefficients
+from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
+from muon_fsdp.linalg.coefficients import NORM_MARGINS, check_steps, coefficients
+from muon_fsdp.linalg.iteration import Exact, Operand, iterate, num_refreshes, scaled_steps, x_scale
 
 Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "exact"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 Form = Literal["auto", "standard", "gram"]
 
-# From this n/m on, iterating on the m x m Gram matrix is cheaper than iterating on the m x n matrix.
-GRAM_ASPECT_RATIO = 1.5
+# From this n/m on, a chain with fewer refreshes is cheaper: 3 n/m + 6.5 products of size m against 4.5 n/m + 4.
+GRAM_ASPECT_RATIO = 5 / 3
+# Up to this many rows, the default method takes the chain with more refreshes in any case: rounding errors weigh more.
+FEW_ROWS = 256
 # Up to this many rows, the Gram form in half precision refreshes X after every second step, otherwise every third.
 SMALL_ROWS = 512
+# Up to this many rows, one kernel may compute the whole iteration. It keeps m x m matrices on the chip and in more than
+# half precision, so it refreshes X only once where the default method refreshes it twice.
+SMALL_KERNEL_ROWS = 128
+SMALL_KERNEL_REFRESHES = frozenset({1, len(SQUARE_CHAIN.steps)})
+# With this number of steps, the default method takes fewer steps of a higher degree, as accurate and cheaper.
+DEFAULT_STEPS = 5
 # Up to this many rows, GPUs iterate in float32 instead of float16.
 TINY_ROWS = 64
 
@@ -52,26 +65,72 @@ def orthogonalize(
     Returns:
         `out`, or a new tensor with the shape and dtype of `matrices`.
     """
+    check_steps(steps)
+    if method not in ORTHOGONALIZATIONS:
+        raise ValueError(f"Unknown orthogonalization {method!r}; valid names are {', '.join(ORTHOGONALIZATIONS)}")
+    _check_matrices(matrices)
+    result = torch.empty_like(matrices, memory_format=torch.contiguous_format) if out is None else out
+    if matrices.numel() == 0:
+        return result
+    shape = (-1, *matrices.shape[-2:])
+    request = Request(matrices.reshape(shape), result.view(shape), factor, inverse_norms)
+    orthogonalize_together([request], method=method, steps=steps, form=form)
+    return result
+
+
+def _check_matrices(matrices: Tensor) -> None:
     if not isinstance(matrices, Tensor) or matrices.layout != torch.strided:
         raise TypeError("orthogonalize needs a dense tensor")
     if matrices.ndim < 2:
         raise ValueError(f"orthogonalize needs a matrix or a batch of matrices, got shape {tuple(matrices.shape)}")
     if not matrices.is_floating_point():
         raise TypeError(f"orthogonalize needs a real floating-point tensor, got {matrices.dtype}")
-    check_steps(steps)
-    if method not in ORTHOGONALIZATIONS:
-        raise ValueError(f"Unknown orthogonalization {method!r}; valid names are {', '.join(ORTHOGONALIZATIONS)}")
-    result = torch.empty_like(matrices, memory_format=torch.contiguous_format) if out is None else out
-    if matrices.numel() == 0:
-        return result
-    batch, target = matrices.reshape(-1, *matrices.shape[-2:]), result.view(-1, *matrices.shape[-2:])
-    with without_autocast(matrices.device.type), on_device(matrices.device):
-        if method == "exact":
-            target.copy_(_polar_by_svd(batch).mul_(factor))
-        else:
-            quintics, margin = coefficients(method, steps), NORM_MARGINS[method]
-            _polar_by_iteration(batch, quintics, margin, form, factor, inverse_norms, target)
-    return result
+
+
+class Request(NamedTuple):
+    """A batch of matrices to orthogonalize.
+
+    Args:
+        matrices: (B, m, n).
+        out: (B, m, n), for the result, which may have another dtype.
+        factor: a number that the result is multiplied by.
+        inverse_norms: (B,), one over the Frobenius norms, if the caller has computed them already.
+    """
+
+    matrices: Tensor
+    out: Tensor
+    factor: float = 1.0
+    inverse_norms: Tensor | None = None
+
+
+def orthogonalize_together(
+    requests: Sequence[Request], *, method: str = "default", steps: int = 5, form: Form = "auto"
+) -> None:
+    """Orthogonalize several batches on one device; Gram matrices of equal size are multiplied in the same launches."""
+    operands: dict[tuple[int, Chain, torch.dtype], list[Operand]] = defaultdict(list)
+    device = requests[0].matrices.device
+    with without_autocast(device.type), on_device(device):
+        for matrices, out, factor, inverse_norms in requests:
+            if matrices.numel() == 0:
+                continue
+            if method == "exact":
+                out.copy_(_polar_by_svd(matrices).mul_(factor))
+                continue
+            rows, cols = matrices.shape[-2:]
+            dtype = _iteration_dtype(matrices)
+            half, margin = dtype == torch.float16, NORM_MARGINS[method]
+            chain = _chain(method, steps, rows, cols, form, half)
+            if form == "auto" and _takes_small_kernel(matrices, out):
+                _orthogonalize_small(Request(matrices, out, factor, inverse_norms), chain, margin)
+                continue
+            margin /= x_scale(half)
+            buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
+            x, exact = normalize(
+                matrices.contiguous(), margin, dtype, inverse_norms, None if buffers is None else buffers[0]
+            )
+            operands[(min(rows, cols), chain, dtype)].append(Operand(x, exact, factor, out, buffers))
+        for (_, chain, dtype), alike in operands.items():
+            iterate(alike, scaled_steps(chain, dtype == torch.float16))
 
 
 class Shifted(NamedTuple):
@@ -86,7 +145,7 @@ class Shifted(NamedTuple):
 
 def orthogonalize_shifted(
     shifted: Shifted,
-    norms: Tensor,  # (B,), the Frobenius norms of the sums
+    norms: Tensor,  # (B,), the Frobenius norms of the sums; at most 1% too small, or the iteration diverges
     *,
     method: str,
     steps: int,
@@ -100,31 +159,57 @@ def orthogonalize_shifted(
     from muon_fsdp.kernels import triton_spectral
 
     matrices, scales, left, right, shifts = shifted
-    rows, cols = matrices.shape[-2:]
-    quintics, margin = coefficients(method, steps), NORM_MARGINS[method]
     flags = active.to(torch.int32)
     with without_autocast(matrices.device.type), on_device(matrices.device):
-        factor = 1 / (margin * norms)
         x = torch.empty_like(matrices, dtype=_iteration_dtype(matrices))
+        half = x.dtype == torch.float16
+        factor = x_scale(half) / (NORM_MARGINS[method] * norms)
         triton_spectral.shifted_cast(matrices, scales * factor, left, right, shifts * factor, x, flags)
-        refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(quintics), "auto", x.dtype)
-        _iterate(x, x, None, quintics, refresh_steps, 1.0, out, flags)
+        chain = _chain(method, steps, *matrices.shape[-2:], "auto", half)
+        iterate([Operand(x, Exact(x), 1.0, out)], scaled_steps(chain, half), flags)
 
 
-def _polar_by_iteration(
-    batch: Tensor,  # (B, rows, cols)
-    quintics: tuple[Quintic, ...],
-    margin: float,
-    form: Form,
-    factor: float,
-    inverse_norms: Tensor | None,  # (B,)
-    out: Tensor,  # (B, rows, cols)
-) -> None:
-    rows, cols = batch.shape[-2:]
-    batch = batch.contiguous()
-    x, original, scale = normalize(batch, margin, _iteration_dtype(batch), inverse_norms)
-    refresh_steps = _refresh_steps(min(rows, cols), max(rows, cols), len(quintics), form, x.dtype)
-    _iterate(x, original, scale, quintics, refresh_steps, factor, out)
+def _takes_small_kernel(matrices: Tensor, out: Tensor) -> bool:
+    """Return whether one kernel computes the whole iteration of these matrices, because they have few rows."""
+    count, rows, cols = matrices.shape
+    device = matrices.device
+    if min(rows, cols) > SMALL_KERNEL_ROWS or matrices.dtype == torch.float64 or not matrices.is_cuda:
+        return False
+    if unusable(device) is not None or not is_hopper(device) or (torch.is_grad_enabled() and matrices.requires_grad):
+        return False
+    if matrices.data_ptr() % 16 or out.data_ptr() % 16:
+        return False
+    from muon_fsdp.kernels import triton_small
+
+    return triton_small.is_faster(count, rows, cols, device)
+
+
+def _orthogonalize_small(request: Request, chain: Chain, margin: float) -> None:
+    from muon_fsdp.kernels import triton_small
+
+    matrices, out, factor, inverse_norms = request
+    refreshes = SMALL_KERNEL_REFRESHES if chain == SQUARE_CHAIN else chain.refreshes
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    triton_small.orthogonalize_small(
+        matrices.contiguous(), chain.steps, refreshes, margin, factor, inverse_norms, target
+    )
+    if target is not out:
+        out.copy_(target)
+
+
+def _buffers(matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int) -> tuple[Tensor, Tensor] | None:
+    """Return two buffers for the iterates, `out` one of them, such that the last iterate but one is not in `out`.
+
+    Returns:
+        The buffers, the one for the normalized matrices first. None if `out` can't hold an iterate: its dtype differs,
+        it is not contiguous, it shares memory with the matrices, or autograd records the iteration.
+    """
+    if out.dtype != dtype or not out.is_contiguous() or (torch.is_grad_enabled() and matrices.requires_grad):
+        return None
+    if out.untyped_storage().data_ptr() == matrices.untyped_storage().data_ptr():
+        return None
+    other = torch.empty_like(out)
+    return (out, other) if refreshes % 2 == 0 else (other, out)
 
 
 def normalize(
@@ -132,7 +217,8 @@ def normalize(
     margin: float,
     dtype: torch.dtype,
     inverse_norms: Tensor | None = None,  # (B,), if the caller has computed them already
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    out: Tensor | None = None,  # (B, m, n) in `dtype`, for x
+) -> tuple[Tensor, Exact]:
     """Scale every matrix to a Frobenius norm of 1/margin; a zero matrix stays zero.
 
     Norms are computed relative to the largest entry, because the squares of 1e-20 and 1e+20 are outside the normal
@@ -140,20 +226,19 @@ def normalize(
     rounding increases a norm or a product.
 
     Returns:
-        A tuple (x, original, scale). x, (B, m, n), holds the scaled matrices in `dtype`. original, (B, m, n), and
-        scale, (B,), give the same matrices before they were rounded to `dtype`: original * scale, or original alone
-        where scale is None.
+        The scaled matrices in `dtype`, and the same matrices before they were rounded to it.
     """
     differentiable = torch.is_grad_enabled() and batch.requires_grad
     if dtype != torch.float64 and not differentiable and unusable(batch.device) is None:
         from muon_fsdp.kernels import triton_norms
 
         scales = triton_norms.inverse_norms(batch) if inverse_norms is None else inverse_norms
-        return triton_norms.scaled_cast(batch, scales, 1 / margin, dtype), batch, scales / margin
+        x = torch.empty_like(batch, dtype=dtype) if out is None else out
+        return triton_norms.scaled_cast(batch, scales, 1 / margin, x), Exact(batch, scales, 1 / margin)
     batch = batch.to(torch.promote_types(batch.dtype, torch.float32))
     batch = batch / _one_where_zero(torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True))
     batch = batch / (margin * _one_where_zero(torch.linalg.matrix_norm(batch, keepdim=True)))
-    return batch.to(dtype), batch, None
+    return batch.to(dtype) if out is None else out.copy_(batch), Exact(batch)
 
 
 def _one_where_zero(x: Tensor) -> Tensor:
@@ -172,84 +257,66 @@ def _iteration_dtype(batch: Tensor) -> torch.dtype:
     return torch.float16 if batch.is_cuda and min(batch.shape[-2:]) > TINY_ROWS else torch.float32
 
 
-def _refresh_steps(rows: int, cols: int, steps: int, form: Form, dtype: torch.dtype) -> frozenset[int]:
-    """Return the steps, counted from 1, after which X is refreshed.
+@lru_cache(maxsize=4096)
+def _chain(method: str, steps: int, rows: int, cols: int, form: Form, half: bool) -> Chain:
+    """Return the steps of a method for matrices of this shape, and after which of them X is refreshed.
 
     A refresh multiplies X by the accumulated factor and computes X X^T again.
     A refresh after every step gives the standard iteration. Fewer refreshes give the Gram form, in which the steps in
     between need only m x m products. Some refreshes are necessary: rounding makes small eigenvalues of the iterated
     Gram matrix negative, and later steps amplify them.
-    In half precision, form "auto" does not refresh X after the first step, because rounding X there would lose small
-    singular values. It refreshes small matrices more often, because rounding errors weigh more in them.
     """
     if form not in get_args(Form):
         raise ValueError(f"Unknown form {form!r}; valid names are {', '.join(get_args(Form))}")
-    wide = cols >= GRAM_ASPECT_RATIO * rows
-    half = dtype == torch.float16
-    if form == "standard" or (form == "auto" and not wide):
-        first = 2 if half and form == "auto" else 1
-        return frozenset((*range(first, steps), steps))
+    small, large = min(rows, cols), max(rows, cols)
+    wide = large >= GRAM_ASPECT_RATIO * small
+    if method == "default" and steps == DEFAULT_STEPS:
+        chain = WIDE_CHAIN if wide and small > FEW_ROWS else SQUARE_CHAIN
+        refreshes = chain.refreshes
+    else:
+        chain = Chain(tuple(Step(5, ((c, b, 0.0),), a) for a, b, c in coefficients(method, steps)), frozenset())
+        refreshes = _refresh_steps(small, steps, wide, form, half)
+    if form == "standard":
+        refreshes = frozenset(range(1, len(chain.steps) + 1))
+    return Chain(chain.steps, refreshes)
+
+
+def _refresh_steps(rows: int, steps: int, wide: bool, form: Form, half: bool) -> frozenset[int]:
+    """Return the steps of degree 5, counted from 1, after which X is refreshed.
+
+    In half precision, form "auto" does not refresh X after the first step, because rounding X there would lose small
+    singular values. It refreshes small matrices more often, because rounding errors weigh more in them.
+    """
+    if form == "auto" and not wide:
+        return frozenset((*range(2 if half else 1, steps), steps))
     between = 2 if half and form == "auto" and rows <= SMALL_ROWS else 3
     return frozenset((*range(between, steps, between), steps))
 
 
 @lru_cache(maxsize=4096)
-def orthogonalization_flops(rows: int, cols: int, steps: int) -> float:
-    """Return the floating-point operations for one matrix in float32, counting symmetric products in full."""
-    small, large = min(rows, cols), max(rows, cols)
-    refreshes = len(_refresh_steps(small, large, steps, "auto", torch.float32))
-    between = steps - refreshes  # steps that only need m x m matrices
-    # Every step computes Z. A step without a refresh also computes R in two products and the factor Q in one.
-    # Every refresh computes X X^T and Q X.
-    square = steps + 2 * between + between
-    return 2.0 * small * small * (square * small + 2 * refreshes * large)
+def orthogonalization_flops(
+    rows: int, cols: int, steps: int = DEFAULT_STEPS, method: str = "default", symmetric: float = 1.0
+) -> float:
+    """Return the floating-point operations for one matrix.
 
-
-def _iterate(
-    x: Tensor,  # (B, m, n), or (B, n, m) with m <= n
-    original: Tensor,  # the same shape: x before it was rounded, divided by `scale`
-    scale: Tensor | None,  # (B,)
-    quintics: tuple[Quintic, ...],
-    refresh_steps: frozenset[int],
-    result_factor: float,
-    out: Tensor,  # the same shape as x
-    active: Tensor | None = None,  # (B,) int32: where 0, `out` need not be computed
-) -> None:
-    """Run X <- aX + (bR + cR^2)X, R = XX^T, for every quintic, and write the last X times `result_factor` to `out`.
-
-    Between two refreshes X does not change. Instead, the iteration updates R and a factor Q: the current iterate is
-    Q X, and its Gram matrix is Q R Q. All of these are polynomials in R, so they commute and every product among them
-    is symmetric. Q is stored as q I + F. Where singular values are small, Q is nearly q I, so F X + q X is accurate
-    there although F is rounded.
+    Args:
+        rows: rows of the matrix.
+        cols: columns of the matrix.
+        steps: number of steps.
+        method: the name of a set of coefficients; an SVD counts as the default.
+        symmetric: the share of a symmetric product that is computed: 1 by PyTorch's library, 0.5 by our kernels.
     """
-    tall = x.shape[-2] > x.shape[-1]
-    gram = symmetric_product(x, x, transposed=tall, active=active)  # R, (B, m, m)
-    exact, exact_scale = original, scale
-    f: Tensor | None = None
-    q = 1.0
-    for step, (a, b, c) in enumerate(quintics, start=1):
-        z = symmetric_product(gram, gram, [Addend(gram, b)], alpha=c, active=active)  # bR + cR^2
-        # (F + qI)(Z + aI) - qaI
-        f = z if f is None else symmetric_product(f, z, [Addend(f, a), Addend(z, q)], active=active)
-        q *= a
-        if step not in refresh_steps:
-            half = symmetric_product(gram, z, [Addend(gram, a)], active=active)  # R(Z + aI)
-            gram = symmetric_product(z, half, [Addend(half, a)], active=active)  # (Z + aI) R (Z + aI)
-            continue
-        last = step == len(quintics)
-        left, right = (x, f) if tall else (f, x)
-        x = multiply_add(
-            left,
-            right,
-            Addend(exact, q * (result_factor if last else 1.0)),
-            alpha=result_factor if last else 1.0,
-            c_scale=exact_scale,
-            out=out if last else None,
-            active=active,
-        )
-        if not last:
-            gram, f, q = symmetric_product(x, x, transposed=tall, active=active), None, 1.0
-            exact, exact_scale = x, None
+    small, large = min(rows, cols), max(rows, cols)
+    chain = _chain("default" if method == "exact" else method, steps, rows, cols, "auto", False)
+    squares = gram_products = refreshes = 0
+    is_fresh = True
+    for number, step in enumerate(chain.steps, start=1):
+        gram_products += is_fresh
+        squares += len(step.products) + (not is_fresh)  # F is combined with Z unless it is Z
+        is_fresh = number in chain.refreshes
+        refreshes += is_fresh
+        squares += 0 if is_fresh else 2  # the next R
+    return 2.0 * small**2 * (symmetric * (squares * small + gram_products * large) + refreshes * large)
 
 
 def _polar_by_svd(batch: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from muon_fsdp.kernels import unusable
 from muon_fsdp.linalg.power_iteration import spectral_norm
 
 RadiusMode = Literal["spectral_mup", "identity", "initialize"]
@@ -41,7 +42,7 @@ def retraction(
     radius: Tensor,  # (B,)
     mode: str,
     lr: float | Tensor,
-    weight_decay: float = 0.0,
+    weight_decay: float | Tensor = 0.0,
     alpha: float = 0.05,
 ) -> Tensor:
     """Return the factors that bring matrices to the sphere ("hard") or a step towards it ("dynamic").
@@ -60,6 +61,57 @@ def retraction(
     if isinstance(lr, Tensor):
         return torch.where(lr.to(factor.device) == 0, 1.0, factor)
     return factor if lr != 0 else torch.ones_like(factor)
+
+
+class Retraction(NamedTuple):
+    """The retraction of one step, with one number per matrix in every field, (B,).
+
+    Args:
+        factor: what the weights are multiplied by.
+        radius: the norm R of the sphere.
+        saved: the radius to keep as state; zero until a step has moved the matrix.
+        ratio: the norm over R, NaN for matrices without a norm.
+        without_norm: 1 for matrices without a norm, else 0.
+    """
+
+    factor: Tensor
+    radius: Tensor
+    saved: Tensor
+    ratio: Tensor
+    without_norm: Tensor
+
+
+def retraction_of_step(
+    norm: Tensor,  # (B,), spectral norms
+    saved: Tensor,  # (B,), the saved radius of the previous step
+    target: float,
+    lr: Tensor,  # (B,)
+    weight_decay: Tensor,  # (B,)
+    alpha: float,
+    modes: tuple[str, str],  # radius_mode and retract_mode
+) -> Retraction:
+    """Return the retraction of one step, which always reaches the sphere where no radius is saved: at the first step.
+
+    Radius mode "initialize" uses the norm at the first step as the radius, and the target only for zero matrices.
+    """
+    if norm.dtype == saved.dtype == torch.float32 and unusable(norm.device) is None:
+        from muon_fsdp.kernels import triton_spectral
+
+        rates = lr.contiguous(), weight_decay.contiguous()
+        numbers = norm.contiguous(), saved.contiguous()
+        found = triton_spectral.sphere_factors(*numbers, *rates, target, alpha, smallest=SMALLEST_NORM, modes=modes)
+        return Retraction(*found.unbind())
+    is_regular, is_first = norm >= SMALLEST_NORM, saved == 0
+    radius = torch.full_like(norm, target)
+    if modes[0] == "initialize":
+        radius = torch.where(is_first, torch.where(is_regular, norm, radius), saved)
+    factor = retraction(norm, radius, "hard", lr)
+    if modes[1] == "dynamic":
+        gentle = retraction(norm, radius, "dynamic", lr, weight_decay, alpha)
+        factor = torch.where(is_first, factor, gentle.to(factor.dtype))
+    new = torch.where(is_regular & (lr != 0), radius, saved)
+    ratio = torch.where(is_regular, norm / radius, torch.nan)
+    return Retraction(factor, radius, new, ratio, (~is_regular).to(norm.dtype))
 
 
 def retract(

@@ -25,8 +25,9 @@ LAMBDA_MODES: tuple[str, ...] = get_args(LambdaMode)
 MAX_CALLS = {"bracketed": 12, "bisection": 26}
 # The largest |<u v^T, msign(..)>| that counts as zero. Rounding makes smaller values unreachable.
 TOLERANCE, HALF_TOLERANCE = 2e-4, 1e-3
-# ||M + lambda u v^T||^2 is a sum of three terms that may cancel. A smaller sum is only their rounding error.
-SMALLEST_SQUARE = 1e-5
+# ||M + lambda u v^T||^2 is a sum of three terms that may cancel, with a rounding error near 1e-6. This number is added
+# to the sum, because msign diverges if a norm is 2% too small.
+NORM_SLACK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class _EvaluationByKernels:
         self.component = self.scales * bilinear(self.left, self.momentum, self.right)
 
     def __call__(self, points: Tensor, active: Tensor) -> Tensor:
-        norms = (1 + 2 * points * self.component + points.square()).clamp_min(SMALLEST_SQUARE).sqrt()
+        norms = ((1 + 2 * points * self.component + points.square()).clamp_min(0) + NORM_SLACK).sqrt()
         orthogonalize_shifted(
             Shifted(self.momentum, self.scales, self.left, self.right, points),
             norms,
@@ -237,19 +238,20 @@ def bilinear(
     return (left * products).sum(-1)
 
 
-def add_outer(
+def project_out(
     matrices: Tensor,  # (B, m, n)
     left: Tensor,  # (B, m)
     right: Tensor,  # (B, n)
-    factors: Tensor,  # (B,)
+    norms: Tensor,  # (B,)
+    smallest: float,
 ) -> None:
-    """Add factor * u v^T to every matrix of a batch, in place."""
+    """Subtract (u^T A v) u v^T in place from every matrix A of a batch, unless its norm is below `smallest`."""
     if matrices.dtype != torch.float64 and unusable(matrices.device) is None and matrices.is_contiguous():
         from muon_fsdp.kernels import triton_spectral
 
-        ones = torch.ones_like(factors)
-        triton_spectral.shifted_cast(matrices, ones, left.float(), right.float(), factors, matrices)
+        triton_spectral.project_out(matrices, left.float(), right.float(), norms.float(), smallest)
         return
+    factors = torch.where(norms >= smallest, -bilinear(left, matrices, right), 0.0)
     outer = (factors[:, None] * left).to(matrices.dtype)[:, :, None]
     matrices.baddbmm_(outer, right[:, None, :].to(matrices.dtype))
 

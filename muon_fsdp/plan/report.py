@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import matrices_at_once, scratch_numel
+from muon_fsdp.plan.stages import SCRATCH_STAGES, matrices_at_once, scratch_numel
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
 
@@ -50,7 +50,7 @@ class StageReport:
     numel: int  # elements of all parameters
     shards: int  # bytes of the updates of a rank's shards
     units: int  # bytes of the units that a rank computes
-    scratch: int  # bytes of scratch memory for one batch
+    scratch: int  # bytes of scratch memory for batches that are computed together
     receivers: int  # ranks that a shard is sent to: its owner, or all other ranks of the replica
     copies: int  # how many replicas an owner sends its results to
     forwarded: int  # bytes of results that a rank forwards to other replicas
@@ -110,6 +110,7 @@ class PlanReport:
         balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
+        cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
     """
 
     num_ranks: int
@@ -119,6 +120,7 @@ class PlanReport:
     balance: float
     traffic: Traffic
     stages: tuple[StageReport, ...]
+    cuda_graph: str = ""
 
     @property
     def num_matrices(self) -> int:
@@ -178,7 +180,8 @@ class PlanReport:
             f"{self.num_ranks} rank(s), {self.num_stages} stage(s); FLOPs of a rank: busiest {self.max_flops:.3g}, "
             f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
         )
-        return f"{plain_table(header, rows)}\n{totals}"
+        graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
+        return f"{plain_table(header, rows)}\n{totals}{graph}"
 
 
 def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
@@ -243,15 +246,27 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
         numel=sum(math.prod(spec.shape) for spec in outline.specs),
         shards=sum(spec.layout.largest_box(spec.shape) * spec.bytes_per_element for spec in outline.specs),
         units=max(units.values()),
-        scratch=max(
-            min(count, matrices_at_once(rows, cols, size, max_stage_bytes)) * scratch_numel(rows, cols) * size
-            for (_, rows, cols), count in matrices.items()
-        ),
+        scratch=_scratch_bytes(matrices, size, max_stage_bytes),
         receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
         copies=copies,
         forwarded=max(forwarded.values(), default=0) * size,
         travels=len(outline.ranks) > 1,
     )
+
+
+def _scratch_bytes(
+    matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_stage_bytes: int
+) -> int:
+    """Return an upper bound of the scratch memory of a stage, given the number of matrices by owner and shape."""
+    all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
+    one_batch: dict[tuple[int | None, int], int] = defaultdict(int)
+    for (owner, rows, cols), count in matrices.items():
+        key, each = (owner, min(rows, cols)), scratch_numel(rows, cols) * bytes_per_element
+        all_batches[key] += count * each
+        at_once = min(count, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
+        one_batch[key] = max(one_batch[key], at_once * each)
+    limit = SCRATCH_STAGES * max_stage_bytes
+    return max(min(every, max(limit, one_batch[key])) for key, every in all_batches.items())
 
 
 def balance_bound(costs: Sequence[float], num_ranks: int) -> float:

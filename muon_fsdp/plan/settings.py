@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -11,6 +11,7 @@ from muon_fsdp.declarations.option import Option, flag, integer
 from muon_fsdp.plan.outline import STRATEGIES, Strategy
 
 NonFinite = Literal["propagate", "skip", "raise"]
+CudaGraph: TypeAlias = Literal["auto"] | bool
 
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
 SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
@@ -24,6 +25,12 @@ FOREIGN_KEYS = ("params", "param_names", "name", *PROGRESS, *SCHEDULED_MOMENTA, 
 def _floating_point(value: object) -> None:
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise TypeError("must be None or a floating-point torch.dtype")
+
+
+def _graph_mode(value: object) -> None:
+    if not isinstance(value, bool) and value != "auto":
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind('must be True, False or "auto"')
 
 
 SETTINGS = (
@@ -56,10 +63,12 @@ SETTINGS = (
     ),
     Option(
         "cuda_graph",
-        False,
-        "capture the step as a CUDA graph and replay it, which takes a fraction of a millisecond of host time. "
-        "Gradients may move and options may change between steps; temporary memory stays reserved",
-        check=flag,
+        "auto",
+        "capture the step as a CUDA graph and replay it, which takes about a millisecond of host time. "
+        'Gradients may move and options may change between steps; temporary memory stays reserved. "auto" captures '
+        "after a few equal steps, where that is possible and peak memory grows by at most 10%; `plan_report()` says "
+        "what it did. True captures the second step, and raises an error if a parameter does not allow it",
+        check=_graph_mode,
     ),
     Option(
         "strict",
@@ -89,7 +98,7 @@ class Settings:
     strict: bool
     strategy: Strategy
     comm_dtype: torch.dtype | None
-    cuda_graph: bool = False
+    cuda_graph: CudaGraph = "auto"
 
     def __post_init__(self) -> None:
         for option in SETTINGS:

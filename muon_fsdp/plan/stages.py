@@ -44,7 +44,7 @@ class Batch:
     cols: int
     members: tuple[Member, ...]
 
-    @property
+    @cached_property
     def count(self) -> int:
         return sum(member.stop - member.start for member in self.members)
 
@@ -111,6 +111,7 @@ class Stage:
     num_bytes: int  # of this rank's shards
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
+    together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
 
     @cached_property
     def label(self) -> str:
@@ -199,9 +200,9 @@ def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: in
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
         unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
-    return Stage(
-        number, outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, shard_slots, unit_slots
-    )
+    together = _computed_together(batches, outline.specs[0].bytes_per_element, max_stage_bytes)
+    buffers = (shard_slots, unit_slots)
+    return Stage(number, outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, *buffers, together)
 
 
 def _make_slots(shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Slot]:
@@ -241,6 +242,25 @@ def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_byt
     """Return how many matrices a batch may have: within the bound of a stage, and scratch within a few bounds."""
     by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch_numel(rows, cols) * bytes_per_element)
     return max(1, min(max_stage_bytes // (rows * cols * bytes_per_element), by_scratch))
+
+
+def _computed_together(
+    batches: Sequence[Batch], bytes_per_element: int, max_stage_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return which batches are computed together, because their shorter sides are equal and their scratch fits."""
+    limit = SCRATCH_STAGES * max_stage_bytes
+    together: list[list[int]] = []
+    latest: dict[int, tuple[list[int], int]] = {}  # by shorter side: the last list, and the bytes of its scratch
+    for number, batch in enumerate(batches):
+        side = min(batch.rows, batch.cols)
+        scratch = batch.count * scratch_numel(batch.rows, batch.cols) * bytes_per_element
+        numbers, used = latest.get(side, ([], 0))
+        if not numbers or used + scratch > limit:
+            numbers, used = [], 0
+            together.append(numbers)
+        numbers.append(number)
+        latest[side] = numbers, used + scratch
+    return tuple(map(tuple, together))
 
 
 def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, ...]]:

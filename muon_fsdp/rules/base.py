@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -46,10 +47,13 @@ class MatrixBatch:
         update: (B, d_out, d_in). Write the update here; assigning a tensor copies it.
         state: the `PerMatrix` state of these matrices by name, copies in working precision with B as the first
             dimension. Their values after the call are stored.
-        statistics: by name, the statistics of W that the rule declares.
+        statistics: by name, the statistics of W that the rule declares. Do not change them. On one GPU they are
+            computed beside the first batch, which waits when it reads one: read them as late as possible.
         options: the options of the group that are not `per_step`.
         diagnostics: write numbers (B,) for `metrics` here, by the names in the rule's `diagnostics`.
         inverse_norms: (B,), one over the Frobenius norm of each matrix; None if the norms are not known.
+        later: the batches whose directions are asked for after this one. A rule may compute their updates together
+            with this one, and tell them by `note_computed`.
     """
 
     def __init__(
@@ -57,23 +61,49 @@ class MatrixBatch:
         matrices: Tensor,
         update: Tensor,
         options: PlannedOptions,
-        state: dict[str, Tensor] | None = None,
+        state: MutableMapping[str, Tensor] | None = None,
         statistics: Mapping[str, Any] | None = None,
         inverse_norms: Tensor | None = None,
     ) -> None:
         self.matrices, self._update, self.options = matrices, update, options
-        self.state = state if state is not None else {}
-        self.statistics = statistics if statistics is not None else {}
+        self.state: MutableMapping[str, Tensor] = state if state is not None else {}
+        self.statistics: Mapping[str, Any] = statistics if statistics is not None else {}
         self.diagnostics: dict[str, Tensor] = {}
         self.inverse_norms = inverse_norms
+        self.later: Sequence[MatrixBatch] = ()
+        self._computed_from: tuple[object, ...] | None = None
+
+    def note_computed(self) -> None:
+        """Note that the direction of an earlier batch has computed the update of this one from its matrices."""
+        self._computed_from = self._inputs()
+
+    @property
+    def is_computed(self) -> bool:
+        """Return whether the update has been computed, from matrices and options that have not changed since."""
+        if self._computed_from is None:
+            return False
+        (*known, version), (*now, current) = self._computed_from, self._inputs()
+        return version == current and all(map(is_, known, now))
+
+    def take_computed(self) -> bool:
+        """Return `is_computed`, and forget it: another call of `direction` computes the update again."""
+        is_computed, self._computed_from = self.is_computed, None
+        return is_computed
+
+    def _inputs(self) -> tuple[object, ...]:
+        """Return what an update is computed from, and the number of changes to the matrices, if PyTorch counts them."""
+        version = None if self.matrices.is_inference() else self.matrices._version
+        return self.matrices, self.options, self.inverse_norms, version
 
     @property
     def update(self) -> Tensor:
         """Return the tensor (B, d_out, d_in) that holds the update."""
+        self._computed_from = None  # whoever asks for it may write to it
         return self._update
 
     @update.setter
     def update(self, value: Tensor) -> None:
+        self._computed_from = None
         if value is not self._update:
             if value.shape != self._update.shape:
                 raise ValueError(f"batch.update has shape {tuple(self._update.shape)}, got {tuple(value.shape)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +11,13 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, fraction, integer, number
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.kernels.tables import MUON_LAYOUT
-from muon_fsdp.linalg.newton_schulz import ORTHOGONALIZATIONS, orthogonalization_flops, orthogonalize
+from muon_fsdp.linalg.newton_schulz import (
+    ORTHOGONALIZATIONS,
+    Request,
+    orthogonalization_flops,
+    orthogonalize,
+    orthogonalize_together,
+)
 from muon_fsdp.linalg.scaling import SCALE_VERSIONS, update_scale
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
 
@@ -89,15 +95,7 @@ class Muon(Rule):
         return buffers
 
     def direction(self, batch: MatrixBatch) -> None:
-        options = batch.options
-        orthogonalize(
-            batch.matrices,
-            method=options["orthogonalization"],
-            steps=options["ns_steps"],
-            factor=self.factor(options, *batch.matrices.shape[-2:]),
-            inverse_norms=batch.inverse_norms,
-            out=batch.update,
-        )
+        orthogonalize_batches(batch, self.factor)
 
     def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
         """Return the factor of an orthogonalized (rows, cols) matrix, which is the spectral norm of the update."""
@@ -115,7 +113,7 @@ class Muon(Rule):
         return {"momentum_buffer": buffer.to(working_dtype(buffer.dtype)) / (1 - group["momentum"])}
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
-        return orthogonalization_flops(rows, cols, options["ns_steps"])
+        return orthogonalization_flops(rows, cols, options["ns_steps"], options["orthogonalization"])
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
         in_range = 2.0**-8 <= self.factor(options, rows, cols) <= 2.0**8
@@ -132,6 +130,30 @@ class Muon(Rule):
             batch.matrices, method=batch.options["orthogonalization"], steps=batch.options["ns_steps"]
         )
         return _residual(orthogonal)
+
+
+def orthogonalize_batches(batch: MatrixBatch, factor: Callable[[PlannedOptions, int, int], float]) -> None:
+    """Write the orthogonalized matrices of a batch to its update, and those of later batches in the same launches.
+
+    Args:
+        batch: the batch whose update is needed now.
+        factor: returns the factor of an orthogonalized matrix from its options, rows and columns.
+    """
+    if batch.take_computed():
+        return
+    method, steps = batch.options["orthogonalization"], batch.options["ns_steps"]
+    later = [  # without those that an earlier call has computed: rules may call this several times for one batch
+        other
+        for other in batch.later
+        if (other.options["orthogonalization"], other.options["ns_steps"]) == (method, steps) and not other.is_computed
+    ]
+    requests = [
+        Request(each.matrices, each.update, factor(each.options, *each.matrices.shape[-2:]), each.inverse_norms)
+        for each in (batch, *later)
+    ]
+    orthogonalize_together(requests, method=method, steps=steps)
+    for other in later:
+        other.note_computed()
 
 
 def _residual(matrices: Tensor) -> Tensor:

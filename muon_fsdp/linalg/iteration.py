@@ -1,0 +1,320 @@
+"""Run a chain of Newton-Schulz steps on batches of matrices, mostly by products of their small Gram matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
+from muon_fsdp.linalg.chains import Chain, Step
+
+# In float16, m x m matrices are stored times a power of two that brings their largest possible entry near this number.
+# It leaves a factor of four for rounding before float16 overflows.
+LARGEST_STORED = 2.0**14
+# In float16, X is stored times this power of two: the entries of a normalized 16384 x 53248 matrix are near 3e-5, below
+# the normal numbers. No entry exceeds the largest singular value, which stays below 2 in all iterates.
+X_SCALE = 2.0**10
+# At most this many batches of m x m matrices are needed at a time: F, R, and U, V and Z of a step of degree 17.
+SQUARE_MATRICES = 5
+ALIGNMENT = 16  # elements between the addresses where these batches may begin
+# The bounds of stored matrices are taken over this many singular values.
+GRID_POINTS = 4097
+
+
+class ScaledStep(NamedTuple):
+    """One step of a chain, with the factors of its products.
+
+    A product is alpha * A B + beta * C + gamma * E. The factors include the powers of two by which the matrices are
+    stored.
+
+    Args:
+        degree: that of `Step`.
+        gram_alpha: alpha of R = X X^T; None if R comes from the step before.
+        products: (alpha, beta, gamma) of the products that give Z, as in `Step`.
+        combine: (alpha, beta, gamma) of F = F Z + a F + q Z; None if F is Z.
+        next_gram: (alpha, beta) of H = R Z + a R, and of the next R = Z H + a H; None if X is refreshed.
+        refresh: (alpha, beta) of X = F X + q X; None if X is not refreshed after this step. The last X is not scaled.
+    """
+
+    degree: int
+    gram_alpha: float | None
+    products: tuple[tuple[float, float, float], ...]
+    combine: tuple[float, float, float] | None
+    next_gram: tuple[tuple[float, float], tuple[float, float]] | None
+    refresh: tuple[float, float] | None
+
+
+class Exact(NamedTuple):
+    """The batch of matrices factor * scales * matrices, in parts: the product is not stored."""
+
+    matrices: Tensor  # (B, m, n)
+    scales: Tensor | None = None  # (B,); None if all are 1
+    factor: float = 1.0
+
+
+class Operand(NamedTuple):
+    """A batch of matrices that an iteration orthogonalizes.
+
+    Args:
+        x: (B, m, n), or (B, n, m) with m <= n: the normalized matrices times `x_scale`, rounded.
+        exact: x before it was rounded.
+        factor: a number that the result is multiplied by.
+        out: the same shape, for the result.
+        buffers: places for every second iterate and for those between: x lies in the first one, and `out` may be one
+            of them. None allocates new memory for every iterate.
+    """
+
+    x: Tensor
+    exact: Exact
+    factor: float
+    out: Tensor
+    buffers: tuple[Tensor, Tensor] | None = None
+
+
+def iterate(operands: Sequence[Operand], steps: Sequence[ScaledStep], active: Tensor | None = None) -> None:
+    """Run X <- (Z + qI) X, Z a polynomial in R = X X^T, for every step, and write the last X to the operands' `out`.
+
+    Between two refreshes X does not change. Instead, the iteration updates R and a factor Q: the current iterate is
+    Q X, and its Gram matrix is Q R Q. All of these are polynomials in R, so they commute and every product among them
+    is symmetric. Q is stored as q I + F. Where singular values are small, Q is nearly q I, so F X + q X is accurate
+    there although F is rounded.
+
+    Args:
+        operands: batches of matrices whose shorter sides are equal; their Gram matrices are multiplied together.
+        steps: what `scaled_steps` returns.
+        active: (B,) int32, for a single operand: where 0, `out` need not be computed.
+    """
+    xs = [operand.x for operand in operands]
+    exact = [operand.exact for operand in operands]
+    matrices = _SquareMatrices(xs)
+    refreshes = 0
+    gram = f = None
+    for number, step in enumerate(steps, start=1):
+        if gram is None:
+            assert step.gram_alpha is not None
+            gram = _gram_matrices(xs, step.gram_alpha, matrices.take(), active)
+        z = _polynomial(gram, step, matrices, active)
+        if f is None:
+            new_f = z
+        else:
+            assert step.combine is not None
+            alpha, beta, gamma = step.combine
+            addends = [Addend(f, beta), Addend(z, gamma)]
+            new_f = symmetric_product(f, z, addends, alpha=alpha, active=active, out=matrices.take())
+            matrices.give_back(f)
+        if step.refresh is None:
+            gram = _next_gram(gram, z, step, matrices, active)
+            if new_f is not z:
+                matrices.give_back(z)
+            f = new_f
+            continue
+        refreshes += 1
+        is_last = number == len(steps)
+        targets = [_target(operand, refreshes, is_last) for operand in operands]
+        xs = _refreshed(xs, new_f, exact, step.refresh, targets, active)
+        exact = [Exact(x) for x in xs]
+        matrices.give_back_all()
+        gram = f = None
+
+
+class _SquareMatrices:
+    """Memory for the m x m matrices of an iteration: allocating each by itself takes microseconds of host time.
+
+    Where autograd records the iteration, no memory is used twice.
+    """
+
+    def __init__(self, xs: Sequence[Tensor]) -> None:
+        rows = min(xs[0].shape[-2:])
+        count = sum(x.shape[0] for x in xs)
+        is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        self._all: tuple[Tensor, ...] = ()
+        if not is_recorded:
+            # All begin at an aligned address: kernels are compiled once for every combination of what is aligned.
+            distance = -(-count * rows * rows // ALIGNMENT) * ALIGNMENT
+            memory = xs[0].new_empty(SQUARE_MATRICES * distance)
+            strides = (distance, rows * rows, rows, 1)
+            self._all = memory.as_strided((SQUARE_MATRICES, count, rows, rows), strides).unbind()
+        self._free = list(self._all)
+
+    def take(self) -> Tensor | None:
+        """Return memory for one batch of matrices, (B, m, m); None if it must be allocated."""
+        return self._free.pop() if self._all else None
+
+    def give_back(self, matrices: Tensor) -> None:
+        """Make the memory of matrices that are not needed any more available."""
+        if self._all:
+            self._free.append(matrices)
+
+    def give_back_all(self) -> None:
+        """Make all memory available."""
+        self._free = list(self._all)
+
+
+def num_refreshes(steps: Sequence[ScaledStep]) -> int:
+    """Return how many new iterates X the steps compute, the result included."""
+    return sum(step.refresh is not None for step in steps)
+
+
+def _target(operand: Operand, refreshes: int, is_last: bool) -> tuple[Tensor | None, float]:
+    """Return where the next iterate of an operand is written, and the factor that it is multiplied by."""
+    if is_last:
+        return operand.out, operand.factor
+    return None if operand.buffers is None else operand.buffers[refreshes % 2], 1.0
+
+
+def _next_gram(gram: Tensor, z: Tensor, step: ScaledStep, matrices: _SquareMatrices, active: Tensor | None) -> Tensor:
+    """Return (Z + aI) R (Z + aI), and give back the memory of R."""
+    assert step.next_gram is not None
+    (alpha, beta), (next_alpha, next_beta) = step.next_gram
+    half = symmetric_product(gram, z, [Addend(gram, beta)], alpha=alpha, active=active, out=matrices.take())
+    matrices.give_back(gram)
+    addends = [Addend(half, next_beta)]
+    result = symmetric_product(z, half, addends, alpha=next_alpha, active=active, out=matrices.take())
+    matrices.give_back(half)
+    return result
+
+
+def _gram_matrices(xs: Sequence[Tensor], alpha: float, out: Tensor | None, active: Tensor | None) -> Tensor:
+    """Return alpha * X X^T of all batches, (B, m, m), in `out` unless it is None."""
+    parts = [None] * len(xs) if out is None else _split(out, xs)
+    grams = [
+        symmetric_product(x, x, alpha=alpha, transposed=_is_tall(x), active=active, out=part)
+        for x, part in zip(xs, parts, strict=True)
+    ]
+    return torch.cat(grams) if out is None else out
+
+
+def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, active: Tensor | None) -> Tensor:
+    """Return Z of a step, (B, m, m), from R, and give back the memory of what is not needed after the step.
+
+    `Step` says what the products are.
+    """
+    before, now = gram, gram
+    for number, (alpha, beta, gamma) in enumerate(step.products):
+        right = before if _differ(step.degree, number) else now
+        addends = [Addend(now, beta)] if number == 0 else [Addend(now, beta), Addend(before, gamma)]
+        result = symmetric_product(now, right, addends, alpha=alpha, active=active, out=matrices.take())
+        if before is not gram:
+            matrices.give_back(before)
+        before, now = now, result
+    if before is not gram:
+        matrices.give_back(before)
+    return now
+
+
+def _differ(degree: int, number: int) -> bool:
+    """Return whether a product of a step multiplies its last two matrices, V U, and not the last one by itself."""
+    return degree == 13 and number == 2
+
+
+def _refreshed(
+    xs: Sequence[Tensor],
+    f: Tensor,  # (B, m, m) of all batches
+    exact: Sequence[Exact],
+    factors: tuple[float, float],
+    targets: Iterable[tuple[Tensor | None, float]],
+    active: Tensor | None,
+) -> list[Tensor]:
+    """Return X <- alpha F X + beta X for every batch, times the factor of its target."""
+    alpha, beta = factors
+    results = []
+    for x, part, (matrices, scales, scale), (out, factor) in zip(xs, _split(f, xs), exact, targets, strict=True):
+        left, right = (x, part) if _is_tall(x) else (part, x)
+        addend = Addend(matrices, beta * scale)
+        results.append(
+            multiply_add(left, right, addend, alpha=alpha, c_scale=scales, factor=factor, out=out, active=active)
+        )
+    return results
+
+
+def _split(matrices: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [matrices] if len(xs) == 1 else torch.split(matrices, [x.shape[0] for x in xs])
+
+
+def _is_tall(x: Tensor) -> bool:
+    return x.shape[-2] > x.shape[-1]
+
+
+def x_scale(half: bool) -> float:
+    """Return the power of two by which X is stored."""
+    return X_SCALE if half else 1.0
+
+
+@lru_cache(maxsize=256)
+def scaled_steps(chain: Chain, half: bool) -> tuple[ScaledStep, ...]:
+    """Return the steps of a chain with the factors of all their products.
+
+    Entries of R are near 1 / (m sqrt(n)) away from the diagonal, which is below the normal numbers of float16 from
+    4096 x 14336 on. With `half`, every m x m matrix is therefore stored times a power of two. Its entries are at most
+    its largest eigenvalue, which is bounded by evaluating the chain on a grid of singular values.
+    """
+    values = torch.linspace(0, 1, GRID_POINTS, dtype=torch.float64, device="cpu")
+
+    scale_of_x = x_scale(half)
+
+    def stored(bounded: Tensor) -> float:
+        largest = bounded.abs().max().item()
+        if not half or not 0 < largest < math.inf:
+            return 1.0
+        return 2.0 ** min(14, max(-14, math.floor(math.log2(LARGEST_STORED / largest))))
+
+    result = []
+    gram, gram_scale, gram_alpha = values.square(), 1.0, None
+    f, f_scale, q = torch.zeros_like(values), 1.0, 0.0
+    is_fresh = True
+    for number, step in enumerate(chain.steps, start=1):
+        if is_fresh:
+            gram = values.square()
+            gram_scale = stored(gram)
+            gram_alpha = gram_scale / scale_of_x**2
+        z, z_scale, products = _scaled_products(step, gram, gram_scale, stored)
+        a, combine, next_gram, refresh = step.identity, None, None, None
+        if is_fresh:
+            f, f_scale, q = z, z_scale, a
+        else:
+            new_f = f * z + a * f + q * z
+            scale = stored(new_f)
+            combine = (scale / (f_scale * z_scale), scale * a / f_scale, scale * q / z_scale)
+            f, f_scale, q = new_f, scale, q * a
+        alpha_of_gram = gram_alpha if is_fresh else None
+        is_fresh = number in chain.refreshes or number == len(chain.steps)
+        if is_fresh:
+            result_scale = 1 / scale_of_x if number == len(chain.steps) else 1.0
+            values, refresh = values * (f + q), (result_scale / f_scale, result_scale * q)
+        else:
+            half_gram = gram * z + a * gram
+            new_gram = z * half_gram + a * half_gram
+            half_scale, new_scale = stored(half_gram), stored(new_gram)
+            next_gram = (
+                (half_scale / (gram_scale * z_scale), half_scale * a / gram_scale),
+                (new_scale / (z_scale * half_scale), new_scale * a / half_scale),
+            )
+            gram, gram_scale = new_gram, new_scale
+        result.append(ScaledStep(step.degree, alpha_of_gram, products, combine, next_gram, refresh))
+    return tuple(result)
+
+
+def _scaled_products(
+    step: Step, gram: Tensor, gram_scale: float, stored: Callable[[Tensor], float]
+) -> tuple[Tensor, float, tuple[tuple[float, float, float], ...]]:
+    """Evaluate Z of a step on a grid.
+
+    Returns:
+        The values of Z, the power of two by which it is stored, and the factors of the products that give it.
+    """
+    before, now = (gram, gram_scale), (gram, gram_scale)
+    products = []
+    for number, (alpha, beta, gamma) in enumerate(step.products):
+        right = before if _differ(step.degree, number) else now
+        added = (beta * now[0]) + (gamma * before[0] if number > 0 else 0.0)
+        value = alpha * now[0] * right[0] + added
+        # PyTorch's library rounds the sum without the second addend too, and it must not overflow either.
+        scale = stored(torch.stack([value, value - gamma * before[0]]))
+        products.append((scale * alpha / (now[1] * right[1]), scale * beta / now[1], scale * gamma / before[1]))
+        before, now = now, (value, scale)
+    return *now, tuple(products)
