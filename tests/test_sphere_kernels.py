@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.declarations.views import matrix_view
-from muon_fsdp.linalg import tangent
+from muon_fsdp.linalg import sphere, tangent
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.parts import blocks_of
 from muon_fsdp.statistics import shard_products, top_singular
@@ -183,7 +183,7 @@ def test_vectors_to_start_from_and_nan():
 def test_a_survey_by_kernels(monkeypatch):
     """From the first step on, with a matrix that has no norm at first, by kernels alone."""
     monkeypatch.setattr(top_singular, "COLD_ROUNDS", 1)  # all of them take the interpreter long
-    for module in (fused, tangent, shard_products):
+    for module in (fused, sphere, tangent, shard_products):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     monkeypatch.setattr(triton_spectral, "launch", noting_launch(launched := []))
     monkeypatch.setattr(triton_subspace, "launch", noting_launch(launched))

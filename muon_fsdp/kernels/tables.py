@@ -231,5 +231,6 @@ def refuse_capture(device: torch.device) -> None:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "step() can't be part of a graph that you capture; pass cuda_graph=True to MuonOptimizer instead"
+            "step() can't be part of a graph that you capture: call it after the capture. MuonOptimizer captures its "
+            "own steps"
         )

@@ -23,7 +23,9 @@ def _bilinear_kernel(  # type: ignore[no-untyped-def]
     left, matrices, right, active, partials, rows, cols, programs_each,
     HAS_ACTIVE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    matrix, part = tl.program_id(0) // programs_each, tl.program_id(0) % programs_each
+    # From the end: the matrices that were written last, and those that are read first afterwards, are in the L2 cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    matrix, part = program // programs_each, program % programs_each
     computes = True
     if HAS_ACTIVE:
         computes = tl.load(active + matrix) != 0
@@ -39,7 +41,60 @@ def _bilinear_kernel(  # type: ignore[no-untyped-def]
             values = tl.load(matrices + base + row[:, None] * cols + col[None, :], mask=mask, other=0.0).to(tl.float32)
             total += values * tl.load(right + matrix * cols + col, mask=col < cols, other=0.0)[None, :]
         weights = tl.load(left + matrix * rows + row, mask=row < rows, other=0.0)
-        tl.store(partials + tl.program_id(0), tl.sum(tl.sum(total, axis=1) * weights, axis=0))
+        tl.store(partials + program, tl.sum(tl.sum(total, axis=1) * weights, axis=0))
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "programs_each"], do_not_specialize_on_alignment=["norms", "partials"])
+def _project_out_kernel(  # type: ignore[no-untyped-def]
+    matrices, left, right, norms, partials, smallest, rows, cols, programs_each,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Subtract (u^T A v) u v^T from A; `partials` has the parts of u^T A v."""
+    matrix, part = tl.program_id(0) // programs_each, tl.program_id(0) % programs_each
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, programs_each, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        sums += tl.load(partials + matrix * programs_each + index, mask=index < programs_each, other=0.0)
+    shift = tl.where(tl.load(norms + matrix) >= smallest, -tl.sum(sums, axis=0), 0.0)
+    row = part * ROWS + tl.arange(0, ROWS)
+    if ALIGNED:
+        cols = cols // 16 * 16
+    base = matrix.to(tl.int64) * rows * cols
+    weights = shift * tl.load(left + matrix * rows + row, mask=row < rows, other=0.0)
+    for first in range(0, cols, BLOCK):
+        col = first + tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (col < cols)[None, :]
+        at = matrices + base + row[:, None] * cols + col[None, :]
+        values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        values += weights[:, None] * tl.load(right + matrix * cols + col, mask=col < cols, other=0.0)[None, :]
+        tl.store(at, values.to(matrices.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["norms", "saved", "lr", "weight_decay"])
+def _sphere_factors_kernel(  # type: ignore[no-untyped-def]
+    norms, saved, lr, weight_decay, out, count, target, smallest, alpha,
+    INITIALIZE: tl.constexpr, DYNAMIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = matrix < count
+    norm, old = tl.load(norms + matrix, mask=mask, other=1.0), tl.load(saved + matrix, mask=mask, other=1.0)
+    rate = tl.load(lr + matrix, mask=mask, other=0.0)  # float64
+    is_regular = norm >= smallest
+    radius = tl.zeros((BLOCK,), dtype=tl.float32) + target
+    if INITIALIZE:
+        radius = tl.where(old == 0, tl.where(is_regular, norm, radius), old)
+    factor = radius / tl.where(is_regular, norm, 1.0)
+    if DYNAMIC:
+        decay = 1.0 - rate * tl.load(weight_decay + matrix, mask=mask, other=0.0)
+        beyond = radius - decay * norm
+        sign = tl.where(beyond > 0, 1.0, tl.where(beyond < 0, -1.0, 0.0))
+        factor = tl.where(old == 0, factor, (decay * (1.0 + alpha * rate * sign)).to(tl.float32))
+    moves = is_regular & (rate != 0)
+    tl.store(out + matrix, tl.where(moves, factor, 1.0), mask=mask)
+    tl.store(out + count + matrix, radius, mask=mask)
+    tl.store(out + 2 * count + matrix, tl.where(moves, radius, old), mask=mask)
+    tl.store(out + 3 * count + matrix, tl.where(is_regular, norm / radius, float("nan")), mask=mask)
+    tl.store(out + 4 * count + matrix, tl.where(is_regular, 0.0, 1.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "programs_each"], do_not_specialize_on_alignment=["active"])
@@ -74,9 +129,15 @@ def bilinear(
     active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
     """Return u^T A v of every matrix, (B,), and 0 for matrices that are not active."""
+    return _bilinear_parts(left, matrices, right, active).sum(-1)
+
+
+def _bilinear_parts(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | None = None) -> Tensor:
+    """Return parts of u^T A v, one per program, (B, programs for each matrix)."""
     count, rows, cols = matrices.shape
     each, options = _grid(rows, cols, matrices)
-    partials = torch.zeros(count, each, dtype=torch.float32, device=matrices.device)
+    make = torch.empty if active is None else torch.zeros
+    partials = make(count, each, dtype=torch.float32, device=matrices.device)
     launch(
         _bilinear_kernel,
         count * each,
@@ -84,7 +145,50 @@ def bilinear(
         {"HAS_ACTIVE": active is not None, **options},
         (matrices.device, matrices.dtype, is_aligned(left, matrices, right), matrices.numel() > INT32_MAX),
     )
-    return partials.sum(-1)
+    return partials
+
+
+def project_out(
+    matrices: Tensor,  # (B, m, n), changed in place
+    left: Tensor,  # (B, m) float32
+    right: Tensor,  # (B, n) float32
+    norms: Tensor,  # (B,) float32
+    smallest: float,
+) -> None:
+    """Subtract (u^T A v) u v^T from every matrix A whose norm is not below `smallest`."""
+    count, rows, cols = matrices.shape
+    partials = _bilinear_parts(left, matrices, right)
+    each, options = _grid(rows, cols, matrices)
+    launch(
+        _project_out_kernel,
+        count * each,
+        (matrices, left, right, norms, partials, float(smallest), rows, cols, each),
+        options,
+        (matrices.device, matrices.dtype, is_aligned(matrices, left, right), matrices.numel() > INT32_MAX),
+    )
+
+
+def sphere_factors(
+    norms: Tensor,  # (B,) float32
+    saved: Tensor,  # (B,) float32
+    lr: Tensor,  # (B,) float64
+    weight_decay: Tensor,  # (B,) float64
+    target: float,
+    alpha: float,
+    *,
+    smallest: float,
+    modes: tuple[str, str],  # of the radius and of the retraction
+) -> Tensor:
+    """Compute the numbers of `muon_fsdp.linalg.sphere.Retraction` in one launch, (5, B) float32."""
+    out = torch.empty(5, len(norms), dtype=torch.float32, device=norms.device)
+    launch(
+        _sphere_factors_kernel,
+        triton.cdiv(len(norms), 128),
+        (norms, saved, lr, weight_decay, out, len(norms), float(target), float(smallest), float(alpha)),
+        {"INITIALIZE": modes[0] == "initialize", "DYNAMIC": modes[1] == "dynamic", "BLOCK": 128},
+        norms.device,
+    )
+    return out
 
 
 def shifted_cast(

@@ -348,7 +348,7 @@ class Refined(NamedTuple):
 def refine(
     left: Callable[[Tensor], Tensor],  # W x
     right: Callable[[Tensor], Tensor],  # W^T y
-    inner: Callable[[Tensor], Tensor],  # the sum of (M, q, q) over the ranks; the same tensor if there is only one part
+    inner: Callable[[Tensor], Tensor] | None,  # the sum of (M, q, q) over the ranks; None if there is only one part
     cols: Space,
     rows: Space,
     subspaces: Tensor,
@@ -360,14 +360,16 @@ def refine(
     new_left = left(new)
     partials, size = _inner(rows, known_left, new_left), 2 * MAX_VECTORS
     count, device = len(rows.matrices), subspaces.device
-    sums = torch.empty(count, size, size, dtype=torch.float64, device=device)
-    launch(_sum_kernel, count, (partials, rows.first_program, sums), {"SIZE": size}, _kind(rows, partials))
-    sums = inner(sums)
+    first_program = rows.first_program
+    if inner is not None:
+        sums = torch.empty(count, size, size, dtype=torch.float64, device=device)
+        launch(_sum_kernel, count, (partials, first_program, sums), {"SIZE": size}, _kind(rows, partials))
+        partials, first_program = inner(sums), rows.each
     best = torch.empty(count, size, dtype=torch.float64, device=device)
     better = torch.empty(count, MAX_VECTORS, size, dtype=torch.float64, device=device)
     constants = {"SQUARINGS": SQUARINGS, "VECTORS": MAX_VECTORS, "SIZE": size}
-    args = (sums, rows.each, best, better)
-    launch(_ritz_kernel, count, args, constants, _kind(rows, sums))
+    args = (partials, first_program, best, better)
+    launch(_ritz_kernel, count, args, constants, _kind(rows, partials))
     return Refined(
         _combine(cols, best, known, new, single=True),
         _combine(rows, best, known_left, new_left, single=True),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from muon_fsdp.declarations.option import Option, fraction, number
 from muon_fsdp.declarations.state import PerMatrix
+from muon_fsdp.linalg.rows import rescale_rows
 from muon_fsdp.rules.base import MatrixBatch
 from muon_fsdp.rules.muon import Muon
 
@@ -31,13 +30,11 @@ class NorMuon(Muon):
 
     def direction(self, batch: MatrixBatch) -> None:
         super().direction(batch)
-        update, moment, beta2 = batch.update, batch.state["second_moment"], batch.options["beta2"]
-        rows, cols = update.shape[-2:]
-        norms = torch.linalg.vector_norm(update, dim=-1, dtype=moment.dtype)  # (B, rows)
-        norms = norms / (self.factor(batch.options, rows, cols) or 1.0)  # `scale` must not enter the second moment
-        moment = beta2 * moment + (1 - beta2) * norms.square() / cols  # (B, rows)
-        factors = 1 / (moment.sqrt() + batch.options["eps"])  # (B, rows)
-        before, after = (torch.linalg.vector_norm(n, dim=-1, keepdim=True) for n in (norms, factors * norms))  # (B, 1)
-        factors = factors * torch.where(after > 0, before / after, 0.0)
-        update.mul_(factors.unsqueeze(-1))
-        batch.state["second_moment"] = moment
+        options = batch.options
+        rescale_rows(
+            batch.update,
+            batch.state["second_moment"],
+            factor=self.factor(options, *batch.update.shape[-2:]),
+            beta2=options["beta2"],
+            eps=options["eps"],
+        )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import Option, PlannedOptions, number, positive
 from muon_fsdp.declarations.state import PerMatrix
-from muon_fsdp.linalg.newton_schulz import orthogonalization_flops, orthogonalize
-from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction, target_radius
-from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, add_outer, bilinear, solve_lambda
+from muon_fsdp.linalg.newton_schulz import orthogonalization_flops
+from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
+from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches
 from muon_fsdp.statistics.observer import TopSingular
 
 # Orthogonalizations per matrix that the planner assumes: the median once lambda starts from the last step's value.
@@ -79,49 +79,49 @@ class SpectralSphere(Muon):
         """
         options, saved = numbers.options, numbers.state["radius"]
         norm, lr = numbers.statistics["top_singular"].norm, options["lr"]
-        mode, is_regular, is_first = options["radius_mode"], norm >= SMALLEST_NORM, saved == 0
-        radius = torch.full_like(norm, target_radius(numbers.rows, numbers.cols, mode, options["radius_scaler"]))
-        if mode == "initialize":
-            radius = torch.where(is_first, torch.where(is_regular, norm, radius), saved)
-        factor = retraction(norm, radius, "hard", lr)
-        if options["retract_mode"] == "dynamic":
-            gentle = retraction(norm, radius, "dynamic", lr, options["weight_decay"], options["retract_alpha"])
-            factor = torch.where(is_first, factor, gentle.to(factor.dtype))
-        numbers.state["radius"] = torch.where(is_regular & (lr != 0), radius, saved)
-        numbers.diagnostics["norm_over_radius"] = torch.where(is_regular, norm / radius, torch.nan)
-        numbers.diagnostics["without_norm"] = (~is_regular).to(norm.dtype)
-        return factor, radius
+        modes = options["radius_mode"], options["retract_mode"]
+        found = retraction_of_step(
+            norm,
+            saved,
+            target_radius(numbers.rows, numbers.cols, modes[0], options["radius_scaler"]),
+            lr,
+            options["weight_decay"],
+            options["retract_alpha"],
+            modes,
+        )
+        numbers.state["radius"] = found.saved
+        numbers.diagnostics.update(norm_over_radius=found.ratio, without_norm=found.without_norm)
+        return found.factor, found.radius
 
     def direction(self, batch: MatrixBatch) -> None:
-        top: TopSingular = batch.statistics["top_singular"]
         mode, method, steps = (batch.options[name] for name in ("lambda_mode", "orthogonalization", "ns_steps"))
-        multiplier, is_regular = batch.state["lagrange_multiplier"], top.norm >= SMALLEST_NORM
         if mode in MAX_CALLS:
+            top: TopSingular = batch.statistics["top_singular"]
+            multiplier = batch.state["lagrange_multiplier"]
             tangent = solve_lambda(
                 batch.matrices,
                 top.left,
                 top.right,
                 method=mode,
-                known=Known(multiplier, batch.state["lagrange_slope"], is_regular, batch.inverse_norms),
+                known=Known(multiplier, batch.state["lagrange_slope"], top.norm >= SMALLEST_NORM, batch.inverse_norms),
                 msign=Msign(method, steps),
                 out=batch.update,
             )
             batch.state.update(lagrange_multiplier=tangent.multiplier, lagrange_slope=tangent.slope)
             batch.diagnostics.update(msign_calls=tangent.calls, lambda_failed=tangent.failed)
         else:
-            orthogonalize(
-                batch.matrices, method=method, steps=steps, inverse_norms=batch.inverse_norms, out=batch.update
-            )
+            orthogonalize_batches(batch, lambda *_: 1.0)
+            multiplier = batch.state["lagrange_multiplier"]
             if mode == "projection":
-                radial = torch.where(is_regular, bilinear(top.left, batch.update, top.right), 0.0)
-                add_outer(batch.update, top.left, top.right, -radial)
-            batch.state["lagrange_multiplier"] = torch.zeros_like(multiplier)
-            batch.diagnostics["msign_calls"] = torch.ones_like(multiplier)
+                top = batch.statistics["top_singular"]
+                project_out(batch.update, top.left, top.right, top.norm, SMALLEST_NORM)
+            multiplier.zero_()
+            batch.diagnostics.update(msign_calls=torch.ones_like(multiplier), lambda_failed=multiplier)
         batch.diagnostics["lambda"] = batch.state["lagrange_multiplier"]
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         calls = USUAL_CALLS if options["lambda_mode"] in MAX_CALLS else 1
-        return calls * orthogonalization_flops(rows, cols, options["ns_steps"])
+        return calls * orthogonalization_flops(rows, cols, options["ns_steps"], options["orthogonalization"])
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
         return self.update_dtype is None and options["orthogonalization"] != "exact"

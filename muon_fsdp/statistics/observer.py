@@ -42,6 +42,7 @@ class Statistic(ABC):
     name: str
     doc: str
     state: tuple[PerMatrix, ...] = ()
+    reads: tuple[str, ...] = ()  # the names of the state that the statistic starts from; the rest are results
     options: tuple[Option, ...] = ()
 
     @abstractmethod
@@ -106,6 +107,7 @@ class _TopSingular(Statistic):
         PerMatrix("right_singular_vector", "columns"),
         PerMatrix("left_singular_vector", "rows"),
     )
+    reads = ("singular_subspace",)
     options = (
         Option(
             "power_iteration_steps",
@@ -157,7 +159,7 @@ class Observer:
 
         Args:
             shards: the local shards by position of the parameter.
-            states: the per-matrix state of every class. The entries that belong to a statistic are replaced.
+            states: for every class the per-matrix state that statistics start from; their new state is added.
             recorder: issues the collectives, so that a CUDA graph can be recorded around them.
             cold: whether some of the states may still be zero.
 

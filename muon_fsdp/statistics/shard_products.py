@@ -40,6 +40,14 @@ class ShardProducts:
     ) -> None:
         self.key = self.key_of(blocks, shards)
         self._shapes, self._blocks, self._shards = shapes, blocks, shards
+        # Whether one launch writes every entry of the result, because this rank holds each matrix in one whole block.
+        num_whole = sum(
+            block.matrices.stop - block.matrices.start
+            for block in blocks
+            for _, rows, cols in [shapes[block.kind]]
+            if range(rows)[block.rows] == range(rows) and range(cols)[block.cols] == range(cols)
+        )
+        self._is_whole = num_whole == sum(count for count, _, _ in shapes)
         # By number of vectors per class: launches for W x, launches for W^T y, and blocks that PyTorch multiplies.
         self._launches: dict[tuple[int, ...], tuple[list[Multiplication], list[Multiplication], list[Block]]] = {}
 
@@ -80,8 +88,8 @@ class ShardProducts:
             count * each * (cols if transposed else rows)
             for (count, rows, cols), each in zip(self._shapes, num_vectors, strict=True)
         )
-        result = vectors.new_zeros(numel)
         forward, backward, others = self._launches_for(tuple(num_vectors), vectors.device)
+        result = vectors.new_empty(numel) if self._is_whole and not others else vectors.new_zeros(numel)
         for multiplication in backward if transposed else forward:
             multiplication.run(vectors, result)
         if others:

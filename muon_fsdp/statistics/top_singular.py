@@ -64,7 +64,7 @@ class Survey:
         """Find the top singular triples of all matrices; a collective.
 
         Args:
-            subspaces: (count, num_vectors, cols) for every class, from the previous survey.
+            subspaces: (count, num_vectors, cols) for every class, from the previous survey. They may be changed.
             shards: the local shards by position of the parameter.
             recorder: issues the collectives, so that a CUDA graph can be recorded around them.
             cold: whether some subspaces may still be zero.
@@ -73,8 +73,11 @@ class Survey:
             The results of every class.
         """
         self._recorder = recorder
-        with on_device(self._device):
-            return self._run(subspaces, self._products(shards), cold)
+        try:
+            with on_device(self._device):
+                return self._run(subspaces, self._products(shards), cold)
+        finally:
+            self._recorder = Recorder()  # one with a graph would keep the memory of the graph
 
     def _run(self, subspaces: Sequence[Tensor], products: ShardProducts, cold: bool) -> list[Surveyed]:
         if cold:
@@ -132,10 +135,10 @@ class Survey:
 
         def inner(sums: Tensor) -> Tensor:
             counts = [kind.count for kind in self.classes]
-            added = self._added(lambda all_sums: list(torch.split(all_sums, counts)), sums, self._shares_rows)
-            return added.view(sums.shape)
+            return _packed(self._add_up(torch.split(sums, counts))).view(sums.shape)
 
-        found = triton_subspace.refine(flat_left, flat_right, inner, cols, rows, _packed(subspaces))
+        summed = inner if self._shares_rows else None
+        found = triton_subspace.refine(flat_left, flat_right, summed, cols, rows, _packed(subspaces))
         rights, lefts = cols.split(found.right, single=True), rows.split(found.left, single=True)
         return [Refined(*parts) for parts in zip(rights, lefts, cols.split(found.subspace), strict=True)]
 
@@ -236,7 +239,16 @@ class Survey:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """Return one flat tensor with all elements; a view if the tensors already follow each other in memory."""
+    first = tensors[0]
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    stop = start
+    for tensor in tensors:
+        is_next = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == stop
+        if not (is_next and tensor.is_contiguous()):
+            return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        stop += tensor.numel()
+    return first.as_strided((stop - start,), (1,), start)
 
 
 def spectral_norm_of_shards(parameter: DTensor) -> Tensor:

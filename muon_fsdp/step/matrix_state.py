@@ -7,7 +7,8 @@ reduction per set of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.statistics.observer import Observer
 from muon_fsdp.step.inputs import StepInputs
+from muon_fsdp.step.set_state import SetState
 from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors, as_factor
 
 # The first steps, in which an iterative statistic may have no vector to start from. They are two, because a matrix of
@@ -39,13 +41,14 @@ BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and the indices o
 class _ClassNumbers:
     """The numbers of one class in one step; every tensor is (count, ...)."""
 
-    before: State  # what `direction` may change, as it was before the step
-    state: State  # the same, after statistics and factors
+    is_alone: bool  # whether this is the only rank that holds the class
+    state: State  # what `factors` and `direction` may change
+    observed: State  # the state of the statistics
     statistics: dict[str, Any]
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # what this rank contributes to the reduction; zero for matrices of other ranks
+    # What `direction` has left on this rank, by name of the state or diagnostic. Several ranks add it up, so there it
+    # begins with zeros; a single rank keeps the tensors of a batch that has all matrices, without a copy.
+    found: dict[str, Tensor] = field(default_factory=dict)
 
 
 class MatrixStates:
@@ -72,10 +75,28 @@ class MatrixStates:
             [self._place(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_numbers else []
             for stage in stages
         ]
-        self._states: list[Tensor] = []  # all per-matrix state at the last step
-        self._slices: list[dict[str, list[Tensor]]] = []
+        self._set_states = [SetState(own) for own in self.sets]
+        self._addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step
         self._times = 0  # steps with these tensors
         self._now: list[_ClassNumbers] = []
+        self._stream = self._own_stream(stages)
+        self._is_pending = False  # whether the stream of its own may still be at work
+
+    def _own_stream(self, stages: Sequence[Stage]) -> torch.cuda.Stream | None:
+        """Return a stream on which `begin` overlaps the first stage, until that reads a result.
+
+        It has a high priority: its short kernels start before further programs of the long kernels beside them.
+
+        Returns:
+            None without statistics, which are what takes long, and where ranks communicate: a capture that ends at a
+            host call can't contain a second stream that is still at work.
+        """
+        devices = {kind.device for kind in self._classes}
+        communicates = any(stage.exchange is not None for stage in stages) or any(len(s.ranks) > 1 for s in self.sets)
+        if communicates or not any(rule.statistics for rule in self._rules) or len(devices) > 1:
+            return None
+        (device,) = devices
+        return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------- before the stages
 
@@ -87,15 +108,18 @@ class MatrixStates:
             for spec in specs
             for place in kind.places
         ]
-        if not self._slices or any(a is not b for a, b in zip(now, self._states, strict=True)):
-            self._states, self._times = now, 0
-            self._slices = [
-                {spec.name: self._slices_of(kind, spec, inputs.states) for spec in specs}
-                for kind, specs in zip(self._classes, self._specs, strict=True)
-            ]
+        # State may be replaced, or moved by assigning to its `data`. The slices keep the old memory allocated, so equal
+        # addresses mean the same memory.
+        addresses = tuple([tensor.data_ptr() for tensor in now])
+        if not self._times or addresses != self._addresses:
+            self._addresses, self._times = addresses, 0
+            for state in self._set_states:
+                state.bind(lambda kind, spec: self._slices_of(kind, spec, inputs.states))
         self._times += 1
+        for state in self._set_states:
+            state.fill(inputs.updated)
         for values in self._per_step:
-            values.fill(inputs.groups, inputs.updated)
+            values.fill(inputs.groups)
 
     def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Sequence[State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
@@ -111,63 +135,81 @@ class MatrixStates:
         """Return whether an iterative statistic may still lack start vectors for some matrix."""
         return self._times <= COLD_STEPS and any(observer.iterates for observer in self._observers)
 
-    def variant(self, shards: Sequence[Tensor]) -> object:
-        """Return what a captured step depends on: the addresses of weights. A cold step is never captured."""
+    def addresses(self, shards: Sequence[Tensor]) -> object:
+        """Return the addresses that a captured step keeps: those of observed weights and of per-matrix state."""
         observed = [position for position, parameter in self._parameters.items() if parameter.is_observed]
-        return tuple([shards[position].data_ptr() for position in observed]), object() if self.is_cold else None
+        return tuple([shards[position].data_ptr() for position in observed]), self._addresses
 
     def begin(self, shards: Sequence[Tensor], recorder: Recorder) -> None:
-        """Observe the statistics of all weights, and ask the rules for factors."""
+        """Observe the statistics of all weights, and ask the rules for factors.
+
+        Batches wait for the results when a rule reads them. Before a stage changes weights, it must call `wait`.
+        """
+        stream = self._stream
+        if stream is None:
+            self._begin(shards, recorder)
+            return
+        # The stream waits before it allocates: memory that it frees now was used by the previous step on the current
+        # stream, and is only given to tensors of the same stream.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._begin(shards, recorder)
+        self._is_pending = True
+
+    def wait(self) -> None:
+        """Make the current stream wait for what `begin` computes."""
+        if self._is_pending:
+            assert self._stream is not None
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._is_pending = False
+
+    def _begin(self, shards: Sequence[Tensor], recorder: Recorder) -> None:
         by_position = {position: shards[position] for position in self._parameters}
         self._now = []
-        first = 0
-        for own, observer in zip(self.sets, self._observers, strict=True):
-            states = [self._read(first + index) for index in range(len(own.classes))]
-            before = [
-                {spec.name: state[spec.name] for spec in RULES[kind.rule].matrix_state}
-                for kind, state in zip(own.classes, states, strict=True)
-            ]
-            found = observer.observe(by_position, states, recorder, cold=self.is_cold)
-            for old, state, statistics in zip(before, states, found, strict=True):
-                self._now.append(_ClassNumbers(old, state, statistics))
-            first += len(own.classes)
+        for set_state, observer in zip(self._set_states, self._observers, strict=True):
+            states = set_state.read()
+            observed = [of_statistics for _, of_statistics in states]
+            found = observer.observe(by_position, observed, recorder, cold=self.is_cold)
+            for (state, of_statistics), statistics in zip(states, found, strict=True):
+                self._now.append(_ClassNumbers(set_state.is_alone, state, of_statistics, statistics))
         self.factors.set([self._start(index, numbers) for index, numbers in enumerate(self._now)])
 
-    def _read(self, index: int) -> State:
-        kind = self._classes[index]
-        return {
-            spec.name: torch.cat(self._slices[index][spec.name]).view(
-                kind.count, *spec.shape_of_matrix(kind.rows, kind.cols)
-            )
-            for spec in self._specs[index]
-        }
-
     def _start(self, index: int, numbers: _ClassNumbers) -> Factors | None:
-        """Initialize state from statistics where it is zero, clear the contributions, and ask the rule for factors."""
+        """Initialize state from statistics where it is zero, make room for results, and ask the rule for factors."""
         rule, kind = self._rules[index], self._classes[index]
         for spec in rule.matrix_state:
             if spec.initial is not None:
                 value = numbers.state[spec.name]
-                numbers.state[spec.name] = torch.where(value == 0, numbers.statistics[spec.initial], value)
+                value.copy_(torch.where(value == 0, numbers.statistics[spec.initial], value))
         factors = None
         if rule.multiplies_weights:
-            # Copies, because matrices that are not updated keep their state.
-            state = {spec.name: numbers.state[spec.name].clone() for spec in rule.matrix_state}
-            options = self._per_step[index].options
-            of_class = MatrixNumbers(kind.rows, kind.cols, state, numbers.statistics, options)
+            of_class = MatrixNumbers(
+                kind.rows, kind.cols, numbers.state, numbers.statistics, self._per_step[index].options
+            )
             of_weights, of_updates = rule.factors(of_class)
             factors = as_factor(of_weights, kind), as_factor(of_updates, kind)
             for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
-                value = _checked(rule, spec.name, state[spec.name], numbers.state[spec.name].shape)
+                value = _checked(rule, spec.name, numbers.state[spec.name], self._shape(index, spec))
                 numbers.state[spec.name] = value.to(kind.dtype)
             numbers.diagnostics = {
                 name: _checked(rule, name, value, torch.Size((kind.count,)), rule.diagnostics)
                 for name, value in of_class.diagnostics.items()
             }
-        names = [name for name in rule.diagnostics if name not in numbers.diagnostics]
-        numbers.found = {spec.name: torch.zeros_like(numbers.state[spec.name]) for spec in rule.matrix_state}
-        numbers.found |= {name: torch.zeros(kind.count, dtype=kind.dtype, device=kind.device) for name in names}
+        if numbers.is_alone:
+            numbers.found = dict(numbers.state)
+        else:
+            numbers.found = {spec.name: torch.zeros_like(numbers.state[spec.name]) for spec in rule.matrix_state}
+            for name in self._own_diagnostics(index):
+                numbers.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
         return factors
+
+    def _shape(self, index: int, spec: PerMatrix, count: int | None = None) -> torch.Size:
+        kind = self._classes[index]
+        return torch.Size((kind.count if count is None else count, *spec.shape_of_matrix(kind.rows, kind.cols)))
+
+    def _own_diagnostics(self, index: int) -> list[str]:
+        """Return the names of the diagnostics that `direction` writes, not `factors`."""
+        return [name for name in self._rules[index].diagnostics if name not in self._now[index].diagnostics]
 
     # -------------------------------------------------------------------------------------------- within the stages
 
@@ -181,24 +223,41 @@ class MatrixStates:
     ) -> MatrixBatch:
         """Return the batch that `direction` gets for the matrices at a place."""
         index, where = place
+        if isinstance(where, Tensor):
+            self.wait()  # rows that are not adjacent are copied
         numbers, rule = self._now[index], self._rules[index]
         state = {spec.name: _rows(numbers.state[spec.name], where) for spec in rule.matrix_state}
         statistics = {name: _rows(value, where) for name, value in numbers.statistics.items()}
-        return MatrixBatch(matrices, update, options, state, statistics, inverse_norms)
+        if not self._is_pending:
+            return MatrixBatch(matrices, update, options, state, statistics, inverse_norms)
+        awaited = _Awaited(state, self.wait), _Awaited(statistics, self.wait)
+        return MatrixBatch(matrices, update, options, *awaited, inverse_norms)
 
     def take(self, stage: Stage, owner: int | None, place: BatchPlace, batch: MatrixBatch) -> None:
         """Keep what `direction` has changed, if this rank is the one that contributes these matrices."""
         if owner is None and stage.exchange is not None and stage.exchange.ranks[0] != my_rank():
             return  # all ranks have computed the same, and the first contributes it
         index, where = place
-        found, rule = self._now[index].found, self._rules[index]
+        rule, count = self._rules[index], len(batch.matrices)
         for spec in rule.matrix_state:
-            target = found[spec.name]
-            target[where] = _checked(rule, spec.name, batch.state[spec.name], target[where].shape).to(target.dtype)
+            value = _checked(rule, spec.name, batch.state[spec.name], self._shape(index, spec, count))
+            self._keep(index, spec.name, where, value)
+        declared = self._own_diagnostics(index)
         for name, value in batch.diagnostics.items():
-            declared = [diagnostic for diagnostic in rule.diagnostics if diagnostic in found]
-            value = _checked(rule, name, value, torch.Size(batch.matrices.shape[:1]), declared)
-            found[name][where] = value.to(found[name].dtype)
+            self._keep(index, name, where, _checked(rule, name, value, torch.Size((count,)), declared))
+
+    def _keep(self, index: int, name: str, where: Tensor | slice, value: Tensor) -> None:
+        """Store the values of some matrices of a class; without a copy if they are in place, or all on one rank."""
+        kind, numbers = self._classes[index], self._now[index]
+        if numbers.is_alone and isinstance(where, slice) and len(value) == kind.count:
+            numbers.found[name] = value.to(kind.dtype)
+            return
+        if name not in numbers.found:
+            numbers.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+        target = numbers.found[name]
+        is_there = isinstance(where, slice) and target[where].data_ptr() == value.data_ptr()
+        if not is_there or target.dtype != value.dtype or not value.is_contiguous():
+            target[where] = value.to(target.dtype)
 
     def place(self, stage: Stage, batch_number: int, members: Sequence[Member]) -> BatchPlace:
         """Return the class of some members of one batch, and their numbers there."""
@@ -227,46 +286,50 @@ class MatrixStates:
 
     def finish(self, recorder: Recorder) -> None:
         """Settle: sum the contributions over ranks, and store the result for the matrices that were updated."""
+        self.wait()
         first = 0
-        for own in self.sets:
+        for own, set_state in zip(self.sets, self._set_states, strict=True):
             indices = range(first, first + len(own.classes))
             first += len(own.classes)
             found = [(index, name, value) for index in indices for name, value in self._now[index].found.items()]
             values = [value for _, _, value in found]
-            if values and len(own.ranks) > 1:
+            if values and not set_state.is_alone:
                 values = add_up(values, own.ranks, recorder)
             for (index, name, _), value in zip(found, values, strict=True):
                 numbers = self._now[index]
-                if name in numbers.state:
-                    numbers.state[name] = self._where_updated(index, value, numbers.before[name])
-                else:
-                    numbers.diagnostics[name] = value
+                (numbers.state if name in numbers.state else numbers.diagnostics)[name] = value
             for index in indices:
-                self._write(index)
+                kind, diagnostics = self._classes[index], self._now[index].diagnostics
+                for name in self._own_diagnostics(index):  # a rule need not write all of them
+                    diagnostics[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+            set_state.write([(self._now[index].state, self._now[index].observed) for index in indices])
+        now = self._now
 
-    def _where_updated(self, index: int, value: Tensor, otherwise: Tensor) -> Tensor:
-        updated = self._per_step[index].updated
-        return torch.where(updated.view(-1, *[1] * (value.ndim - 1)), value, otherwise)
+        def show() -> None:  # eager steps between two replays have numbers of their own
+            self._now = now
 
-    def _write(self, index: int) -> None:
-        for name, slices in self._slices[index].items():
-            parts = torch.split(self._now[index].state[name].reshape(-1), [part.numel() for part in slices])
-            torch._foreach_copy_(slices, list(parts))
+        recorder.host(show)
 
     # ------------------------------------------------------------------------------------------------------- metrics
 
-    def count(self, totals: dict[tuple[str, str], Tensor]) -> None:
-        """Add the diagnostics of this step to totals by rule and name, which stay on the device."""
-        for index, (rule, numbers) in enumerate(zip(self._rules, self._now, strict=True)):
-            if not rule.diagnostics:
-                continue
-            values = torch.stack([numbers.diagnostics[name] for name in rule.diagnostics]).nan_to_num(nan=0.0)
-            sums = torch.where(self._per_step[index].updated, values, 0.0).double().sum(-1)
-            for name, number in zip(rule.diagnostics, sums.unbind(), strict=True):
-                known = totals.get((rule.name, name))
-                totals[(rule.name, name)] = number if known is None else known.to(number.device) + number
+    def count(self, totals: dict[str, Tensor]) -> None:
+        """Add the diagnostics of this step to totals by rule, one number per diagnostic, which stay on the device."""
+        first = 0
+        for own, set_state in zip(self.sets, self._set_states, strict=True):
+            by_rule: dict[Rule, list[int]] = defaultdict(list)
+            for number in range(len(own.classes)):
+                if self._rules[first + number].diagnostics:
+                    by_rule[self._rules[first + number]].append(number)
+            for rule, numbers in by_rule.items():
+                values = [self._now[first + n].diagnostics[name] for name in rule.diagnostics for n in numbers]
+                updated = torch.cat([set_state.updated[n] for n in numbers])
+                of_matrices = torch.cat(values).nan_to_num(nan=0.0).view(len(rule.diagnostics), -1)
+                sums = torch.where(updated, of_matrices, 0.0).sum(-1, dtype=torch.float64)
+                known = totals.get(rule.name)
+                totals[rule.name] = sums if known is None else known.to(sums.device) + sums
+            first += len(own.classes)
 
-    def metrics(self, totals: Mapping[tuple[str, str], Tensor]) -> dict[str, float]:
+    def metrics(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the rules' metrics of the last step and of all steps."""
         result: dict[str, float] = {}
         for rule in dict.fromkeys(self._rules):
@@ -275,7 +338,8 @@ class MatrixStates:
                 name: torch.cat([torch.empty(0), *(numbers.diagnostics[name].double().cpu() for numbers in of_rule)])
                 for name in rule.diagnostics
             }
-            total = {name: float(totals.get((rule.name, name), 0.0)) for name in rule.diagnostics}
+            sums = totals[rule.name].tolist() if rule.name in totals else [0.0] * len(rule.diagnostics)
+            total = dict(zip(rule.diagnostics, sums, strict=True))
             result.update(rule.metrics(last, total))
         return result
 
@@ -285,43 +349,59 @@ class _PerStepValues:
 
     def __init__(self, rule: Rule, kind: MatrixClass) -> None:
         self._kind = kind
-        self._counts = [place.count for place in kind.places]
-        self._flags: tuple[bool, ...] = ()
-        self.updated = torch.ones(kind.count, dtype=torch.bool, device=kind.device)
         self._groups = sorted({place.group for place in kind.places})
         self._names = rule.per_step_numbers if rule.multiplies_weights else ()
         self._table = torch.zeros(len(self._names), len(self._groups), dtype=torch.float64, device=kind.device)
         group_of = [self._groups.index(place.group) for place in kind.places for _ in range(place.count)]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(kind.device)
+        self._of_matrices = torch.zeros(len(self._names), kind.count, dtype=torch.float64, device=kind.device)
         self._values: list[list[float]] = []
         self._had_tensors = False  # whether the table holds values of tensors on the device
 
-    def fill(self, groups: Sequence[Mapping[str, Any]], updated: Collection[int]) -> None:
-        flags = tuple([place.position in updated for place in self._kind.places])
-        if flags != self._flags:
-            each = [flag for flag, count in zip(flags, self._counts, strict=True) for _ in range(count)]
-            self.updated.copy_(pinned(each, torch.bool, self._kind.device), non_blocking=True)
-            self._flags = flags
-        if self._names:
-            self._fill_options(groups)
-
-    def _fill_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def fill(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write the options of this step."""
+        if not self._names:
+            return
         rows = [[groups[group][name] for group in self._groups] for name in self._names]
         values = [[0.0 if is_on_device(value) else float(value) for value in row] for row in rows]
         has_tensors = any(is_on_device(value) for row in rows for value in row)
-        if values != self._values or has_tensors or self._had_tensors:
-            self._table.copy_(pinned(values, torch.float64, self._table.device), non_blocking=True)
-            self._values, self._had_tensors = values, has_tensors
+        if values == self._values and not has_tensors and not self._had_tensors:
+            return
+        self._table.copy_(pinned(values, torch.float64, self._table.device), non_blocking=True)
+        self._values, self._had_tensors = values, has_tensors
         for row, places in zip(rows, self._table, strict=True):
             for value, place in zip(row, places, strict=True):
                 if is_on_device(value):
                     place.copy_(value.reshape(()))
+        torch.index_select(self._table, 1, self._group_of, out=self._of_matrices)
 
     @property
     def options(self) -> Mapping[str, Any]:
         """Return the planned options, and per-step options as tensors (count,)."""
-        per_step = self._table[:, self._group_of].unbind()
-        return FactorOptions(self._kind.options, dict(zip(self._names, per_step, strict=True)))
+        return FactorOptions(self._kind.options, dict(zip(self._names, self._of_matrices.unbind(), strict=True)))
+
+
+class _Awaited(MutableMapping[str, Any]):
+    """Values that another stream may still compute: the current stream waits for them when one is read."""
+
+    def __init__(self, values: dict[str, Any], wait: Callable[[], None]) -> None:
+        self._values, self._wait = values, wait
+
+    def __getitem__(self, name: str) -> Any:
+        self._wait()
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def _checked(rule: Rule, name: str, value: Tensor, shape: torch.Size, declared: Sequence[str] | None = None) -> Tensor:
@@ -334,7 +414,7 @@ def _checked(rule: Rule, name: str, value: Tensor, shape: torch.Size, declared: 
 
 
 def _rows(value: Any, where: Tensor | slice) -> Any:
-    """Return copies of some rows of a tensor, or of each tensor in a named tuple."""
+    """Return some rows of a tensor, or of each tensor in a named tuple: views where the rows are adjacent."""
     if not isinstance(value, Tensor):
         return type(value)(*(_rows(part, where) for part in value))
-    return value[where].clone() if isinstance(where, slice) else value[where]
+    return value[where]

@@ -89,11 +89,11 @@ class WeightFactors:
         if self._flat is None:
             columns: list[list[Tensor]] = [[], []]
             for kind, factors in zip(self._classes, self._now, strict=True):
-                given = factors if factors is not None and factors[0].ndim == factors[1].ndim == 1 else None
-                ones = torch.ones(kind.count, dtype=torch.float32, device=kind.device)
-                for column, values in zip(columns, given or (ones, ones), strict=True):
+                if factors is None or factors[0].ndim > 1 or factors[1].ndim > 1:
+                    factors = (torch.ones(kind.count, dtype=torch.float32, device=kind.device),) * 2
+                for column, values in zip(columns, factors, strict=True):
                     column.append(values.float())
-            self._flat = torch.stack([torch.cat(column) for column in columns])
+            self._flat = torch.cat([*columns[0], *columns[1]]).view(2, -1)
         return self._flat
 
     def of(self, position: int, shard: Tensor) -> Factors:

@@ -1,4 +1,4 @@
-"""Rules of users on a GPU: the same as without a graph, and a clear refusal where a step can't be captured."""
+"""NorMuon and rules of users on a GPU: the same as without a graph, and a clear refusal where none can be captured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import nn
 
 import tests.toy_rules  # noqa: F401 (registers them)
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.step import matrix_state
+from tests.comparisons import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,7 +30,7 @@ def train(rule: str, device: str = "cuda", dtype: torch.dtype = torch.float32, s
     return [p.detach().double().cpu() for p in params], optimizer
 
 
-@pytest.mark.parametrize("rule", ["row_normed", "toy_sphere", "toy_magnitudes"])
+@pytest.mark.parametrize("rule", ["normuon", "row_normed", "toy_sphere", "toy_magnitudes"])
 def test_follows_the_cpu_in_float64(rule):
     expected, _ = train(rule, "cpu", torch.float64)
     found, _ = train(rule)
@@ -36,19 +38,59 @@ def test_follows_the_cpu_in_float64(rule):
         assert float((a - b).norm() / b.norm()) < 0.02, shape
 
 
-@pytest.mark.parametrize("rule", ["row_normed", "toy_sphere"])
+@pytest.mark.parametrize("rule", ["normuon", "row_normed", "toy_sphere"])
 def test_a_graph_is_the_same(rule):
-    expected, _ = train(rule)
+    expected, _ = train(rule, cuda_graph=False)
     found, optimizer = train(rule, cuda_graph=True)
     assert optimizer._planned.graph is not None
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_statistics_on_a_stream_of_their_own_are_the_same(monkeypatch, cuda_graph):
+    def trained():
+        torch.manual_seed(0)
+        shapes = [(768, 3072), (3072, 768), (768, 768), (768,)] * 4
+        params = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
+        optimizer = MuonOptimizer(params, rule="spectral_sphere", lambda_mode="projection", cuda_graph=cuda_graph)
+        for step in range(7):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+            optimizer.step()
+        return [p.detach() for p in params], optimizer
+
+    found, optimizer = trained()
+    assert optimizer._planned.matrices._stream is not None
+    monkeypatch.setattr(matrix_state.MatrixStates, "_own_stream", lambda self, stages: None)
+    expected, _ = trained()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(4, 768, 3072), (3, 2304, 768), (2, 100, 333)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_are_rescaled_as_in_float64(shape, dtype):
+    from muon_fsdp.linalg.rows import rescale_rows
+
+    sizes = torch.logspace(-2, 0, shape[1], device="cuda")[:, None]
+    matrices = (torch.randn(shape, device="cuda") * sizes).to(dtype)
+    moments = torch.rand(shape[:2], device="cuda")
+    expected, expected_moments = matrices.double().cpu(), moments.double().cpu()
+    again, moments_again = matrices.clone(), moments.clone()
+    for a, b in ((expected, expected_moments), (matrices, moments), (again, moments_again)):
+        rescale_rows(a, b, factor=2.0, beta2=0.9, eps=1e-8)
+    torch.testing.assert_close(moments.cpu().double(), expected_moments, rtol=1e-5, atol=0)
+    precision = 2 * torch.finfo(dtype).eps + 1e-5
+    torch.testing.assert_close(matrices.cpu().double(), expected, rtol=precision, atol=1e-7)
+    assert torch.equal(again, matrices)  # replicas round alike
+    assert torch.equal(moments_again, moments)
+
+
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        ("toy_that_waits", "can't capture the step.*rule.*'toy_that_waits'.*Leave cuda_graph out"),
         ("toy_signs", "rule 'toy_signs' has no kernels for prepare and apply"),
         ("toy_magnitudes", "multiplies its rows or columns by factors"),
     ],
@@ -56,8 +98,22 @@ def test_a_graph_is_the_same(rule):
 def test_what_can_not_be_captured_is_refused(rule, text):
     with pytest.raises(RuntimeError, match=text):
         train(rule, cuda_graph=True)
-    torch.randn(4, device="cuda")  # the generator is not left in a capture that broke off
     train(rule)  # and works without
+
+
+@pytest.mark.parametrize("cuda_graph", ["auto", True])
+def test_a_rule_that_waits_for_the_host_runs_eagerly_and_warns_once(cuda_graph):
+    expected, _ = train("toy_that_waits", cuda_graph=False)
+    with pytest.warns(
+        RuntimeWarning, match="not captured as a CUDA graph: the capture failed.*It runs eagerly"
+    ) as told:
+        found, optimizer = train("toy_that_waits", cuda_graph=cuda_graph)
+    assert len(told) == 1
+    assert optimizer._planned.graph is None
+    assert "the capture failed" in optimizer.plan_report().cuda_graph
+    assert_same(found, expected)
+    torch.randn(4, device="cuda")  # the generator is not left in a capture that broke off
+    torch.cuda.empty_cache()  # nor is the allocator
 
 
 def test_an_element_wise_rule_of_a_user():
