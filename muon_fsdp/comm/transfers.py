@@ -154,10 +154,10 @@ class Transfer:
         # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
         works: list[dist.Work] = []
         self._works = works
-        group = group_of(ranks, source.device)
         send_sizes, receive_sizes = list(outgoing.sizes), list(incoming.sizes)
 
         def start() -> None:
+            group = group_of(ranks, send.device)  # found at every replay: process groups may have been made anew
             work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
             works[:] = [work]
 
@@ -328,7 +328,6 @@ def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...], recorder: Recorder
     sizes = [tensor.numel() for tensor in tensors]
     flat = recorder.buffer("sums", sum(sizes), tensors[0].dtype, tensors[0].device)
     torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
-    group = group_of(ranks, flat.device)
-    recorder.host(lambda: dist.all_reduce(flat, group=group))
+    recorder.host(lambda: dist.all_reduce(flat, group=group_of(ranks, flat.device)))
     parts = torch.split(flat.clone(), sizes)  # a copy, because the next call overwrites the buffer
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -33,10 +33,11 @@ from muon_fsdp.parameters.state_dict import (
 from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
-from muon_fsdp.plan.settings import MICRO_STEP, STARTED, NonFinite, Settings
+from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients
+from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
@@ -93,7 +94,7 @@ class MuonOptimizer(GroupedOptimizer):
         strategy: Strategy = "auto",
         comm_dtype: torch.dtype | None = None,
         max_stage_bytes: int = 256 * 2**20,
-        cuda_graph: bool = False,
+        cuda_graph: CudaGraph = "auto",
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
@@ -110,7 +111,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
         self._skipped_steps = 0
-        self._totals: dict[tuple[str, str], Tensor] = {}  # of diagnostics, by rule and name
+        self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
         given = {} if lr is UNSET else {"lr": lr}
@@ -305,6 +306,8 @@ class MuonOptimizer(GroupedOptimizer):
         if self._planned is None or self._planned.key != key:
             self._complete_groups()
             key = self._plan_key(parameters)
+            if self._planned is not None:
+                self._planned.captured.forget()
             self._planned = PlannedStep(
                 key,
                 self._records(),
@@ -330,12 +333,18 @@ class MuonOptimizer(GroupedOptimizer):
         Without arguments, the report is about the parameters as they are distributed now. With `world_size`, it is
         about parameters that `fully_shard` distributes over that many ranks, which needs neither processes nor memory
         (the model may be on the meta device). `mesh` is the shape of the mesh, (replicas, shards) for HSDP.
+
+        Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why.
         """
         records = self._records()
-        if world_size or mesh:
+        graph = ""
+        if not world_size and not mesh:
+            planned = self._planned
+            graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
+        else:
             layouts = fsdp_layouts([record.tensor for record in records], world_size, mesh)
             records = [replace(record, layout=layout) for record, layout in zip(records, layouts, strict=True)]
-        return make_report(parameter_specs(records, self._settings), self._settings)
+        return replace(make_report(parameter_specs(records, self._settings), self._settings), cuda_graph=graph)
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, TypeAlias
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,9 @@ class FusedStep:
 
     signature: Signature
     stages: list[FusedStage] = field(default_factory=list)
-    states: Sequence[Tensor] = ()  # the state of all parameters at the last step
+    # The state of all parameters at the last step. Weak references, so that state moved to the CPU frees its memory.
+    states: Sequence[ReferenceType[Tensor]] = ()
+    devices: Sequence[int] = ()  # of these tensors
     tables: Tables | None = None
 
     @property
@@ -100,16 +103,21 @@ class FusedStep:
             known = self.signature[position]
             if known is not None and grad.dtype is not known[1]:
                 return False
-        now = tuple(self._all_states(inputs.states))
-        return len(now) == len(self.states) and all(map(is_, now, self.states))
+        now = self._tensors(inputs.states)
+        if len(now) != len(self.states) or not all(map(is_, now, [known() for known in self.states])):
+            return False
+        # A tensor can be moved by assigning to its `data`.
+        return list(map(Tensor.get_device, now)) == self.devices
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Remember the tensors of state, which `fits` compares."""
-        self.states = tuple(self._all_states(states))
+        now = self._tensors(states)
+        self.states, self.devices = [ref(value) for value in now], list(map(Tensor.get_device, now))
 
     @staticmethod
-    def _all_states(states: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
-        return (value for state in states for value in state.values())
+    def _tensors(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Return all tensors of state; others may keep numbers there."""
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def fill_tables(self, inputs: StepInputs) -> None:
         """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device."""

@@ -34,7 +34,7 @@ class Samples:
     with CUDA graphs there are at least `STEPS_BETWEEN` steps between two samples.
     """
 
-    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], is_captured: bool) -> None:
+    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
         self._sampled = {
             (stage.number, index)
             for stage in stages
@@ -42,22 +42,20 @@ class Samples:
             if not _is_whole(stage, batch, parameters)
         }
         self._found: dict[tuple[int, int], Sample] = {}
-        self._between = STEPS_BETWEEN if is_captured else 1
-        self._steps, self._asked = self._between, True
+        self._steps, self._asked = STEPS_BETWEEN, True
 
-    @property
-    def wanted(self) -> bool:
-        """Return whether the next step takes samples."""
-        return bool(self._sampled) and self._asked and self._steps >= self._between
+    def wanted(self, *, rarely: bool) -> bool:
+        """Return whether the next step takes samples; `rarely` if it would otherwise be captured or replayed."""
+        return bool(self._sampled) and self._asked and self._steps >= (STEPS_BETWEEN if rarely else 1)
 
     def ask(self) -> list[Sample]:
         """Return the last samples, and ask for new ones."""
         self._asked = True
         return list(self._found.values())
 
-    def end_step(self) -> None:
-        """Count a step. If samples were wanted, it has taken them."""
-        if self.wanted:
+    def end_step(self, *, took_samples: bool) -> None:
+        """Count a step, and note whether it has taken samples."""
+        if took_samples:
             self._steps, self._asked = 0, False
         self._steps += 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ class StepContext:
 
 
 def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
-    """Run every stage, and overlap their transfers with computation.
+    """Run these stages, and overlap their transfers with computation.
 
     While one stage computes, the next is being gathered and the one before it scattered. Where replicas consist of
     several ranks, the one before that is being forwarded to the other replicas.
@@ -56,10 +58,6 @@ def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
     num_travelling = 0
     for stage in stages:
         run = _StageRun(stage, context)
-        # `updated` is agreed on, so all ranks of a stage skip it together; one alone would leave the others waiting. A
-        # captured step must contain every stage.
-        if run.positions.isdisjoint(context.inputs.updated) and not context.settings.cuda_graph:
-            continue
         run.start(num_travelling)
         if not run.travels:  # there is no transfer to overlap with: finish at once, which frees its memory
             run.compute()
@@ -100,6 +98,13 @@ def _pass_on(scattering: _StageRun | None, forwarding: _StageRun | None) -> _Sta
     return None
 
 
+def _profiled(phase: str, stage: Stage) -> AbstractContextManager[object]:
+    """Return a context manager that shows a phase of a stage in a profile; it does nothing unless a profiler runs."""
+    if not torch._C._autograd._profiler_enabled():  # entering record_function takes microseconds in any case
+        return nullcontext()
+    return record_function(f"muon_fsdp.{phase} {stage.label}")
+
+
 class _StageRun:
     """One stage on its way through a step: `start`, `compute`, `forward` and `finish`, in this order.
 
@@ -130,7 +135,7 @@ class _StageRun:
 
     def start(self, number: int) -> None:
         """Prepare the shards and start gathering them; `number` counts the stages that travel."""
-        with record_function(f"muon_fsdp.prepare {self.stage.label}"):
+        with _profiled("prepare", self.stage):
             if self.rule.needs_matrices:
                 self._buffer = self._staging()
                 # Shards that travel without being updated are zeroed: garbage makes some directions raise.
@@ -153,7 +158,7 @@ class _StageRun:
                 else:
                     self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
-            with record_function(f"muon_fsdp.gather {self.stage.label}"):
+            with _profiled("gather", self.stage):
                 self._exchange = StageExchange(self.stage, self._buffer, self._context.recorder, number)
                 self._exchange.start_gather()
             self._buffer = torch.empty(0)
@@ -170,13 +175,13 @@ class _StageRun:
             return
         units = self._buffer
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.gathered {self.stage.label}"):
+            with _profiled("gathered", self.stage):
                 units = self._exchange.finish_gather()
         results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
-        with record_function(f"muon_fsdp.orthogonalize {self.stage.label}"):
+        with _profiled("orthogonalize", self.stage):
             self._directions(units, results)
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.scatter {self.stage.label}"):
+            with _profiled("scatter", self.stage):
                 self._exchange.start_scatter(results)
         else:
             self._buffer = results
@@ -184,16 +189,18 @@ class _StageRun:
     def forward(self) -> None:
         """Wait for the scatter, and start forwarding its results to the other replicas."""
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.scattered {self.stage.label}"):
+            with _profiled("scattered", self.stage):
                 self._exchange.finish_scatter()
 
     def finish(self) -> None:
         """Wait for the last transfer, and apply the updates to the shards."""
         if self._exchange is not None:
-            with record_function(f"muon_fsdp.forwarded {self.stage.label}"):
+            with _profiled("forwarded", self.stage):
                 self._buffer = self._exchange.finish_forward()
             self._exchange = None
-        with record_function(f"muon_fsdp.apply {self.stage.label}"):
+        if self._matrices is not None:  # statistics read the weights that change now
+            self._matrices.wait()
+        with _profiled("apply", self.stage):
             for each in self.fused.lists:
                 assert self.rule.fused is not None
                 tensors, factors = each.tensors, None
@@ -224,48 +231,72 @@ class _StageRun:
 
     def _directions(self, units: Tensor, results: Tensor) -> None:
         """Pass whole units through `direction`, batch by batch; units of parameters that take no part are left out."""
-        stage, first_matrix = self.stage, 0
-        for number, batch in enumerate(stage.batches):
-            norms = self._inverse_norms
-            norms = None if norms is None else norms[first_matrix : first_matrix + batch.count]
-            first_matrix += batch.count
-            members = [member for member in batch.members if stage.units[member.unit].position in self.positions]
-            is_complete = len(members) == len(batch.members)
-            start = _start_of_run(stage, batch) if is_complete else None
-            if start is not None:
-                stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
-                self._direction(number, members, units[start:stop].view(shape), results[start:stop].view(shape), norms)
-            elif members:
-                sources = [
-                    _block(stage, member.unit, member.block, units)[member.start : member.stop] for member in members
-                ]
-                together = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
-                updates = torch.empty_like(together, dtype=results.dtype)
-                self._direction(number, members, together, updates, norms if is_complete else None)
-                pieces = torch.split(updates, [member.stop - member.start for member in members])
-                for member, piece in zip(members, pieces, strict=True):
-                    _block(stage, member.unit, member.block, results)[member.start : member.stop].copy_(piece)
+        for numbers in self.stage.together:
+            self._direct_together(numbers, units, results)
 
-    def _direction(
-        self,
-        number: int,  # of the batch
-        members: Sequence[Member],  # those of the batch that take part
-        matrices: Tensor,
-        update: Tensor,
-        inverse_norms: Tensor | None,
-    ) -> None:
-        stage = self.stage
-        options = stage.batches[number].options
-        if self._matrices is None:
-            batch = MatrixBatch(matrices, update, options, inverse_norms=inverse_norms)
-            self.rule.direction(batch)
+    def _direct_together(self, numbers: Sequence[int], units: Tensor, results: Tensor) -> None:
+        """Pass batches through `direction` whose updates a rule may compute together, and free their copies."""
+        parts = [part for number in numbers if (part := self._part(number, units, results)) is not None]
+        for number, part in enumerate(parts, start=1):
+            part.batch.later = [other.batch for other in parts[number:]]
+            self.rule.direction(part.batch)
+            if self._matrices is not None:
+                owner = self.stage.units[part.members[0].unit].owner
+                self._matrices.take(self.stage, owner, part.place, part.batch)
+            if self._context.samples is not None:
+                self._context.samples.take(self.stage, part.number, part.batch, self._groups)
+            if part.pieces:
+                sizes = [len(piece) for piece in part.pieces]
+                torch._foreach_copy_(part.pieces, list(torch.split(part.batch.update, sizes)))
+
+    def _part(self, number: int, units: Tensor, results: Tensor) -> _BatchPart | None:
+        """Return the members of one batch that take part in this step; None if there are none."""
+        stage, batch = self.stage, self.stage.batches[number]
+        members = [member for member in batch.members if stage.units[member.unit].position in self.positions]
+        if not members:
+            return None
+        is_complete = len(members) == len(batch.members)
+        norms = None
+        if self._inverse_norms is not None and is_complete:
+            first = sum(other.count for other in stage.batches[:number])
+            norms = self._inverse_norms[first : first + batch.count]
+        start = _start_of_run(stage, batch) if is_complete else None
+        pieces: list[Tensor] = []
+        if start is not None:
+            stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
+            matrices, update = units[start:stop].view(shape), results[start:stop].view(shape)
         else:
-            place = self._matrices.place(stage, number, members)
-            batch = self._matrices.batch(options, place, matrices, update, inverse_norms)
-            self.rule.direction(batch)
-            self._matrices.take(stage, stage.units[members[0].unit].owner, place, batch)
-        if self._context.samples is not None:
-            self._context.samples.take(stage, number, batch, self._groups)
+            sources, pieces = (
+                [_block(stage, member.unit, member.block, buffer)[member.start : member.stop] for member in members]
+                for buffer in (units, results)
+            )
+            matrices = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
+            update = torch.empty_like(matrices, dtype=results.dtype)
+        if self._matrices is None:
+            plain = MatrixBatch(matrices, update, batch.options, inverse_norms=norms)
+            return _BatchPart(number, members, plain, pieces)
+        place = self._matrices.place(stage, number, members)
+        numbered = self._matrices.batch(batch.options, place, matrices, update, norms)
+        return _BatchPart(number, members, numbered, pieces, place)
+
+
+@dataclass(frozen=True)
+class _BatchPart:
+    """The members of one batch that take part in a step.
+
+    Args:
+        number: of the batch in its stage.
+        members: those that take part.
+        batch: what `direction` gets.
+        pieces: where the updates belong, if they are not contiguous in the buffer of results.
+        place: the class of the matrices and their numbers there; None if the rule has no per-matrix numbers.
+    """
+
+    number: int
+    members: Sequence[Member]
+    batch: MatrixBatch
+    pieces: list[Tensor]
+    place: Any = None
 
 
 def _start_of_run(stage: Stage, batch: Batch) -> int | None:

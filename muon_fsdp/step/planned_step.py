@@ -20,10 +20,10 @@ from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import Plan, make_plan
+from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
-from muon_fsdp.step.graph import CapturedStep, check_capturable
+from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
@@ -74,17 +74,21 @@ class PlannedStep:
         self.plan: Plan = make_plan(self.outlines, my_rank(), settings.max_stage_bytes)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
-        self.samples = Samples(self.plan.stages, [record.tensor for record in records], settings.cuda_graph)
+        self.samples = Samples(self.plan.stages, [record.tensor for record in records])
         self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
         self._group_devices = self._find_group_devices()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
-        self._captured = CapturedStep()
+        self.captured = CapturedStep(settings.cuda_graph)
+        self._positions = [
+            frozenset(position for _, positions in stage.positions_by_group for position in positions)
+            for stage in self.plan.stages
+        ]
 
     @property
     def graph(self) -> GraphRecorder | None:
         """Return the CUDA graph of the step, once it has been captured."""
-        return self._captured.graph
+        return self.captured.graph
 
     def make_groups(self) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
@@ -113,30 +117,41 @@ class PlannedStep:
         if self.matrices is not None:
             self.matrices.fill(inputs)
         single = self._single_updates(fused, inputs)
-        takes_samples = self.samples.wanted
+        stages = self._stages_to_run(inputs)
+        takes_samples = self.samples.wanted(rarely=self.captured.is_due)
 
         def run(recorder: Recorder) -> None:
             if self.matrices is not None:
                 self.matrices.begin(inputs.shards, recorder)
             samples = self.samples if takes_samples else None
             run_stages(
-                self.plan.stages,
-                StepContext(inputs, fused.stages, single, self._settings, recorder, self.matrices, samples),
+                stages, StepContext(inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
             )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
 
-        if not self._settings.cuda_graph or takes_samples:  # a captured step takes no samples
-            run(Recorder())
-        else:
-            self._captured.run(
-                (fused.variant, self.matrices.variant(inputs.shards) if self.matrices is not None else None),
-                run,
-                device=lambda: fused.device,
-                check=lambda: check_capturable(self.records, inputs, self._unfusable()),
-                rules=[stage.rule for stage in self.plan.stages],
-            )
-        self.samples.end_step()
+        addresses, is_cold = None, False
+        if self.matrices is not None:
+            addresses, is_cold = self.matrices.addresses(inputs.shards), self.matrices.is_cold
+        launches = (fused.variant, [stage.number for stage in stages], is_cold)
+        self.captured.run(
+            StepKey(addresses, launches),
+            run,
+            device=lambda: fused.device,
+            eager=takes_samples or is_cold or not stages,  # a captured step takes no samples
+        )
+        self.samples.end_step(took_samples=takes_samples)
+
+    def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
+        """Return the stages with a parameter to update.
+
+        `updated` is agreed on, so all ranks of a stage leave it out together; one alone would leave the others waiting.
+        """
+        return [
+            stage
+            for stage, positions in zip(self.plan.stages, self._positions, strict=True)
+            if not positions.isdisjoint(inputs.updated)
+        ]
 
     def _unfusable(self) -> dict[int, str]:
         """Return the positions whose weights kernels can't multiply by factors, and why."""
@@ -145,15 +160,14 @@ class PlannedStep:
     def _fuse(self, inputs: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs):
+            _check_devices_of_state(self.records, inputs)
             rules = [record.rule for record in self.records]
             signature = signature_of(rules, inputs, self._fused, self._unfusable())
             if self._fused is not None and self._fused.signature == signature:
                 self._fused.accept(inputs.states)  # new tensors, same launches: every step writes their addresses
-                if self.matrices is not None:  # a graph would read per-matrix state at its old addresses
-                    self._captured.forget()
             else:
                 self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
-                self._captured.forget()
+                self.captured.start_over(capture_obstacle(self.records, inputs, self._unfusable()))
         return self._fused
 
     def _single_updates(self, fused: FusedStep, inputs: StepInputs) -> dict[int, SingleUpdate]:
@@ -231,6 +245,19 @@ def _check_placed(record: ParameterRecord) -> None:
             f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}. "
             "Build the mesh from ascending ranks"
         )
+
+
+def _check_devices_of_state(records: Sequence[ParameterRecord], inputs: StepInputs) -> None:
+    """Raise if state was moved to another device than its parameter; kernels would read it at a wrong address."""
+    for record in records:
+        device = inputs.shards[record.position].device
+        for spec in record.rule.all_state:
+            state = local(inputs.states[record.position][spec.name])
+            if state.device != device and state.ndim > 0:  # PyTorch accepts a number on the CPU anywhere
+                raise RuntimeError(
+                    f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
+                    f"{device}: move the state back before step()"
+                )
 
 
 def _where(record: ParameterRecord) -> str:

@@ -59,7 +59,7 @@ class TrainConfig:
     lr: float | None = None
     rest_lr: float | None = None
     weight_decay: float | None = None
-    cuda_graph: bool = False
+    cuda_graph: bool | None = None  # None lets the optimizer decide
     schedule: ScheduleName = "cosine"
     warmup_fraction: float = 0.1
     decay_fraction: float = 0.4
@@ -255,7 +255,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         f"weight decay of the hidden matrices (default: {_by_rule('weight_decay')})",
         type=float,
     )
-    _add(optimizer, "--cuda-graph", "run the optimizer's step as a CUDA graph (needs a GPU)", action="store_true")
+    _add(optimizer, "--cuda-graph", "run the optimizer's step as a CUDA graph, which needs a GPU (default: where it is "
+         "possible and costs little memory)", action=argparse.BooleanOptionalAction)  # fmt: skip
     _add(optimizer, "--schedule", "how the learning rates fall after the warmup", choices=list(get_args(ScheduleName)))
     _add(optimizer, "--warmup-fraction", "fraction of the steps in which the learning rates rise", type=float)
     _add(

@@ -26,7 +26,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> FSDPMuonOptimizer:
         {"params": hidden, "rule": config.optimizer, **config.matrix_options},
         {"params": rest, "rule": DEFAULT_OTHER_RULE, **_rest_options(config)},
     ]
-    return FSDPMuonOptimizer(model, groups, rule=config.optimizer, cuda_graph=config.cuda_graph)
+    return FSDPMuonOptimizer(
+        model, groups, rule=config.optimizer, cuda_graph="auto" if config.cuda_graph is None else config.cuda_graph
+    )
 
 
 def _rest_options(config: TrainConfig) -> dict[str, Any]:

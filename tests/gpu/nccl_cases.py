@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.comm.transfers import StageExchange
+from muon_fsdp.kernels.recorder import CudaSegments
+from muon_fsdp.plan.settings import CudaGraph
 from muon_fsdp.rules import RULES, MatrixBatch
 from tests.fault_cases import error_of
 
@@ -63,7 +69,7 @@ def backward(model: nn.Module, step: int) -> Tensor:
     return loss.detach()
 
 
-def curve(strategy: str, cuda_graph: bool = False) -> list[float]:
+def curve(strategy: str, cuda_graph: CudaGraph = False) -> list[float]:
     model = sharded_net()
     optimizer = FSDPMuonOptimizer(model, adamw_lr=0.01, strategy=strategy, max_stage_bytes=2**17, cuda_graph=cuda_graph)
     losses = []
@@ -76,7 +82,7 @@ def curve(strategy: str, cuda_graph: bool = False) -> list[float]:
         losses.append(loss.item() / dist.get_world_size())
     planned = optimizer._current_plan()
     assert len(planned.plan.stages) > 3
-    assert (planned.graph is not None) == cuda_graph
+    assert (planned.graph is not None) == bool(cuda_graph), planned.captured.status
     _alive.append(optimizer)  # the process group is destroyed while the graph is still there
     return losses
 
@@ -84,7 +90,7 @@ def curve(strategy: str, cuda_graph: bool = False) -> list[float]:
 def overlap() -> None:
     """Check that the gather of the next stage ends while a stage still computes."""
     model = sharded_net()
-    optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=2**18)
+    optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=2**18, cuda_graph=False)
     backward(model, 0)
     optimizer.step()
     torch.cuda.synchronize()
@@ -133,6 +139,71 @@ def changed_on_one_rank(name: str, value: object, cuda_graph: bool) -> list[str]
     if dist.get_rank() == 1:
         optimizer.param_groups[0][name] = value
     return [error_of(optimizer.step) for _ in range(2)]
+
+
+@contextmanager
+def failing_segment(number: int, invalidates: bool) -> Iterator[SimpleNamespace]:
+    """Let the capture of one segment fail, and count the segments; none fails if the number is negative.
+
+    With `invalidates`, the failure is a call that CUDA does not allow in a capture, which invalidates the capture.
+    """
+    seen = SimpleNamespace(count=0)
+    end = CudaSegments.end
+
+    def failing_end(self: CudaSegments) -> Any:
+        seen.count += 1
+        if seen.count - 1 == number:
+            if invalidates:
+                torch.cuda.current_stream().synchronize()
+            raise RuntimeError(f"injected into segment {number}")
+        return end(self)
+
+    CudaSegments.end = failing_end  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        CudaSegments.end = end  # type: ignore[method-assign]
+
+
+def failing_captures(rule: str) -> list[str]:
+    """Let the capture of each segment fail on rank 1 alone; return how the results differ from those without a graph.
+
+    Every second failure invalidates the capture.
+    """
+    model = sharded_net(64, 1)
+    start = [p.to_local().detach().clone() for p in model.parameters()]
+    differences: list[str] = []
+
+    def train(number: int, cuda_graph: CudaGraph) -> tuple[list[Tensor], int, int]:
+        """Return the weights after five steps, the number of segments, and the number of warnings."""
+        with torch.no_grad():
+            for p, before in zip(model.parameters(), start, strict=True):
+                p.to_local().copy_(before)
+        optimizer = FSDPMuonOptimizer(model, rule=rule, strategy="owner", max_stage_bytes=2**15, cuda_graph=cuda_graph)
+        with failing_segment(number, number % 2 == 1) as segments, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(5):  # the first two of the spectral sphere are never captured
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+        told = [str(each.message) for each in caught if "not captured as a CUDA graph" in str(each.message)]
+        return [p.to_local().detach().clone() for p in model.parameters()], segments.count, len(told)
+
+    expected, _, _ = train(-1, False)
+    found, num_segments, _ = train(-1, True)
+    if not all(map(torch.equal, found, expected)):
+        differences.append("captured on both ranks")
+    most = torch.tensor(num_segments, device="cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if int(most) < 4:
+        differences.append(f"only {int(most)} segments")
+    for number in range(int(most)):
+        found, _, num_warnings = train(number if dist.get_rank() == 1 else -1, True)
+        if not all(map(torch.equal, found, expected)):
+            differences.append(f"failure in segment {number}")
+        if num_warnings != (dist.get_rank() == 1 and number < num_segments):
+            differences.append(f"{num_warnings} warnings about segment {number}")
+    return differences
 
 
 def agreement_beside_backward() -> None:

@@ -38,9 +38,10 @@ def backward(model, step):
     return loss.item()
 
 
-def curve(steps=20, change=None, dtype=torch.float32, **options):
+def curve(steps=20, change=None, dtype=torch.float32, cuda_graph=False, **options):
     model = make_model(dtype)
-    optimizer = MuonOptimizer(model, lr=0.02, nesterov=True, weight_decay=0.05, adamw_lr=0.01, **options)
+    options = {"nesterov": True, "weight_decay": 0.05, "adamw_lr": 0.01, "cuda_graph": cuda_graph, **options}
+    optimizer = MuonOptimizer(model, lr=0.02, **options)
     keep = []  # memory that is taken away moves the gradients
     losses = []
     for step in range(steps):
@@ -217,9 +218,9 @@ def test_memory_is_bounded_and_host_time_is_short():
     shapes = 24 * [(1024, 1024)] + 6 * [(1024, 4096)]
     params = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
     bound = 16 * 2**20
-    for options in ({}, {"cuda_graph": True}):
+    for cuda_graph in (False, True):
         torch.cuda.empty_cache()
-        optimizer = MuonOptimizer(params, nesterov=True, max_stage_bytes=bound, **options)
+        optimizer = MuonOptimizer(params, nesterov=True, max_stage_bytes=bound, cuda_graph=cuda_graph)
         times = []
         for _ in range(12):
             for p in params:
@@ -234,7 +235,7 @@ def test_memory_is_bounded_and_host_time_is_short():
             peak = torch.cuda.max_memory_allocated() - before
         # Staging and results of a stage, and two of its size and five Gram matrices while it is orthogonalized.
         assert peak < 10 * bound
-        if options:
+        if cuda_graph:
             assert sorted(times)[len(times) // 2] < 3e-3
         del optimizer
 
@@ -244,39 +245,3 @@ def test_ranks(nccl, world_size):  # noqa: F811
     expected = nccl.run(world_size, nccl_cases.curve, "owner")
     losses = nccl.run(world_size, nccl_cases.curve, "owner", True)  # the process group is destroyed after it
     assert losses == expected
-
-
-@pytest.mark.parametrize(
-    "shape", [(128, 128), (128, 640), (640, 128), (512, 512), (768, 3072), (1024, 1024), (4096, 4096)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gaussian", "low rank", "log-uniform"])
-def test_accuracy(shape, dtype, kind):
-    from muon_fsdp.linalg.newton_schulz import orthogonalize
-
-    rows, cols = min(shape), max(shape)
-    generator = torch.Generator("cuda").manual_seed(rows + cols)
-
-    def gaussian(*size):
-        return torch.randn(*size, device="cuda", generator=generator)
-
-    if kind == "gaussian":
-        matrix = gaussian(rows, cols)
-    elif kind == "low rank":
-        matrix = gaussian(rows, 16) @ gaussian(16, cols) / 4 + 0.01 * gaussian(rows, cols)
-    else:
-        u, v = torch.linalg.qr(gaussian(rows, rows))[0], torch.linalg.qr(gaussian(cols, rows))[0]
-        matrix = (u * torch.logspace(0, -4, rows, device="cuda")) @ v.mT
-    matrix = (matrix if rows == shape[0] else matrix.mT).to(dtype).contiguous()
-    out = torch.full(shape, torch.nan, device="cuda", dtype=torch.float32)
-    orthogonalize(matrix, out=out)
-    expected = orthogonalize(matrix.double(), form="standard")
-    assert (out - expected).norm() / expected.norm() < 5e-3
-    if rows > 1024:
-        return  # an SVD in float64 takes too long
-    # Singular values that are large enough come out at 1, in their own directions.
-    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    large = s > 4e-3 * s.norm()
-    assert large.any()
-    values = torch.einsum("ik,ij,kj->k", u[:, large], out.double(), vh[large])
-    assert (values - 1).abs().max() < 2.5e-2
