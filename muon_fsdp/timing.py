@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -33,20 +33,67 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return host_seconds(run_to_the_end)
 
 
-def milliseconds(run: Callable[[], object], device: str, repeats: int, at_least: float = 0.02) -> float:
-    """Return the median time of a call, including its work on the device.
+class Series:
+    """A call that is timed as a series: repeated back to back for at least `at_least` seconds.
 
-    Short calls are repeated back to back until at least `at_least` seconds have passed, because the clock and the
-    synchronization would dominate a single one.
+    The clock and the synchronization would dominate a single short call. The constructor makes the call twice, so that
+    kernels are compiled before the first time is taken.
     """
-    run()
-    calls = max(1, int(at_least / max(1e-6, seconds(run, device))))
 
-    def run_all() -> None:
+    def __init__(self, run: Callable[[], object], device: str, at_least: float = 0.02) -> None:
+        run()
+        self._run, self._device = run, device
+        self._calls = max(1, int(at_least / max(1e-6, seconds(run, device))))
+
+    def _run_all(self) -> None:
+        for _ in range(self._calls):
+            self._run()
+
+    def milliseconds(self) -> float:
+        """Return the time of one call in a series, including its work on the device."""
+        return 1e3 * seconds(self._run_all, self._device) / self._calls
+
+
+def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Return the median time of a call over several series, including its work on the device."""
+    series = Series(run, device)
+    return statistics.median(series.milliseconds() for _ in range(repeats))
+
+
+def medians_in_turn(all_series: Mapping[str, Series], repeats: int, running: Callable[[str], None]) -> dict[str, float]:
+    """Return the median milliseconds of several calls by name, measured in turn.
+
+    Every round times each call once, and every second round does so in the opposite order. So all of them meet a device
+    that the others have heated alike. One more round comes first and does not count, because preparing one call may
+    have released memory that another one uses.
+
+    Args:
+        all_series: the calls to time, by name.
+        repeats: how many rounds are measured.
+        running: called with the name of the call that is timed next.
+    """
+    times: dict[str, list[float]] = {name: [] for name in all_series}
+    for number in range(1 + repeats):
+        for name in reversed(times) if number % 2 else times:
+            running(name)
+            times[name].append(all_series[name].milliseconds())
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def sustained_seconds(run: Callable[[], object], device: str, load: float) -> float:
+    """Return the time of a call once the device has been busy with such calls for half of `load` seconds.
+
+    Calls run back to back for about `load` seconds. Only the second half counts, when the device has reached the clock
+    that its power limit allows.
+    """
+    calls = max(1, round(load / 2 / max(1e-6, seconds(run, device))))
+
+    def run_half() -> None:
         for _ in range(calls):
             run()
 
-    return statistics.median(1e3 * seconds(run_all, device) / calls for _ in range(repeats))
+    seconds(run_half, device)
+    return seconds(run_half, device) / calls
 
 
 def device_milliseconds(run: Callable[[], object], repeats: int, calls: int = 1) -> float:

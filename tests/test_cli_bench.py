@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import pairwise
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +15,21 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from typer.testing import CliRunner
 
-from muon_fsdp.benchmarks import pair, peers, ranks, sphere, steps, trace
-from muon_fsdp.benchmarks.machine import Ceilings
+from muon_fsdp.benchmarks import first_step, orthogonalization, pair, peers, ranks, steps, trace
+from muon_fsdp.benchmarks.live import LiveLine
+from muon_fsdp.benchmarks.machine import Ceilings, Setup
+from muon_fsdp.benchmarks.one_optimizer import Gradients, PeakMemory
 from muon_fsdp.benchmarks.processes import run_on_ranks
 from muon_fsdp.cli.app import app
 from tests.cli_cases import error_of, run, subprocess_run
 
+CEILINGS = Ceilings(burst_flops=2e11, sustained_flops=1e11, bytes=1e10)
+RULES = ("normuon", "spectral_sphere:lambda_mode=projection")
+
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(Ceilings, "measure", classmethod(lambda cls, device: cls(1e11, 1e10)))
+    monkeypatch.setattr(Ceilings, "measure", classmethod(lambda cls, device: CEILINGS))
     monkeypatch.setattr(steps, "CPU_MODELS", {"tiny, 1 layer": [(16, 8), (8, 16)]})
     monkeypatch.setattr(pair, "CPU_SIZES", {"small": 2 * [(8, 8)]})
 
@@ -35,16 +42,96 @@ def test_bench(small, tmp_path):
     figures = json.loads(file.read_text())
     assert [entry["shape"] for entry in figures["orthogonalization"]] == ["2 x 16 x 32", "1 x 8 x 8"]
     (step,) = figures["step"]
-    assert {"muon_fsdp", "torch.optim.AdamW(fused)", "torch.optim.Muon"} <= set(step["optimizers"])
+    ours = ["muon_fsdp", *(f"muon_fsdp, {rule}" for rule in RULES)]
+    assert list(step["optimizers"]) == [*ours, "torch.optim.AdamW(fused)", "torch.optim.Muon"]
     assert all(one["milliseconds"] > 0 for one in step["optimizers"].values())
+    assert [name for name, one in step["optimizers"].items() if "tflops" in one] == ["muon_fsdp", "torch.optim.Muon"]
     assert {"TritonMuon", "torch.optim.Adam"} <= set(figures["pair"][0]["optimizers"])
-    for title in ("Orthogonalization, five steps", "One step", "The element-wise pair"):
+    for title in ("Orthogonalization, five steps; the floor is at the sustained rate", "One step", "The element-wise"):
         assert title in result.stdout
-    assert "2 x 16 x 32:" in result.stderr
-    floor = 2 * (2 * 16**3 * min(5 * (1.5 * 2 + 0.5), 3 * 2 + 1.4 * 5)) / 1e11 + 2 * (2 * 16 * 32 * 4) / 1e10
+    assert "ceilings: 0.1 TFLOP/s sustained, 0.2 TFLOP/s in a burst, 0.01 TB/s" in result.stdout
+    assert "not known" not in result.stdout  # nothing is said about the clocks of a CPU
+    floor = 2 * (2 * 16**3 * (4.5 * 2 + 4)) / 1e11 + 2 * (2 * 16 * 32 * 4) / 1e10
     assert figures["orthogonalization"][0]["floor_milliseconds"] == pytest.approx(1e3 * floor)
-    result = run(*args, "--tables", "step", "--models", "tiny", "--json", "-")
-    assert set(json.loads(result.stdout)) == {"date", "device", "torch", "ceilings", "step"}
+    assert figures["ceilings"] == {"burst_flops": 2e11, "sustained_flops": 1e11, "bytes": 1e10}
+    assert figures["versions"]["torch"] == torch.__version__
+    result = run(*args, "--tables", "step", "--models", "tiny", "--rules", "", "--first-step", "--json", "-")
+    figures = json.loads(result.stdout)
+    assert set(figures) == {"date", "device", "versions", "repeats", "ceilings", "step"}
+    assert not any(rule in name for name in figures["step"][0]["optimizers"] for rule in RULES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_line_says_what_is_running(small):
+    result = run("bench", "--repeats", "2", "--shapes", "2x16x32,1x8x8", "--rules", "normuon", "--first-step")
+    assert "The first step of a new process: not measured" in result.stdout
+    lines = result.stderr.splitlines()
+    assert lines[:3] == [
+        "ceilings ...",
+        "orthogonalization 1/2: 2 x 16 x 32, muon_fsdp ...",
+        "orthogonalization 1/2: 2 x 16 x 32, plain NS5, torch ...",
+    ]
+    assert "step 1/1: tiny, 1 layer, muon_fsdp, normuon ..." in lines
+    assert "pair 1/1: small, TritonMuon ..." in lines
+    assert len(lines) == len(set(lines))
+
+
+def test_the_line_of_a_terminal_is_overwritten(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "20")
+    live = LiveLine()
+    live.begin("step", 1, 3, "1.3b")
+    for _ in range(2):
+        live.running("torch.optim.Muon")
+    live.note("dion", "broken")
+    assert capsys.readouterr().err == 2 * "\rstep 1/3: 1.3b, tor\x1b[K" + "\r\x1b[K" + "step 1/3: 1.3b, dion: broken\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_every_contestant_is_also_captured_where_it_can_be(small, monkeypatch):
+    """The graphs are pretended: a replay calls the function, and one of another library can't be captured."""
+    tried = []
+
+    def capture(function, matrices):
+        tried.append(function)
+        if function is abs:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        return lambda: function(matrices)
+
+    monkeypatch.setattr(
+        orthogonalization, "modes_on", lambda device: {"": orthogonalization.partial, ", captured": capture}
+    )
+    monkeypatch.setattr(orthogonalization, "orthogonalizers", lambda device: {"peer": abs, "other": torch.neg})
+    result = run("bench", "--tables", "orthogonalization", "--repeats", "1", "--shapes", "1x8x8,2x8x8")
+    table = result.stdout.partition("batch x m x n")[2].splitlines()
+    cells = table[2].split()
+    assert cells[:5] == ["1", "x", "8", "x", "8"]
+    assert cells[8] == "-"  # after ours eager, ours captured and the peer eager
+    assert float(cells[10]) > 0
+    assert table[4] == "peer, captured: RuntimeError: operation not permitted when stream is capturing"
+    assert tried.count(abs) == 1  # not once more for the second shape
+    assert tried.count(torch.neg) == 2
+    assert "1 x 8 x 8, peer, captured: RuntimeError" in result.stderr
+    monkeypatch.setattr(orthogonalization, "orthogonalize", abs)
+    assert isinstance(CliRunner().invoke(app, ["bench", "--shapes", "1x8x8"]).exception, RuntimeError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_shape_that_a_peer_does_not_support_shows_a_dash(small, monkeypatch):
+    def only_square(matrices):
+        if matrices.shape[-2] != matrices.shape[-1]:
+            raise ValueError("only square matrices")
+        return matrices
+
+    modes = {"": orthogonalization.partial, ", captured": orthogonalization.partial}
+    monkeypatch.setattr(orthogonalization, "modes_on", lambda device: modes)
+    monkeypatch.setattr(orthogonalization, "orthogonalizers", lambda device: {"peer": only_square})
+    args = ["--tables", "orthogonalization", "--repeats", "1", "--shapes", "1x8x16,1x8x8", "--json", "-"]
+    wide, square = json.loads(run("bench", *args).stdout)["orthogonalization"]
+    assert [wide["milliseconds"][name] for name in ("peer", "peer, captured")] == [None, None]
+    assert wide["notes"] == {"peer": "ValueError: only square matrices"}
+    assert all(time > 0 for time in square["milliseconds"].values())
+    assert square["notes"] == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -77,11 +164,75 @@ def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(small, monkeypatch
         raise RuntimeError("not here")
 
     monkeypatch.setattr(steps, "optimizers", lambda device: {"peer": broken})
-    result = run("bench", "--tables", "step", "--repeats", "1", "--json", "-")
+    result = run("bench", "--tables", "step", "--repeats", "1", "--rules", "", "--json", "-")
     assert "tiny, 1 layer, peer: RuntimeError: not here" in result.stderr
-    assert list(json.loads(result.stdout)["step"][0]["optimizers"]) == ["muon_fsdp"]
-    monkeypatch.setattr(steps, "ours", lambda device: {"muon_fsdp": broken})
+    (step,) = json.loads(result.stdout)["step"]
+    assert list(step["optimizers"]) == ["muon_fsdp"]
+    assert step["notes"] == {"peer": "RuntimeError: not here"}
+    monkeypatch.setattr(steps, "ours", lambda device, rules=(): {"muon_fsdp": broken})
     assert isinstance(CliRunner().invoke(app, ["bench", "--tables", "step"]).exception, RuntimeError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_rules_with_options_are_measured(small):
+    rules = "spectral_sphere:lambda_mode=zero:momentum=0.9,muon:nesterov=True"
+    result = run("bench", "--tables", "step", "--repeats", "1", "--rules", rules)
+    for rule in rules.split(","):
+        assert f"\nmuon_fsdp, {rule} " in result.stdout
+
+
+def test_gradients_are_new_and_keep_their_part_of_low_rank():
+    params = [nn.Parameter(torch.zeros(24, 40)), nn.Parameter(torch.zeros(16, 16))]
+    gradients = Gradients(params, torch.Generator().manual_seed(0))
+
+    def mean(of: nn.Parameter) -> torch.Tensor:
+        found = []
+        for _ in range(20):
+            gradients.renew()
+            found.append(of.grad)
+        assert all(a is not b and not torch.equal(a, b) for a, b in pairwise(found))
+        return torch.stack(found).mean(0)
+
+    for p in params:
+        assert torch.nn.functional.cosine_similarity(mean(p).flatten(), mean(p).flatten(), 0) > 0.9
+
+
+def test_memory_between_watched_calls_does_not_count(monkeypatch):
+    numbers = {"allocated": 100, "reserved": 200}
+    peaks = dict(numbers)
+    for name in numbers:
+        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda name=name: numbers[name])
+        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda name=name: peaks[name])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.update(numbers))
+    memory = PeakMemory()
+
+    def step() -> float:
+        peaks.update(allocated=130, reserved=250)
+        return 1.5
+
+    assert memory.watch(step) == 1.5
+    peaks.update(allocated=900, reserved=900)
+    memory.watch(lambda: 0.0)
+    assert (memory.allocated, memory.reserved) == (30, 50)
+
+
+def test_first_steps_are_measured_in_new_processes(monkeypatch, capsys):
+    real, caches = first_step.in_new_process, []
+
+    def in_new_process(device, shapes, cache):
+        caches.append(cache)
+        return real(device, shapes, cache) if len(caches) == 1 else {"first_step_seconds": 2.0, "warm_up_seconds": 3.0}
+
+    monkeypatch.setattr(first_step, "in_new_process", in_new_process)
+    results = first_step.measure(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]})
+    assert caches[0] == caches[1]  # the second process finds what the first compiled
+    (entry,) = results
+    assert 0 < entry["cold"]["first_step_seconds"] < entry["cold"]["warm_up_seconds"]
+    assert first_step.show(results).splitlines()[2].split()[2] == "2.00"
+    assert "first step 1/1: tiny, warm cache ..." in capsys.readouterr().err
+    monkeypatch.setattr(first_step.subprocess, "run", lambda *_, **__: CompletedProcess([], 1, "", "no memory"))
+    with pytest.raises(RuntimeError, match="the process that takes the first step exited with 1:\nno memory"):
+        real("cpu", [(2, 2)], caches[0])
 
 
 def test_the_plain_iteration_is_the_published_one():
@@ -117,10 +268,10 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
 def test_ceilings_are_measured(monkeypatch):
     real = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: real(*(min(64, size) for size in shape), **options))
-    ceilings = Ceilings.measure("cpu")
-    assert math.isfinite(ceilings.flops)
-    assert ceilings.flops > 0
-    assert ceilings.bytes > 0
+    ceilings = Ceilings.measure("cpu", pause=0.01, load=0.01)
+    for value in (ceilings.burst_flops, ceilings.sustained_flops, ceilings.bytes):
+        assert math.isfinite(value)
+        assert value > 0
 
 
 @pytest.mark.parametrize(
@@ -130,18 +281,14 @@ def test_ceilings_are_measured(monkeypatch):
         (["--tables", ","], "--tables: pass some of"),
         (["--shapes", "3x4"], "--shapes: shape '3x4' is not BATCHxROWSxCOLUMNS"),
         (["--models", "gpt9"], "--models: 'gpt9' is not one of gpt2-124m"),
+        (["--rules", "normuon:beta2"], "--rules: 'normuon:beta2' is not RULE or RULE:OPTION=VALUE, for example "),
+        (["--rules", "nomuon"], "--rules: "),
+        (["--rules", "normuon:betta2=0.9"], "beta2"),
         (["--json", "no/such/folder/file.json"], "--json: the folder of no/such/folder/file.json does not exist"),
     ],
 )
 def test_mistakes_of_bench(args, says):
     assert says in error_of("bench", *args)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_spheres_are_measured_beside_muon(small, capsys):
-    sphere.main(["--modes", "zero", "--repeats", "1"])
-    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[3:]]
-    assert names == ["Muon", "SSO, zero"]
 
 
 def test_steps_on_ranks_are_measured(capsys):

@@ -7,12 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from muon_fsdp.benchmarks.machine import Ceilings, progress
-from muon_fsdp.benchmarks.peers import orthogonalizers
+from muon_fsdp.benchmarks.floor import floor_milliseconds, least_flops
+from muon_fsdp.benchmarks.machine import Setup, free_memory
+from muon_fsdp.benchmarks.peers import Orthogonalizer, orthogonalizers
+from muon_fsdp.kernels.recorder import CudaSegments, GraphRecorder, Recorder
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 from muon_fsdp.text import plain_table
-from muon_fsdp.timing import milliseconds
+from muon_fsdp.timing import Series, medians_in_turn
 
 GPU_SHAPES = [
     (48, 768, 768),
@@ -25,18 +28,10 @@ GPU_SHAPES = [
     (4, 4096, 14336),
     (128, 128, 4096),
 ]
-CAPTURED = "muon_fsdp, captured"
-OURS = ("muon_fsdp", CAPTURED)
 CPU_SHAPES = [(4, 128, 128), (4, 128, 512), (2, 384, 384), (1, 768, 768), (1, 768, 3072)]
+OURS = "muon_fsdp"
 
-
-def least_flops(rows: int, cols: int, steps: int = 5) -> float:
-    """Return the fewest floating-point operations of an orthogonalization with `steps` iterations.
-
-    Symmetric products count half. The result is that of the cheaper form: the standard one or the Gram one.
-    """
-    small, aspect = min(rows, cols), max(rows, cols) / min(rows, cols)
-    return 2.0 * small**3 * min(steps * (1.5 * aspect + 0.5), 3 * aspect + 1.4 * steps)
+Mode = Callable[[Orthogonalizer, Tensor], Callable[[], object]]
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
@@ -52,63 +47,116 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return count, rows, cols
 
 
-def measure(
-    device: str, ceilings: Ceilings, repeats: int, shapes: Sequence[tuple[int, int, int]] | None = None
-) -> list[dict[str, Any]]:
-    """Measure our orthogonalization and those of other libraries on batches of these shapes, or on the default ones.
-
-    Returns:
-        One entry per batch: its shape, the milliseconds of each implementation, the floor, our best time and TFLOP/s.
-    """
-    contestants = {"muon_fsdp": orthogonalize, **orthogonalizers(device)}
-    results = []
-    for count, rows, cols in shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES):
-        shape = f"{count} x {rows} x {cols}"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        matrices = torch.randn(count, rows, cols, device=device, dtype=dtype)
-        entry: dict[str, Any] = {"shape": shape, "milliseconds": {}}
-        for name, function in contestants.items():
-            entry["milliseconds"][name] = milliseconds(partial(function, matrices), device, repeats)
-            if device == "cuda" and function is orthogonalize:
-                entry["milliseconds"][CAPTURED] = milliseconds(_captured(matrices), device, repeats)
-        flops = count * least_flops(rows, cols)
-        traffic = 2 * matrices.nbytes
-        entry["floor_milliseconds"] = 1e3 * (flops / ceilings.flops + traffic / ceilings.bytes)
-        entry["best"] = min(entry["milliseconds"][name] for name in OURS if name in entry["milliseconds"])
-        entry["tflops"] = flops / entry["best"] / 1e9
-        results.append(entry)
-        progress(f"{shape}: {entry['best']:.3f} ms")
-    return results
-
-
-def _captured(matrices: torch.Tensor) -> Callable[[], object]:
+def captured(function: Orthogonalizer, matrices: Tensor) -> Callable[[], object]:
     """Capture an orthogonalization in a CUDA graph, to time the device without the host.
 
     Returns:
         A function that replays the graph.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = orthogonalize(matrices)
+    function(matrices)  # compiles and tunes kernels, which a capture can't
+    recorder = GraphRecorder(CudaSegments(matrices.device))
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result  # keeps the output alive, whose memory the graph writes
+    def work(_: Recorder) -> None:
+        function(matrices)
 
-    return replay
+    recorder.record(work)
+    return recorder.replay
+
+
+def modes_on(device: str) -> dict[str, Mode]:
+    """Return the ways in which every contestant is measured, by what the table adds to its name."""
+    return {"": partial, ", captured": captured} if device == "cuda" else {"": partial}
+
+
+def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) -> list[dict[str, Any]]:
+    """Measure our orthogonalization and those of other libraries on batches of these shapes, or on the default ones.
+
+    Returns:
+        One entry per batch: its shape, the milliseconds of each implementation (None if it does not run), why some do
+        not run, the floor, our best time and TFLOP/s.
+    """
+    device = setup.device
+    contestants = {OURS: orthogonalize, **orthogonalizers(device)}
+    modes = modes_on(device)
+    columns = [name + mode for name in contestants for mode in modes]
+    shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
+    failed_captures: dict[str, str] = {}
+    results = []
+    for number, (count, rows, cols) in enumerate(shapes, start=1):
+        shape = f"{count} x {rows} x {cols}"
+        setup.live.begin("orthogonalization", number, len(shapes), shape)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        matrices = torch.randn(count, rows, cols, device=device, dtype=dtype)
+        all_series, notes = _prepare(contestants, modes, matrices, setup, failed_captures)
+        times = medians_in_turn(all_series, setup.repeats, setup.live.running)
+        flops = count * least_flops(rows, cols)
+        best = min(times[OURS + mode] for mode in modes)
+        results.append(
+            {
+                "shape": shape,
+                "milliseconds": {column: times.get(column) for column in columns},
+                "notes": notes,
+                "floor_milliseconds": floor_milliseconds(setup.ceilings, flops, 2 * matrices.nbytes),
+                "best": best,
+                "tflops": flops / best / 1e9,
+            }
+        )
+        del all_series, matrices
+        free_memory(device)
+    return results
+
+
+def _prepare(
+    contestants: dict[str, Orthogonalizer],
+    modes: dict[str, Mode],
+    matrices: Tensor,
+    setup: Setup,
+    failed_captures: dict[str, str],
+) -> tuple[dict[str, Series], dict[str, str]]:
+    """Prepare every contestant on these matrices: its kernels are compiled and its graph is captured.
+
+    Args:
+        contestants: what orthogonalizes, by name.
+        modes: how each of them is measured.
+        matrices: the batch to orthogonalize.
+        setup: what all tables share.
+        failed_captures: why captures of other libraries failed, by column. Failures are added, and not tried again for
+            the next shape: each may cost memory that only the end of the process releases.
+
+    Returns:
+        What is timed, and why the others do not run, both by column.
+    """
+    found: dict[str, Series] = {}
+    notes: dict[str, str] = {}
+    for mode, make in modes.items():
+        for name, function in contestants.items():
+            column = name + mode
+            if name in notes or column in failed_captures:
+                continue
+            setup.live.running(column)
+            try:
+                found[column] = Series(make(function, matrices), setup.device)
+            except Exception as error:  # another library may not support this machine or a capture
+                if name == OURS:
+                    raise
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                (failed_captures if mode else notes)[column] = reason
+                setup.live.note(column, reason)
+    return found, {**notes, **failed_captures}
 
 
 def show(results: list[dict[str, Any]]) -> str:
-    """Return the results as a text table."""
+    """Return the results as a text table, with a line below it for each contestant that did not run."""
     names = list(results[0]["milliseconds"])
     header = ["batch x m x n", *(f"{name}, ms" for name in names), "TFLOP/s", "% of floor"]
     rows = [
         [
             entry["shape"],
-            *(f"{entry['milliseconds'][name]:.3f}" for name in names),
+            *("-" if time is None else f"{time:.3f}" for time in entry["milliseconds"].values()),
             f"{entry['tflops']:.3g}",
             f"{100 * entry['floor_milliseconds'] / entry['best']:.0f}",
         ]
         for entry in results
     ]
-    return plain_table(header, rows)
+    notes = {name: note for entry in results for name, note in entry["notes"].items()}
+    return "\n".join([plain_table(header, rows), *(f"{name}: {note}" for name, note in notes.items())])

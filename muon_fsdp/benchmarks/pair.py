@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from muon_fsdp.benchmarks.machine import Ceilings, free_memory, progress
+from muon_fsdp.benchmarks.machine import Setup, cool_down
+from muon_fsdp.benchmarks.one_optimizer import measure_one
 from muon_fsdp.benchmarks.peers import MakeOptimizer
-from muon_fsdp.benchmarks.steps import measure_one
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
 from muon_fsdp.text import plain_table
 
@@ -31,23 +31,25 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def measure(device: str, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
+def measure(setup: Setup) -> list[dict[str, Any]]:
     """Measure every optimizer on every set of tensors.
 
     Returns:
         One entry per set of tensors: its name and size, and the figures of each optimizer.
     """
+    sizes = GPU_SIZES if setup.device == "cuda" else CPU_SIZES
     results = []
-    for name, shapes in (GPU_SIZES if device == "cuda" else CPU_SIZES).items():
+    for number, (name, shapes) in enumerate(sizes.items(), start=1):
+        setup.live.begin("pair", number, len(sizes), name)
         parameters = sum(rows * cols for rows, cols in shapes)
         entry: dict[str, Any] = {"size": name, "parameters": parameters, "optimizers": {}}
         for label, make in OPTIMIZERS.items():
-            one = measure_one(make, shapes, device, repeats)
+            setup.live.running(label)
+            one = measure_one(make, shapes, setup.device, setup.repeats)
             milliseconds = one.get("device_milliseconds", one["milliseconds"])
-            one["of_copy"] = BYTES_PER_PARAMETER * parameters / (1e-3 * milliseconds) / ceilings.bytes
+            one["of_copy"] = BYTES_PER_PARAMETER * parameters / (1e-3 * milliseconds) / setup.ceilings.bytes
             entry["optimizers"][label] = one
-            progress(f"{name}, {label}: {milliseconds:.3f} ms")
-            free_memory(device)
+            cool_down(setup.device)
         results.append(entry)
     return results
 

@@ -1,25 +1,19 @@
-"""Measure the time and memory of one optimizer step on the matrices of a model, for our optimizer and others."""
+"""Measure one optimizer step on the matrices of a model, for our optimizers and others."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
-from muon_fsdp import MuonOptimizer
-from muon_fsdp.benchmarks.machine import Ceilings, free_memory, progress
-from muon_fsdp.benchmarks.orthogonalization import least_flops
-from muon_fsdp.benchmarks.peers import MakeOptimizer, optimizers
+from muon_fsdp.benchmarks.contestants import OURS, ours
+from muon_fsdp.benchmarks.floor import floor_milliseconds, least_flops
+from muon_fsdp.benchmarks.machine import Setup, cool_down
+from muon_fsdp.benchmarks.one_optimizer import Shapes, measure_one
+from muon_fsdp.benchmarks.peers import optimizers
 from muon_fsdp.benchmarks.public_models import DECODERS, PUBLIC_MODELS, DecoderModel, GPT2Model, matrix_shapes
 from muon_fsdp.text import plain_table
-from muon_fsdp.timing import device_milliseconds, host_seconds, seconds, synchronize
-
-Shapes = Sequence[tuple[int, ...]]
 
 # Shapes of the matrices that are updated. The name before the comma is what `--models` accepts.
 MODELS: dict[str, Shapes] = {
@@ -33,116 +27,100 @@ CPU_MODELS = {"gpt2-124m, 1 layer": MODELS["gpt2-124m"][:4]}
 BYTES_PER_ELEMENT = 24
 
 
-def ours(device: str) -> dict[str, MakeOptimizer]:
-    """Return what makes each of our optimizers, by the name that the table shows."""
-    found: dict[str, MakeOptimizer] = {"muon_fsdp": lambda params: MuonOptimizer(params, nesterov=True)}
-    if device == "cuda":
-        found["muon_fsdp, cuda_graph"] = lambda params: MuonOptimizer(params, nesterov=True, cuda_graph=True)
-    return found
+def models_on(device: str, only: Sequence[str] | None = None) -> dict[str, Shapes]:
+    """Return the shapes of the models that are measured on a device, by the name that the table shows.
 
-
-def new_gradients(params: list[nn.Parameter], generator: torch.Generator) -> None:
-    """Give every parameter a new gradient tensor, as `zero_grad` followed by another backward would."""
-    for p in params:
-        p.grad = torch.randn(p.shape, device=p.device, generator=generator)
-
-
-def measure_one(make: MakeOptimizer, shapes: Shapes, device: str, repeats: int) -> dict[str, float]:
-    """Measure the steps of one optimizer on parameters of these shapes.
-
-    Returns:
-        The median time of a step until the device has finished and of `step()` on the host, the time of the first step,
-        and the memory used beyond weights and gradients; on a GPU also the time of a step in a queue of them.
+    Args:
+        device: "cuda" or "cpu".
+        only: short names of the models to return. Default: all models.
     """
-    generator = torch.Generator(device).manual_seed(0)
-    params = [nn.Parameter(torch.randn(s, device=device, generator=generator) * 0.02) for s in shapes]
-    new_gradients(params, generator)
-    synchronize(device)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    optimizer = make(params)
-    first = seconds(optimizer.step, device)
-    extra = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-    for _ in range(2 if device == "cuda" else 0):  # the second step captures a CUDA graph, which must not be timed
-        optimizer.step()
-    if device == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats()
-    total, host = [], []
-    for _ in range(repeats):
-        new_gradients(params, generator)
-        total.append(seconds(optimizer.step, device))
-    for _ in range(repeats):  # without waiting: in training too, the device is still busy when the host calls step()
-        new_gradients(params, generator)
-        host.append(host_seconds(optimizer.step))
-    if device == "cuda":
-        extra = max(extra, torch.cuda.max_memory_allocated() - before)
-    result = {
-        "milliseconds": 1e3 * statistics.median(total),
-        "host_milliseconds": 1e3 * statistics.median(host),
-        "first_step_seconds": first,
-        "extra_gigabytes": extra / 1e9,
-    }
-    if device == "cuda":
-        result["device_milliseconds"] = device_milliseconds(optimizer.step, repeats, calls=4)
-    return result
+    models = MODELS if device == "cuda" else CPU_MODELS
+    return {name: shapes for name, shapes in models.items() if not only or name.split(",")[0] in only}
 
 
-def models_on(device: str) -> dict[str, Shapes]:
-    """Return the shapes of the models that are measured on a device, by the name that the table shows."""
-    return MODELS if device == "cuda" else CPU_MODELS
+def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Measure every optimizer on every model.
 
-
-def measure(device: str, ceilings: Ceilings, repeats: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Measure every optimizer on every model, or on the models named in `only`.
+    Args:
+        setup: what all tables share.
+        models: shapes of matrices, by the name that the table shows.
+        rules: further rules of ours to measure, as `contestants.parse_rule` reads them.
 
     Returns:
-        One entry per model: its name, size and floor, and the figures of each optimizer.
+        One entry per model: its name, size and floor, the figures of each optimizer, and why optimizers of other
+        libraries did not run. TFLOP/s are given where the optimizer does the work that the floor counts.
     """
     results = []
-    for model, shapes in models_on(device).items():
-        if only and model.split(",")[0] not in only:
-            continue
-        elements, flops = sum(r * c for r, c in shapes), sum(least_flops(r, c) for r, c in shapes)
-        floor = 1e3 * (flops / ceilings.flops + BYTES_PER_ELEMENT * elements / ceilings.bytes)
-        entry: dict[str, Any] = {"model": model, "parameters": elements, "floor_milliseconds": floor, "optimizers": {}}
-        for name, make in {**ours(device), **optimizers(device)}.items():
-            try:
-                one = measure_one(make, shapes, device, repeats)
-            except Exception as error:  # another library may not support this machine; the others are still measured
-                if name.startswith("muon_fsdp"):
-                    raise
-                progress(f"{model}, {name}: {type(error).__name__}: {error}")
-                continue
-            finally:
-                free_memory(device)
-            one["tflops"] = flops / one["milliseconds"] / 1e9
-            entry["optimizers"][name] = one
-            progress(f"{model}, {name}: {one['milliseconds']:.2f} ms")
-        results.append(entry)
+    for number, (model, shapes) in enumerate(models.items(), start=1):
+        setup.live.begin("step", number, len(models), model)
+        results.append(_measure_model(setup, model, shapes, rules))
     return results
+
+
+def _measure_model(setup: Setup, model: str, shapes: Shapes, rules: Sequence[str]) -> dict[str, Any]:
+    """Measure every optimizer on one model and return its entry."""
+    own, others = ours(setup.device, rules), optimizers(setup.device)
+    other_rules = own.keys() - ours(setup.device).keys()
+    elements, flops = sum(r * c for r, c in shapes), sum(least_flops(r, c) for r, c in shapes)
+    figures: dict[str, dict[str, float]] = {}
+    notes: dict[str, str] = {}
+    for name, make in {**own, **others}.items():
+        setup.live.running(name)
+        try:
+            one = measure_one(make, shapes, setup.device, setup.repeats)
+        except Exception as error:  # another library may not support this machine; the others are still measured
+            if name in own:
+                raise
+            notes[name] = f"{type(error).__name__}: {error}"
+            setup.live.note(name, notes[name])
+        else:
+            if "Adam" not in name and name not in other_rules:
+                one["tflops"] = flops / _device_milliseconds(one) / 1e9
+            figures[name] = one
+        cool_down(setup.device)
+    return {
+        "model": model,
+        "parameters": elements,
+        "floor_milliseconds": floor_milliseconds(setup.ceilings, flops, BYTES_PER_ELEMENT * elements),
+        "optimizers": figures,
+        "notes": notes,
+    }
 
 
 def show(results: list[dict[str, Any]]) -> str:
     """Return the results as one text table per model."""
     parts = []
     for entry in results:
-        header = ["optimizer", "step ms", "device ms", "host ms", "first s", "extra GB", "TFLOP/s", "% of floor"]
+        ours_alone = _device_milliseconds(entry["optimizers"][OURS])
         rows = [
-            [
-                name,
-                f"{one['milliseconds']:.2f}",
-                f"{one.get('device_milliseconds', one['milliseconds']):.2f}",
-                f"{one['host_milliseconds']:.2f}",
-                f"{one['first_step_seconds']:.2f}",
-                f"{one['extra_gigabytes']:.2f}",
-                f"{one['tflops']:.3g}" if "Adam" not in name else "-",
-                f"{100 * entry['floor_milliseconds'] / one['milliseconds']:.0f}" if "Adam" not in name else "-",
-            ]
+            {"optimizer": name, **_cells(one, ours_alone, entry["floor_milliseconds"])}
             for name, one in entry["optimizers"].items()
         ]
         millions, floor = entry["parameters"] / 1e6, entry["floor_milliseconds"]
         parts.append(f"{entry['model']}: {millions:.0f}M parameters in matrices, floor {floor:.2f} ms")
-        parts.append(plain_table(header, rows) + "\n")
+        parts.append(plain_table(list(rows[0]), [list(row.values()) for row in rows]))
+        parts += [f"{name}: {note}" for name, note in entry["notes"].items()]
+        parts.append("")
     return "\n".join(parts)
+
+
+def _cells(one: Mapping[str, float], ours_alone: float, floor: float) -> dict[str, str]:
+    """Return the cells of one optimizer by the names of their columns. A CPU has no queue and no counters of memory."""
+    device = _device_milliseconds(one)
+    cells = {"step ms": f"{one['milliseconds']:.2f}"}
+    if "device_milliseconds" in one:
+        cells["device ms"] = f"{device:.2f}"
+    cells["host ms"] = f"{one['host_milliseconds']:.2f}"
+    cells[f"/ {OURS}"] = f"{device / ours_alone:.2f}"
+    cells["first s"] = f"{one['first_step_seconds']:.2f}"
+    if "extra_allocated_gigabytes" in one:
+        cells["extra GB"] = f"{one['extra_allocated_gigabytes']:.2f}"
+        cells["reserved GB"] = f"{one['extra_reserved_gigabytes']:.2f}"
+    cells["TFLOP/s"] = f"{one['tflops']:.3g}" if "tflops" in one else "-"
+    cells["% of floor"] = f"{100 * floor / device:.0f}" if "tflops" in one else "-"
+    return cells
+
+
+def _device_milliseconds(one: Mapping[str, float]) -> float:
+    """Return the time of a step in a queue on a GPU, and of the whole call on a CPU."""
+    return one.get("device_milliseconds", one["milliseconds"])

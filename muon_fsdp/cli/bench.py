@@ -3,85 +3,125 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from muon_fsdp.cli.flags import command_with
 from muon_fsdp.cli.output import fail, print_json
+
+if TYPE_CHECKING:
+    from muon_fsdp.benchmarks.run import Request
 
 TABLES = "orthogonalization,step,pair"
 
 
-def bench(
-    tables: Annotated[str, typer.Option(help="Tables to measure, separated by commas.")] = TABLES,
+@dataclass(frozen=True)
+class BenchFlags:
+    """The flags of `muon-fsdp bench`, as the user gave them."""
+
+    tables: Annotated[str, typer.Option(help="Tables to measure, separated by commas.")] = TABLES
     shapes: Annotated[
         str | None,
         typer.Option(help="Batches to orthogonalize instead of the default ones, such as 48x768x768,8x2048x2048."),
-    ] = None,
+    ] = None
     models: Annotated[
         str | None,
         typer.Option(help="Measure steps of these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m."),
-    ] = None,
+    ] = None
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            help="Further rules in the table of steps, with options if needed: RULE or RULE:OPTION=VALUE, separated by "
+            "commas; '' for none. Default: normuon,spectral_sphere:lambda_mode=projection."
+        ),
+    ] = None
+    first_step: Annotated[
+        bool,
+        typer.Option(
+            "--first-step",
+            help="Also measure the first step of new processes, with an empty and with a full cache of kernels. "
+            "Only on a GPU.",
+        ),
+    ] = False
     repeats: Annotated[
         int | None,
         typer.Option(
             min=1, help="How often each figure is measured; the median is shown. Default: 10 on a GPU, 3 on a CPU."
         ),
-    ] = None,
+    ] = None
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="CPU threads, on a machine without a GPU. Default: OMP_NUM_THREADS, or 2."),
-    ] = None,
+    ] = None
     json: Annotated[
         str | None,
         typer.Option(
             metavar="PATH", help="Write the figures to this file as JSON; '-' prints the JSON and nothing else."
         ),
-    ] = None,
-) -> None:
+    ] = None
+
+
+@command_with(BenchFlags)
+def bench(flags: BenchFlags) -> None:
     """Measure orthogonalizations and steps on this machine.
 
-    PyTorch's optimizers are timed beside ours, as are dion and gram_newton_schulz if they are installed. Progress is
-    printed to stderr.
+    PyTorch's optimizers are timed beside ours, as are dion and gram_newton_schulz if they are installed. A line on
+    stderr shows what is being measured.
     """
     import torch
 
-    from muon_fsdp.benchmarks import run as benchmarks
-    from muon_fsdp.benchmarks.orthogonalization import parse_shape
-    from muon_fsdp.benchmarks.steps import models_on
+    from muon_fsdp.benchmarks.run import run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = _split(tables) or fail(f"--tables: pass some of {TABLES}")
-    _check_names("--tables", wanted, benchmarks.TABLES)
-    _check_names("--models", _split(models), [name.split(",")[0] for name in models_on(device)])
-    try:
-        batches = [parse_shape(shape) for shape in _split(shapes)]
-    except ValueError as error:
-        fail(f"--shapes: {error}")
-    if json not in (None, "-") and not Path(json).absolute().parent.is_dir():
-        fail(f"--json: the folder of {json} does not exist; create it first")
-    figures, text = benchmarks.run(
-        device,
-        tables=wanted,
-        shapes=batches or None,
-        models=_split(models) or None,
-        repeats=repeats or (10 if device == "cuda" else 3),
-        threads=threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
-    )
-    _write(figures, text, json)
-
-
-def _write(figures: dict[str, Any], text: str, json: str | None) -> None:
-    """Print the tables and write the figures to the file of --json, or print only the figures if it is "-"."""
-    if json == "-":
+    figures, text = run(device, _request(flags, device))
+    if flags.json == "-":
         print_json(figures)
         return
     print(text)
-    if json is not None:
+    if flags.json is not None:
         from json import dumps
 
-        Path(json).write_text(dumps(figures, indent=1) + "\n")
+        Path(flags.json).write_text(dumps(figures, indent=1) + "\n")
+
+
+def _request(flags: BenchFlags, device: str) -> Request:
+    """Check the flags and return what they ask for."""
+    import torch
+
+    from muon_fsdp.benchmarks.contestants import DEFAULT_RULES, parse_rule
+    from muon_fsdp.benchmarks.orthogonalization import parse_shape
+    from muon_fsdp.benchmarks.run import TABLES as VALID_TABLES
+    from muon_fsdp.benchmarks.run import Request
+    from muon_fsdp.benchmarks.steps import models_on
+
+    tables = _split(flags.tables) or fail(f"--tables: pass some of {TABLES}")
+    _check_names("--tables", tables, VALID_TABLES)
+    _check_names("--models", _split(flags.models), [name.split(",")[0] for name in models_on(device)])
+    rules = DEFAULT_RULES if flags.rules is None else _split(flags.rules)
+    try:
+        shapes = [parse_shape(shape) for shape in _split(flags.shapes)]
+    except ValueError as error:
+        fail(f"--shapes: {error}")
+    try:
+        for rule in rules:
+            parse_rule(rule)
+    except ValueError as error:
+        fail(f"--rules: {error}")
+    if flags.json not in (None, "-") and not Path(flags.json).absolute().parent.is_dir():
+        fail(f"--json: the folder of {flags.json} does not exist; create it first")
+    return Request(
+        tables=tables,
+        shapes=shapes or None,
+        models=_split(flags.models) or None,
+        rules=rules,
+        repeats=flags.repeats or (10 if device == "cuda" else 3),
+        threads=flags.threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
+        first_step=flags.first_step,
+    )
 
 
 def _split(text: str | None) -> list[str]:
@@ -89,7 +129,7 @@ def _split(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()] if text else []
 
 
-def _check_names(option: str, names: list[str], valid: list[str] | tuple[str, ...]) -> None:
+def _check_names(option: str, names: Iterable[str], valid: Iterable[str]) -> None:
     """Fail if a name that was passed to an option is not valid."""
     for name in names:
         if name not in valid:

@@ -1,0 +1,62 @@
+"""`muon-fsdp bench` on a CUDA device: captured columns, figures of memory, clocks, and the first step of a process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from muon_fsdp.benchmarks import first_step, orthogonalization, steps
+from muon_fsdp.benchmarks.contestants import OURS
+from muon_fsdp.benchmarks.live import LiveLine
+from muon_fsdp.benchmarks.machine import Ceilings, Setup
+from tests.cli_cases import run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+TINY = {"tiny": 4 * [(256, 256)] + 2 * [(256, 1024)]}
+
+
+def test_bench_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(steps, "MODELS", TINY)
+    # Without the peers of other libraries, which tune their kernels for minutes.
+    monkeypatch.setattr(orthogonalization, "orthogonalizers", lambda device: {"negation": torch.neg})
+    args = ["--tables", "orthogonalization,step", "--shapes", "4x256x256", "--repeats", "2", "--json", "-"]
+    figures = json.loads(run("bench", *args).stdout)
+    (entry,) = figures["orthogonalization"]
+    columns = ["muon_fsdp", "muon_fsdp, captured", "negation", "negation, captured"]
+    assert list(entry["milliseconds"]) == columns
+    assert all(time > 0 for time in entry["milliseconds"].values())
+    assert entry["notes"] == {}
+    ceilings = figures["ceilings"]
+    assert ceilings["burst_flops"] > 0.9 * ceilings["sustained_flops"] > 0
+    (step,) = figures["step"]
+    assert {OURS, f"{OURS}, cuda_graph=False", f"{OURS}, cuda_graph=True"} <= set(step["optimizers"])
+    momentum = 4 * sum(rows * cols for rows, cols in TINY["tiny"]) / 1e9
+    for name in (OURS, f"{OURS}, cuda_graph=True"):
+        one = step["optimizers"][name]
+        assert momentum <= one["extra_allocated_gigabytes"] <= one["extra_reserved_gigabytes"] + 0.1
+        assert one["device_milliseconds"] > 0
+    assert set(figures["gpu"]) == {"ceilings", "orthogonalization", "step"}
+    for summary in figures["gpu"].values():
+        assert "unknown" in summary or summary["samples"] > 0
+
+
+def test_a_capture_that_fails_does_not_disturb_the_next(monkeypatch):
+    def waits_for_the_device(matrices: torch.Tensor) -> torch.Tensor:
+        return matrices * matrices.sum().item()
+
+    monkeypatch.setattr(orthogonalization, "orthogonalizers", lambda device: {"peer": waits_for_the_device})
+    setup = Setup("cuda", Ceilings(1e14, 1e14, 1e12), 1, LiveLine())
+    for entry in orthogonalization.measure(setup, [(2, 128, 128), (2, 128, 256)]):
+        assert entry["milliseconds"]["peer"] > 0
+        assert entry["milliseconds"]["peer, captured"] is None
+        assert "peer, captured" in entry["notes"]
+        assert entry["milliseconds"]["muon_fsdp, captured"] > 0
+
+
+def test_the_first_step_is_faster_with_the_kernels_of_another_process():
+    setup = Setup("cuda", Ceilings(1e14, 1e14, 1e12), 1, LiveLine())
+    (entry,) = first_step.measure(setup, TINY)
+    assert entry["warm"]["first_step_seconds"] < entry["cold"]["first_step_seconds"]
