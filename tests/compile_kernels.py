@@ -21,11 +21,14 @@ from muon_fsdp.kernels import (
     triton_norms,
     triton_pair,
     triton_products,
+    triton_rows,
+    triton_small,
     triton_spectral,
     triton_subspace,
 )
 from muon_fsdp.kernels.select import _candidates, _hopper_tiles
 from muon_fsdp.kernels.tiles import TileConfig
+from tests.small_cases import QUINTICS
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 SHARED_MEMORY = {90: 232448, 80: 166912}
@@ -128,7 +131,7 @@ def _operand(name: str, block: tuple[int, int], bulk: bool) -> str:
     return f"tensordesc<{name}[1,{block[0]},{block[1]}]>" if bulk else f"*{name}!"
 
 
-def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int) -> None:
+def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int, transposed: bool = False) -> None:
     from muon_fsdp.kernels.select import GLUON_VERSIONS, triton_version
 
     if triton_version() not in GLUON_VERSIONS:
@@ -137,11 +140,14 @@ def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int) -> None:
 
     from muon_fsdp.kernels import triton_hopper as hopper
 
-    def operand(cols: int, layout: object) -> str:
-        return f"tensordesc<{NAMES[dtype]}[1, {hopper.SIDE}, {cols}],{layout!r}>"
+    def operand(rows: int, cols: int, layout: object) -> str:
+        return f"tensordesc<{NAMES[dtype]}[1, {rows}, {cols}],{layout!r}>"
 
-    block, tile = operand(hopper.INNER, hopper._BLOCK_LAYOUT), operand(hopper.SIDE, hopper._TILE_LAYOUT)
-    half_tile = operand(2 * hopper.INNER, hopper._BLOCK_LAYOUT)
+    side, inner = hopper.SIDE, hopper.INNER
+    block, tile = operand(side, inner, hopper._BLOCK_LAYOUT), operand(side, side, hopper._TILE_LAYOUT)
+    if transposed:
+        block = operand(inner, side, hopper._TILE_LAYOUT)
+    half_tile = operand(side, 2 * inner, hopper._BLOCK_LAYOUT)
     types = [block, None if same else block, tile if added > 0 else None, half_tile if added > 1 else None, tile]
     numbers = ["*i32!", "i32", "i32", "i32", "fp32", "fp32", "fp32"]
     constants = {"SAME": same, "HAS_C": added > 0, "HAS_E": added > 1}
@@ -174,6 +180,12 @@ def spectral() -> None:
     )
     shifted: list[str | None] = ["*bf16!", "*fp32!", "*fp32!", "*fp32!", "*fp32!", "*i32", "*fp16!", *numbers]
     elementwise(triton_spectral._shifted_cast_kernel, shifted, tiles)
+    projected: list[str | None] = ["*fp16!", "*fp32!", "*fp32!", "*fp32", "*fp32", "fp32", *numbers]
+    elementwise(triton_spectral._project_out_kernel, projected, {"ALIGNED": True, "ROWS": 8, "BLOCK": 512})
+    factors: list[str | None] = ["*fp32", "*fp32", "*fp64", "*fp64", "*fp32", "i32", "fp32", "fp32", "fp32"]
+    for initialize, dynamic in product((False, True), (False, True)):
+        constants = {"INITIALIZE": initialize, "DYNAMIC": dynamic, "BLOCK": 128}
+        elementwise(triton_spectral._sphere_factors_kernel, factors, constants, False)
     for along_rows, aligned, dtype in product((False, True), (False, True), (tl.float32, tl.bfloat16)):
         products_with_weights(along_rows, aligned, dtype)
     subspaces()
@@ -234,6 +246,7 @@ def matrix_products() -> None:
         transposed=False,
         added=2,
     )
+    symmetric_by_gluon(half, same=True, added=0, transposed=True)
     symmetric_by_gluon(half, same=True, added=0)
     symmetric_by_gluon(half, same=True, added=1)
     symmetric_by_gluon(bf16, same=False, added=2)
@@ -280,7 +293,16 @@ def fused_updates() -> None:
     norms = {"CHUNK": triton_norms.CHUNK, "ALIGNED": True}
     elementwise(triton_norms._partials_kernel, ["*bf16!", "*fp32!", "i32", "i32"], norms)
     elementwise(triton_norms._scaled_cast_kernel, ["*bf16!", "*fp32", "*fp16!", "i32", "i32", "fp32"], norms)
-    elementwise(triton_norms._inverse_norms_kernel, ["*fp32!", "*i32!", "*fp32!"], {"BLOCK": 1024}, False)
+    for first_chunk in ("*i32!", None):
+        types = ["*fp32!", first_chunk, "*fp32!", "i32"]
+        elementwise(triton_norms._inverse_norms_kernel, types, {"BLOCK": 1024}, False)
+    for dtype, block in product(("fp16", "bf16", "fp32"), (256, 512)):
+        tiles = {"ALIGNED": True, "ROWS": triton_rows.ROWS, "BLOCK": block}
+        sizes: list[str | None] = ["i32", "i32", "i32"]
+        elementwise(triton_rows._row_squares_kernel, [f"*{dtype}!", "*fp32!", *sizes, "fp32"], tiles)
+        elementwise(triton_rows._scale_rows_kernel, [f"*{dtype}!", "*fp32!", "*fp32", *sizes], tiles)
+    factors: list[str | None] = ["*fp32!", "*fp32", "*fp32", "i32", "fp32", "fp32", "fp32"]
+    elementwise(triton_rows._row_factors_kernel, factors, {"BLOCK": 1024}, False)
     pair = {"PARAMETER_TYPE": tl.float32, "GRADIENT_TYPE": tl.float32, **aligned}
     update = {"COUPLED": True, "NESTEROV": True, "NORM": True}
     update |= {**pair, "BLOCK": triton_pair.BLOCK}
@@ -289,7 +311,34 @@ def fused_updates() -> None:
     elementwise(triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
 
 
+def small_matrices() -> None:
+    """Compile the kernel of small matrices, with the tiles for 64 and 128 rows."""
+    steps, refreshes = QUINTICS[:2], frozenset({1})  # short, because compilation takes seconds per step
+    for rows, dtype, norms, tall in ((64, torch.bfloat16, None, True), (128, torch.float32, "*fp32", False)):
+        config = triton_small.small_config(rows, 4096, dtype)
+        constants = {
+            **triton_small._chain_constants(steps, refreshes),
+            "HAS_NORMS": norms is not None,
+            "WIDE": dtype == torch.float32,
+            "EXACT": rows == 64,
+            "SPLIT_FROM": config.split_from,
+            "TALL": tall,
+            "ALIGNED": True,
+            "ROWS": rows,
+            "TILE": config.tile,
+            "STAGES": config.num_stages,
+        }
+        types = [f"*{NAMES[dtype]}!", norms, f"*{NAMES[dtype]}!", "i32", "i32", "fp32", "fp32"]
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        result = compiled(triton_small._small_kernel, types, constants, HOPPER, **options)
+        wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", result.asm["ptx"]))
+        assert wide, "X is read element by element"
+        assert "wgmma" in result.asm["ptx"]
+        print(90, "_small_kernel", rows, dtype, wide, "copies of 16 bytes, shared memory", result.metadata.shared)
+
+
 if __name__ == "__main__":
     matrix_products()
+    small_matrices()
     fused_updates()
     spectral()

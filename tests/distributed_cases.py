@@ -297,8 +297,8 @@ def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
     """Run another case with updates by fused kernels in Triton's interpreter, and check that they were launched."""
     from unittest.mock import patch
 
-    from muon_fsdp.kernels import triton_elementwise, triton_spectral
-    from muon_fsdp.linalg import tangent
+    from muon_fsdp.kernels import triton_elementwise, triton_rows, triton_spectral
+    from muon_fsdp.linalg import rows, sphere, tangent
     from muon_fsdp.step import fused
 
     launched: list[str] = []
@@ -309,13 +309,20 @@ def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
         launch(kernel, *rest, **options)
 
     with ExitStack() as stack:
-        for module in (triton_elementwise, triton_spectral):
+        for module in (triton_elementwise, triton_rows, triton_spectral):
             stack.enter_context(patch.object(module, "launch", noted_launch))
-        for module in (fused, tangent):
+        for module in (fused, rows, sphere, tangent):
             stack.enter_context(patch.object(module, "unusable", lambda device: None))
         result = case(*args)
     expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}
-    if any(isinstance(arg, dict) and arg.get("rule") == "spectral_sphere" for arg in args):
-        expected |= {"_bilinear_kernel", "_shifted_cast_kernel"}
+    of_options = {
+        ("rule", "normuon"): {"_row_squares_kernel", "_row_factors_kernel", "_scale_rows_kernel"},
+        ("rule", "spectral_sphere"): {"_bilinear_kernel", "_sphere_factors_kernel"},
+        ("lambda_mode", "bracketed"): {"_shifted_cast_kernel"},
+        ("lambda_mode", "projection"): {"_project_out_kernel"},
+    }
+    for arg in args:
+        for option in arg.items() if isinstance(arg, dict) else ():
+            expected |= of_options.get(option, set())
     assert expected <= set(launched), f"not launched: {expected - set(launched)}"
     return result

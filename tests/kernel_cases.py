@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from muon_fsdp.kernels import launch, products, triton_elementwise, triton_norms, triton_products
+from muon_fsdp.kernels import launch, products, triton_elementwise, triton_norms, triton_products, triton_rows
 from muon_fsdp.kernels.tiles import TileConfig
-from muon_fsdp.linalg import newton_schulz
+from muon_fsdp.linalg import newton_schulz, rows
 from muon_fsdp.step import fused
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
@@ -52,7 +52,7 @@ def unpacked(line):
 @pytest.fixture(name="kernels_everywhere")
 def kernels_fixture(monkeypatch):
     """Use kernels for all that they can compute, on the CPU too; give the names of those launched."""
-    for module in (fused, newton_schulz):
+    for module in (fused, newton_schulz, rows):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     if DEVICE == "cpu":
         choice = select_module.Choice("triton", TileConfig(64, 64, 64, 4, 2), "test")
@@ -61,7 +61,7 @@ def kernels_fixture(monkeypatch):
             products, "select", lambda product, _: library if product.dtype == torch.float64 else choice
         )
     launched = []
-    for module in (triton_products, triton_norms, triton_elementwise):
+    for module in (triton_products, triton_norms, triton_elementwise, triton_rows):
         monkeypatch.setattr(
             module, "launch", lambda k, *a, **o: launched.append(k.fn.__name__) or launch.launch(k, *a, **o)
         )

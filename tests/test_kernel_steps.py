@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.linalg import tangent
+from muon_fsdp.linalg import sphere, tangent
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 from muon_fsdp.step import fused
 from tests.conftest import unmeasured
@@ -109,7 +109,7 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
         return [p.detach().cpu() for p in model.parameters()], optimizer.metrics()
 
     expected, expected_metrics = trained()
-    for module in (fused, tangent):
+    for module in (fused, sphere, tangent):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     found, metrics = trained()
     for a, b in zip(found, expected, strict=True):

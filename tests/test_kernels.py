@@ -16,12 +16,13 @@ from torch import nn
 
 from muon_fsdp.comm.transfers import local_gradient
 from muon_fsdp.kernels import Addend, products
+from muon_fsdp.linalg import sphere
 from muon_fsdp.linalg.newton_schulz import orthogonalize
 from tests.conftest import unmeasured
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels import schedule, tables, triton_norms, triton_products, triton_spectral
+from muon_fsdp.kernels import schedule, tables, triton_norms, triton_products, triton_rows, triton_spectral
 from muon_fsdp.kernels.tiles import TileConfig
 from tests.comparisons import assert_same
 from tests.kernel_cases import DEVICE, error, kernels_fixture, poisoned, random, symmetric, unpacked  # noqa: F401
@@ -166,10 +167,10 @@ def test_tiny_matrices_stay_finite(kernels_everywhere, size):
 
 def test_a_factor_that_half_precision_can_not_hold():
     a, b, c = random(1, 4, 4, dtype=torch.float16), random(1, 4, 6, dtype=torch.float16), random(1, 4, 6)
-    for alpha in (1e-7, 1e6):
+    for factor in (1e-7, 1e6):
         out = torch.empty(1, 4, 6, device=DEVICE)
-        products.multiply_add(a, b, Addend(c, 2 * alpha), alpha=alpha, out=out)
-        assert error(out, alpha * (a.double() @ b.double() + 2 * c.double())) < 5e-3
+        products.multiply_add(a, b, Addend(c, 2.0), factor=factor, out=out)
+        assert error(out, factor * (a.double() @ b.double() + 2 * c.double())) < 5e-3
 
 
 class Wrapper(torch.Tensor):
@@ -212,7 +213,7 @@ def test_norms(shape, factor):
     norms = torch.linalg.matrix_norm(batch.double())
     expected = torch.where(norms == 0, 1.0, 1 / norms)
     torch.testing.assert_close(inverse.double(), expected, rtol=1e-5, atol=0)
-    cast = triton_norms.scaled_cast(batch, inverse, 0.5, torch.float16)
+    cast = triton_norms.scaled_cast(batch, inverse, 0.5, torch.empty_like(batch, dtype=torch.float16))
     assert error(cast, 0.5 * expected[:, None, None] * batch.double()) < 1e-3
 
 
@@ -263,10 +264,12 @@ def test_norms_of_matrices_with_many_chunks():
 
 
 def test_floor_of_the_benchmark():
-    from muon_fsdp.benchmarks.orthogonalization import least_flops
+    from muon_fsdp.benchmarks.floor import least_flops
 
-    assert least_flops(100, 100) == pytest.approx(2e6 * 10)
-    assert least_flops(400, 100) == pytest.approx(2e6 * 19)
+    assert least_flops(1000, 1000) == pytest.approx(2e9 * 8.5)
+    assert least_flops(4000, 1000) == pytest.approx(2e9 * 18.5)  # 3 * 4 + 6.5
+    assert least_flops(400, 100) == pytest.approx(2e6 * 22)  # few rows: 4.5 * 4 + 4
+    assert least_flops(1000, 1000, 4) == pytest.approx(2e9 * 8)
     assert math.isclose(least_flops(100, 400), least_flops(400, 100))
 
 
@@ -292,6 +295,83 @@ def test_bilinear_and_shifted_cast(shape, dtype):
     assert torch.isnan(out[active == 0]).all()
     triton_spectral.shifted_cast(matrices, scales, left, right, shifts, matrices)  # in place
     torch.testing.assert_close(matrices.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 32), (2, 131, 5), (2, 1, 600)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_projections_leave_out_matrices_without_a_norm(shape, dtype):
+    matrices = random(*shape, dtype=dtype)
+    left, right = (nn.functional.normalize(random(shape[0], n), dim=-1) for n in shape[1:])
+    norms = torch.ones(shape[0], device=DEVICE)
+    norms[-1] = 1e-13
+    before = matrices.clone()
+    outer = left.double()[:, :, None] * right.double()[:, None, :]
+    along = (before.double() * outer).sum((-2, -1), keepdim=True)
+    triton_spectral.project_out(matrices, left, right, norms, 1e-12)
+    expected = before.double() - along * outer
+    torch.testing.assert_close(
+        matrices[:-1].double(), expected[:-1], rtol=2e-3, atol=1e-3 if dtype.itemsize == 2 else 1e-5
+    )
+    assert_same(matrices[-1], before[-1])
+
+
+@pytest.mark.parametrize("radius_mode", ["spectral_mup", "initialize"])
+@pytest.mark.parametrize("retract_mode", ["hard", "dynamic"])
+def test_retraction_by_a_kernel(monkeypatch, radius_mode, retract_mode):
+    """Every combination of a norm, a saved radius and a learning rate, against the same in float64 without kernels."""
+    norms, saved, rates = (0.0, 1e-13, 0.5, 2.0, 3.0), (0.0, 2.0), (0.0, 0.1)
+    rows = torch.tensor([(n, s, lr, 0.2) for n in norms for s in saved for lr in rates], dtype=torch.float64)
+    norm, radius, lr, decay = rows.unbind(1)
+    modes = radius_mode, retract_mode
+    expected = sphere.retraction_of_step(norm, radius, 2.0, lr, decay, 0.05, modes)
+    monkeypatch.setattr(sphere, "unusable", lambda device: None)
+    args = norm.float().to(DEVICE), radius.float().to(DEVICE), 2.0, lr.to(DEVICE), decay.to(DEVICE), 0.05, modes
+    for name, value, wanted in zip(expected._fields, sphere.retraction_of_step(*args), expected, strict=True):
+        torch.testing.assert_close(
+            value.double().cpu(), wanted.double(), rtol=1e-6, atol=0, equal_nan=True, msg=lambda m, name=name: name + m
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((3, 16, 32), torch.float32),
+        ((2, 1030, 3), torch.float16),
+        ((2, 21, 600), torch.bfloat16),
+        ((2, 9, 512), torch.float16),
+    ],
+)
+def test_rows_are_rescaled_by_running_second_moments(shape, dtype):
+    count, rows, _ = shape
+    factor, beta2, eps = 2.0**10, 0.9, 1e-3
+    matrices = (factor * random(*shape) * torch.logspace(-2, 0, rows, device=DEVICE)[:, None]).to(dtype)
+    matrices[-1] = 0
+    moments = torch.rand(count, rows, device=DEVICE)
+    unit = matrices.double() / factor
+    expected_moments = beta2 * moments.double() + (1 - beta2) * unit.square().mean(-1)
+    expected = unit / (expected_moments.sqrt() + eps)[:, :, None]
+    norms = torch.linalg.matrix_norm(expected)
+    ratios = torch.where(norms > 0, torch.linalg.matrix_norm(unit) / norms, 0)
+    again, moments_again = matrices.clone(), moments.clone()
+    triton_rows.rescale_rows(matrices, moments, factor, beta2, eps)
+    torch.testing.assert_close(moments.double(), expected_moments, rtol=1e-6, atol=0)
+    precision = 2 * torch.finfo(dtype).eps + 1e-6
+    expected *= factor * ratios[:, None, None]
+    torch.testing.assert_close(matrices.double(), expected, rtol=precision, atol=2e-7)
+    assert not matrices[-1].any()
+    triton_rows.rescale_rows(again, moments_again, factor, beta2, eps)
+    assert_same(again, matrices)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+def test_rows_with_nan_do_not_reach_other_matrices():
+    matrices, moments = random(2, 5, 40), torch.ones(2, 5, device=DEVICE)
+    matrices[0, 2, 3] = torch.nan
+    triton_rows.rescale_rows(matrices, moments, 1.0, 0.9, 1e-8)
+    assert matrices[0, 2].isnan().all()
+    assert moments[0].isnan().tolist() == [False, False, True, False, False]
+    assert matrices[1].isfinite().all()
+    assert moments[1].isfinite().all()
 
 
 def test_products_leave_out_what_is_not_active(kernels_everywhere):

@@ -84,6 +84,17 @@ class ToyMagnitudes(Muon):
 
 
 @register
+class ToyScaled(Muon):
+    """Multiplies updates by the norms of weights; its direction reads no statistic."""
+
+    name = "toy_scaled"
+    statistics = ("frobenius_norm",)
+
+    def factors(self, numbers: MatrixNumbers) -> tuple[float, Tensor]:
+        return 1.0, numbers.statistics["frobenius_norm"]
+
+
+@register
 class ToySigns(Rule):
     """A rule without momentum or kernels: the sign of a matrix, times the mean size of its elements."""
 
