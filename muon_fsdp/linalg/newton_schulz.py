@@ -120,8 +120,8 @@ def orthogonalize_together(
             dtype = _iteration_dtype(matrices)
             half, margin = dtype == torch.float16, NORM_MARGINS[method]
             chain = _chain(method, steps, rows, cols, form, half)
-            if form == "auto" and _takes_small_kernel(matrices, out):
-                _orthogonalize_small(Request(matrices, out, factor, inverse_norms), chain, margin)
+            if form == "auto" and chain == SQUARE_CHAIN and _takes_small_kernel(matrices, out):
+                _orthogonalize_small(Request(matrices, out, factor, inverse_norms), margin)
                 continue
             margin /= x_scale(half)
             buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
@@ -184,15 +184,14 @@ def _takes_small_kernel(matrices: Tensor, out: Tensor) -> bool:
     return triton_small.is_faster(count, rows, cols, device)
 
 
-def _orthogonalize_small(request: Request, chain: Chain, margin: float) -> None:
+def _orthogonalize_small(request: Request, margin: float) -> None:
+    """Orthogonalize matrices with few rows by the default method, in one launch."""
     from muon_fsdp.kernels import triton_small
 
     matrices, out, factor, inverse_norms = request
-    refreshes = SMALL_KERNEL_REFRESHES if chain == SQUARE_CHAIN else chain.refreshes
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    triton_small.orthogonalize_small(
-        matrices.contiguous(), chain.steps, refreshes, margin, factor, inverse_norms, target
-    )
+    batch, steps = matrices.contiguous(), SQUARE_CHAIN.steps
+    triton_small.orthogonalize_small(batch, steps, SMALL_KERNEL_REFRESHES, margin, factor, inverse_norms, target)
     if target is not out:
         out.copy_(target)
 
