@@ -178,6 +178,27 @@ def test_symmetric_products_are_exactly_symmetric():
     assert relative_difference(product, expected) < 1e-5
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_symmetric_products_of_large_matrices_are_computed_in_blocks(monkeypatch, same, transposed):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 333, 40, generator=generator)
+    a, scale = (x.mT.contiguous() if transposed else x), 0.5
+    b = a if same else a * 2  # their product is symmetric
+    c, e = (symmetric_product(y, y) for y in torch.randn(2, 2, 333, 333, generator=generator))
+    multiplied = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda left, right: multiplied.append(left.shape[1:2]) or bmm(left, right))
+    out = torch.full((2, 333, 333), torch.nan)
+    result = symmetric_product(a, b, [Addend(c, -1.5), Addend(e, 0.25)], alpha=scale, transposed=transposed, out=out)
+    assert result is out
+    assert len(multiplied) == 3  # of four blocks
+    expected = scale * (1 if same else 2) * x.double() @ x.double().mT - 1.5 * c.double() + 0.25 * e.double()
+    assert relative_difference(result, expected) < 1e-6
+    if not same:
+        assert_same(result, result.mT)
+
+
 def test_the_gram_form_is_stable_on_a_matrix_of_low_rank():
     """Asymmetry hurts most here: without exact symmetry the error is 50 times as large."""
     generator = torch.Generator().manual_seed(0)
