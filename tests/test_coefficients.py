@@ -51,10 +51,6 @@ def test_reproduces_the_five_step_set():
     np.testing.assert_allclose(minimax(5, lower=1e-3, safety=1.02, cushion=0.02), FIVE_STEPS, rtol=1e-12)
 
 
-def test_the_stored_default_is_what_the_solver_gives():
-    np.testing.assert_allclose(coefficients("default", 5), minimax(5, lower=4e-3, safety=1.01), rtol=1e-12)
-
-
 @given(lower=st.floats(1e-4, 0.95), upper=st.floats(1.0, 1.9))
 def test_best_quintic_is_optimal(lower, upper):
     """Equal error of alternating sign on four points is what makes the best of three coefficients (Chebyshev)."""

@@ -1,4 +1,4 @@
-"""What a step launches besides Muon's operations, and in which order."""
+"""Count the launches of a step beyond those of Muon, and check their order."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all tables of one run share."""
+    """The settings that all tables of one run share."""
 
     device: str  # "cuda" or "cpu"
     ceilings: Ceilings

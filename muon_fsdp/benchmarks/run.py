@@ -21,7 +21,7 @@ TABLES = ("orthogonalization", "step", "pair")
 
 @dataclass(frozen=True)
 class Request:
-    """What a run measures."""
+    """The choice of tables, shapes, models and rules that a run measures."""
 
     tables: Sequence[str] = TABLES  # which of `TABLES` to measure
     shapes: Sequence[tuple[int, int, int]] | None = None  # batches to orthogonalize, instead of the default ones

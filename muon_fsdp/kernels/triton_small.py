@@ -41,7 +41,6 @@ class SmallConfig(NamedTuple):
     num_warps: int
     num_stages: int
     split_from: int  # the first step, counted from 0, whose m x m products split their operands
-    max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
 
 
 @triton.jit
@@ -383,7 +382,6 @@ def orthogonalize_small(
         (batch.device, batch.dtype, out.dtype, is_aligned(batch, out)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
     )
     return out
 

@@ -56,15 +56,6 @@ class Chain(NamedTuple):
     refreshes: frozenset[int]
 
 
-class Bounds(NamedTuple):
-    """The largest absolute values that the matrices of a step reach; 0 for those that a step does not have."""
-
-    u: float
-    v: float
-    z: float
-    factor: float  # of Z + identity * I
-
-
 # Source: solve((17, 17, 9), 4e-3), stored so that a first step needs no solver. For a = n/m and symmetric products
 # counted half, it costs 4.5 a + 4 products of size m.
 SQUARE_CHAIN = Chain(
@@ -138,34 +129,20 @@ def evaluate(step: Step, x: Tensor) -> Tensor:
     return x * (_intermediates(step, x * x)[-1] + step.identity)
 
 
-def bounds(step: Step, upper: float) -> Bounds:
-    """Return the largest absolute values of U, V, Z and Z + identity for singular values in [0, upper]."""
-    r = torch.linspace(0, upper, _GRID_POINTS, dtype=torch.float64, device="cpu") ** 2
-    *inner, z = _intermediates(step, r)
-    u, v = ([float(values.abs().max()) for values in inner] + [0.0, 0.0])[:2]
-    return Bounds(u, v, float(z.abs().max()), float((z + step.identity).abs().max()))
+def is_square(degree: int, number: int) -> bool:
+    """Return whether a product of a step (from 0) multiplies the last matrix by itself, and not the last two."""
+    return degree != 13 or number != 2
 
 
 def _intermediates(step: Step, r: Tensor) -> list[Tensor]:
     """Compute U, V and Z of a step, those that its degree has, from eigenvalues `r` of the Gram matrix."""
-    (alpha, beta, _), *others = step.products
-    values = [alpha * r * r + beta * r]
-    for index, (alpha, beta, gamma) in enumerate(others):
+    before, values = r, [r]
+    for number, (alpha, beta, gamma) in enumerate(step.products):
         last = values[-1]
-        before = values[-2] if index else r
-        left = before if step.degree == 13 and index else last
-        values.append(alpha * last * left + beta * last + gamma * before)
-    return values
-
-
-def inputs(steps: tuple[Step, ...]) -> tuple[float, ...]:
-    """Return the largest singular value that enters each step if those of the first step are in [0, 1]."""
-    x = _grid(0.0, 1.0, 20 * _GRID_POINTS)
-    largest = []
-    for step in steps:
-        largest.append(float(x.max()))
-        x = evaluate(step, x)
-    return tuple(largest)
+        right = last if is_square(step.degree, number) else before
+        values.append(alpha * last * right + beta * last + (gamma * before if number else 0.0))
+        before = last
+    return values[1:]
 
 
 @lru_cache(maxsize=64)

@@ -24,15 +24,6 @@ DEFAULT_LOWER = 4e-3
 # interval on which the next step was fitted.
 DEFAULT_SAFETY = 1.01
 
-# Source: minimax(5, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) below, stored so that a first step needs no solver.
-_DEFAULT_FIVE_STEPS: tuple[Quintic, ...] = (
-    (8.258396701015812, -23.87396291899517, 17.338582871956927),
-    (3.941174747635559, -2.8799927658750537, 0.5370833783883427),
-    (3.3081813174385233, -2.431807514679269, 0.4871270024273305),
-    (2.305973121719336, -1.6444265931883957, 0.40109133314039647),
-    (1.8961964395557744, -1.2733552408604187, 0.3773430886343292),
-)
-
 # Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. The slope at zero is as steep
 # as possible. Singular values end between about 0.7 and 1.2 and do not converge to 1.
 _KELLER: Quintic = (3.4445, -4.7750, 2.0315)
@@ -69,7 +60,7 @@ def coefficients(name: str, steps: int) -> tuple[Quintic, ...]:
     """Return one quintic (a, b, c) per step of the named set; a published list is cut, or its last one repeated."""
     check_steps(steps)
     if name == "default":
-        return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY) if steps != 5 else _DEFAULT_FIVE_STEPS
+        return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY)
     if name == "keller":
         return (_KELLER,) * steps
     if name == "polar_express":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
-from muon_fsdp.linalg.chains import Chain, Step
+from muon_fsdp.linalg.chains import Chain, Step, is_square
 
 # In float16, m x m matrices are stored times a power of two that brings their largest possible entry near this number.
 # It leaves a factor of four for rounding before float16 overflows.
@@ -196,7 +196,7 @@ def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, activ
     """
     before, now = gram, gram
     for number, (alpha, beta, gamma) in enumerate(step.products):
-        right = before if _differ(step.degree, number) else now
+        right = now if is_square(step.degree, number) else before
         addends = [Addend(now, beta)] if number == 0 else [Addend(now, beta), Addend(before, gamma)]
         result = symmetric_product(now, right, addends, alpha=alpha, active=active, out=matrices.take())
         if before is not gram:
@@ -205,11 +205,6 @@ def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, activ
     if before is not gram:
         matrices.give_back(before)
     return now
-
-
-def _differ(degree: int, number: int) -> bool:
-    """Return whether a product of a step multiplies its last two matrices, V U, and not the last one by itself."""
-    return degree == 13 and number == 2
 
 
 def _refreshed(
@@ -310,7 +305,7 @@ def _scaled_products(
     before, now = (gram, gram_scale), (gram, gram_scale)
     products = []
     for number, (alpha, beta, gamma) in enumerate(step.products):
-        right = before if _differ(step.degree, number) else now
+        right = now if is_square(step.degree, number) else before
         added = (beta * now[0]) + (gamma * before[0] if number > 0 else 0.0)
         value = alpha * now[0] * right[0] + added
         # PyTorch's library rounds the sum without the second addend too, and it must not overflow either.

@@ -234,7 +234,7 @@ def _make_batches(
 
 
 def scratch_numel(rows: int, cols: int) -> int:
-    """Return the elements of scratch that a matrix needs: twice its own size, and five times its Gram matrix."""
+    """Return the elements of scratch that a matrix needs at most: twice its size, and five times its Gram matrix."""
     return 2 * rows * cols + 5 * min(rows, cols) ** 2
 
 

@@ -42,7 +42,7 @@ class Statistic(ABC):
     name: str
     doc: str
     state: tuple[PerMatrix, ...] = ()
-    reads: tuple[str, ...] = ()  # the names of the state that the statistic starts from; the rest are results
+    reads: tuple[str, ...] = ()  # the names of the state that the statistic starts from; its other state is a result
     options: tuple[Option, ...] = ()
 
     @abstractmethod

@@ -30,7 +30,7 @@ SMALL_POOL = 64 * 2**20
 
 
 class StepKey(NamedTuple):
-    """What a captured step depends on besides the contents of tensors.
+    """The key of a captured step: everything that it depends on besides the contents of tensors.
 
     Args:
         addresses: the addresses of tensors that the graph keeps. If they change, the graph is dropped.
