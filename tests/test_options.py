@@ -11,6 +11,7 @@ from torch import nn
 import tests.toy_rules  # noqa: F401 (registers them)
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
+from muon_fsdp.plan.settings import SETTINGS
 from muon_fsdp.rules import RULES
 from tests.comparisons import assert_same
 
@@ -395,3 +396,11 @@ def test_groups_of_the_pair_are_checked(make, options, error, text):
     optimizer = make([{"params": [matrix()], "initial_lr": 0.1, "name": "body"}])
     with pytest.raises(error, match=text):
         optimizer.add_param_group({"params": [matrix()], **options})
+
+
+def test_settings_have_the_defaults_of_the_constructor():
+    parameters = inspect.signature(MuonOptimizer.__init__).parameters
+    assert {option.name: parameters[option.name].default for option in SETTINGS} == {
+        option.name: option.default for option in SETTINGS
+    }
+    assert parameters["cuda_graph"].default == "auto"
