@@ -154,7 +154,7 @@ def select(product: Product, device: torch.device) -> Choice:
         return Choice("torch", None, reason)
     if is_hopper(device):
         return _from_table(product, num_processors(device), gluon_unusable())
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _is_distributed():
         # Ranks with replicas of a weight must compute the same bits. Timings would let each rank choose another kernel.
         return Choice("triton", _candidates(product)[0], "not timed, so that all ranks use the same kernel")
     known = _tuned(_device_name(device)).get(product.shape_class)
@@ -166,6 +166,15 @@ def select(product: Product, device: torch.device) -> Choice:
 def is_hopper(device: torch.device) -> bool:
     """Return whether a CUDA device is a Hopper GPU, whose kernels and tiles were measured."""
     return torch.version.hip is None and _capability(device)[0] == 9
+
+
+def selection_state() -> tuple[object, ...]:
+    """Return everything besides the product and the device that `select` depends on."""
+    return _is_distributed(), _gluon_failure
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def gluon_unusable() -> str | None:

@@ -34,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from muon_fsdp.kernels.addends import Addend, unpack
 from muon_fsdp.kernels.launch import TiledTensor, launch
+from muon_fsdp.kernels.launch_plan import keep_forever
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
 from muon_fsdp.kernels.tiles import KernelError, num_processors
 
@@ -381,6 +382,7 @@ def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.devi
         lists = schedule(num_matrices, rows_of_tiles, num_processors(device), same)
         # Not pinned: the copy is then complete when this line returns, so any stream may read the table.
         table = _tables[key] = torch.tensor(packed(lists), dtype=torch.int32).to(device)
+        keep_forever(table)
     return table
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import on_device, unusable
-from muon_fsdp.kernels.select import is_hopper
+from muon_fsdp.kernels.select import is_hopper, selection_state
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
 from muon_fsdp.linalg.coefficients import NORM_MARGINS, check_steps, coefficients
@@ -107,30 +107,48 @@ def orthogonalize_together(
     requests: Sequence[Request], *, method: str = "default", steps: int = 5, form: Form = "auto"
 ) -> None:
     """Orthogonalize several batches on one device; Gram matrices of equal size are multiplied in the same launches."""
-    operands: dict[tuple[int, Chain, torch.dtype], list[Operand]] = defaultdict(list)
+    requests = [request for request in requests if request.matrices.numel() > 0]
+    if not requests:
+        return
     device = requests[0].matrices.device
     with without_autocast(device.type), on_device(device):
-        for matrices, out, factor, inverse_norms in requests:
-            if matrices.numel() == 0:
-                continue
-            if method == "exact":
+        if method == "exact":
+            for matrices, out, factor, _ in requests:
                 out.copy_(_polar_by_svd(matrices).mul_(factor))
-                continue
-            rows, cols = matrices.shape[-2:]
-            dtype = _iteration_dtype(matrices)
-            half, margin = dtype == torch.float16, NORM_MARGINS[method]
-            chain = _chain(method, steps, rows, cols, form, half)
-            if form == "auto" and chain == SQUARE_CHAIN and _takes_small_kernel(matrices, out):
-                _orthogonalize_small(Request(matrices, out, factor, inverse_norms), margin)
-                continue
-            margin /= x_scale(half)
-            buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
-            x, exact = normalize(
-                matrices.contiguous(), margin, dtype, inverse_norms, None if buffers is None else buffers[0]
-            )
-            operands[(min(rows, cols), chain, dtype)].append(Operand(x, exact, factor, out, buffers))
-        for (_, chain, dtype), alike in operands.items():
-            iterate(alike, scaled_steps(chain, dtype == torch.float16))
+        elif unusable(device) is None and not any(_is_recorded(request.matrices) for request in requests):
+            from muon_fsdp.kernels.launch_plan import run_planned
+
+            tensors = [tensor for matrices, out, _, norms in requests for tensor in (matrices, out, norms)]
+            key = (method, steps, form, device, selection_state(), *(request.factor for request in requests))
+            run_planned(key, tensors, lambda: _iterate_together(requests, method, steps, form))
+        else:
+            _iterate_together(requests, method, steps, form)
+
+
+def _iterate_together(requests: Sequence[Request], method: str, steps: int, form: Form) -> None:
+    """Orthogonalize batches by Newton-Schulz iteration."""
+    operands: dict[tuple[int, Chain, torch.dtype], list[Operand]] = defaultdict(list)
+    for matrices, out, factor, inverse_norms in requests:
+        rows, cols = matrices.shape[-2:]
+        dtype = _iteration_dtype(matrices)
+        half, margin = dtype == torch.float16, NORM_MARGINS[method]
+        chain = _chain(method, steps, rows, cols, form, half)
+        if form == "auto" and chain == SQUARE_CHAIN and _takes_small_kernel(matrices, out):
+            _orthogonalize_small(Request(matrices, out, factor, inverse_norms), margin)
+            continue
+        margin /= x_scale(half)
+        buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
+        x, exact = normalize(
+            matrices.contiguous(), margin, dtype, inverse_norms, None if buffers is None else buffers[0]
+        )
+        operands[(min(rows, cols), chain, dtype)].append(Operand(x, exact, factor, out, buffers))
+    for (_, chain, dtype), alike in operands.items():
+        iterate(alike, scaled_steps(chain, dtype == torch.float16))
+
+
+def _is_recorded(matrices: Tensor) -> bool:
+    """Return whether autograd records what is computed from these matrices."""
+    return torch.is_grad_enabled() and matrices.requires_grad
 
 
 class Shifted(NamedTuple):
@@ -175,7 +193,7 @@ def _takes_small_kernel(matrices: Tensor, out: Tensor) -> bool:
     device = matrices.device
     if min(rows, cols) > SMALL_KERNEL_ROWS or matrices.dtype == torch.float64 or not matrices.is_cuda:
         return False
-    if unusable(device) is not None or not is_hopper(device) or (torch.is_grad_enabled() and matrices.requires_grad):
+    if unusable(device) is not None or not is_hopper(device) or _is_recorded(matrices):
         return False
     if matrices.data_ptr() % 16 or out.data_ptr() % 16:
         return False
@@ -203,7 +221,7 @@ def _buffers(matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int) 
         The buffers, the one for the normalized matrices first. None if `out` can't hold an iterate: its dtype differs,
         it is not contiguous, it shares memory with the matrices, or autograd records the iteration.
     """
-    if out.dtype != dtype or not out.is_contiguous() or (torch.is_grad_enabled() and matrices.requires_grad):
+    if out.dtype != dtype or not out.is_contiguous() or _is_recorded(matrices):
         return None
     if out.untyped_storage().data_ptr() == matrices.untyped_storage().data_ptr():
         return None
@@ -227,8 +245,7 @@ def normalize(
     Returns:
         The scaled matrices in `dtype`, and the same matrices before they were rounded to it.
     """
-    differentiable = torch.is_grad_enabled() and batch.requires_grad
-    if dtype != torch.float64 and not differentiable and unusable(batch.device) is None:
+    if dtype != torch.float64 and not _is_recorded(batch) and unusable(batch.device) is None:
         from muon_fsdp.kernels import triton_norms
 
         scales = triton_norms.inverse_norms(batch) if inverse_norms is None else inverse_norms
