@@ -78,9 +78,9 @@ class MuonOptimizer(GroupedOptimizer):
         overrides: {pattern of names: rule, or dict of group options}; the first match wins. Needs names.
         replicate_group: process group over which plain parameters are replicas, so the work is split over it. If DDP
             wraps the model, its process group is the default.
-        replicate_mesh: mesh over which every matrix is repeated that lies on a slice of it, as under FSDP2 + tensor
-            parallel; each is then orthogonalized once. {pattern of names: mesh, or None to leave a matrix as it is}
-            selects matrices. The first step raises an error if replicas are not equal.
+        replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a slice of it are equal on all
+            slices: each is then orthogonalized once, not once per slice. The first step raises an error if they
+            differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
         agreement_group: process group whose ranks decide about a step together though they share no parameter. With
             pipeline stages, `nonfinite="skip"` must skip the step on all of them.
         options: those of other rules, by name.
