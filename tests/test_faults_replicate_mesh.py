@@ -62,7 +62,7 @@ def test_replicas_that_differ_are_told(ranks: RankPool, name, what):
     for texts in ranks.run(4, difference, what, name, timeout=LIMIT):
         for text in texts:
             assert f"hold the same parameter {name!r}" in text
-            assert f"its {what if what != 'state' else 'state ' + repr('second_moment')} differ" in text
+            assert f"but they differ in its {what}" in text
             assert f"pass replicate_mesh={{{name!r}: None, '*': mesh}}" in text
 
 

@@ -124,8 +124,8 @@ def _message(record: ParameterRecord, what: str, replica: int, remedy: str) -> s
     )
     return (
         f"replicate_mesh says that ranks {first} and {other} hold the same parameter {record.name!r} of shape "
-        f"{record.shape}, but its {what} differ there. Nothing was changed. If they should be equal, {remedy}; if not "
-        f"(local experts), pass replicate_mesh={{{record.name!r}: None, '*': mesh}}"
+        f"{record.shape}, but they differ in its {what}. Nothing was changed. If these should be equal, {remedy}; if "
+        f"not (local experts), pass replicate_mesh={{{record.name!r}: None, '*': mesh}}"
     )
 
 
