@@ -56,8 +56,10 @@ def difference(what: str, name: str) -> list[str]:
     "`replicate_mesh` is passed, and a weight, its gradient or loaded state differs between siblings",
     "All ranks raise before anything is changed; the error names the parameter, the ranks and what to do",
 )
-@pytest.mark.parametrize("what", ["values", "gradients", "state"])
-@pytest.mark.parametrize("name", ["rows", "stack", "repeated", "plain"])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("values", "rows"), ("values", "stack"), ("gradients", "columns"), ("gradients", "plain"), ("state", "repeated")],
+)
 def test_replicas_that_differ_are_told(ranks: RankPool, name, what):
     for texts in ranks.run(4, difference, what, name, timeout=LIMIT):
         for text in texts:
