@@ -97,6 +97,7 @@ def follow_reference(shape: tuple[int, ...], rule: str, noise: float = 0.0) -> t
         rule=rule,
         strategy="owner",
         replicate_mesh=mesh,
+        replicate_group=mesh.get_group("dp") if mesh.ndim == 2 else None,  # a slice: `replicate_mesh` adds the others
         orthogonalization="exact",
         **options,
     )

@@ -9,8 +9,8 @@ that decides about a step.
    sets, of the sets that overlap with these, and so on: together they are the ranks that one step connects. The store
    is used because a rank that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
-   creates state, whether a gradient is not finite, a hash for every set, and a code for every gradient. Every rank gets
-   the same `Agreed` back and decides from that alone.
+   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and a code
+   for every gradient. Every rank gets the same `Agreed` back and decides from that alone.
 3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
    raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
    and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
