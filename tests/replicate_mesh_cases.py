@@ -22,7 +22,7 @@ REFERENCES: dict[str, Any] = {
     "spectral_sphere": ReferenceSphere,
 }
 NUM_MATRICES = 1 + 1 + 3 + 1 + 1 + 1  # of `matrices_on`
-NUM_STEPS = 5
+NUM_STEPS = 3
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
