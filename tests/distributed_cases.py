@@ -144,14 +144,21 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
         shard(model, init_device_mesh("cpu", (world,)), columns)
     elif layout == "hsdp":
         shard(model, init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
-    elif layout in ("fsdp_tp", "tp"):
-        shards = world // 2 if layout == "fsdp_tp" else 1
+    elif layout in ("fsdp_tp", "fsdp_tp_once", "tp", "tp_once"):
+        shards = world // 2 if layout.startswith("fsdp") else 1
         mesh = init_device_mesh("cpu", (shards, world // shards), mesh_dim_names=("dp", "tp"))
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        if layout == "fsdp_tp":
+        if layout.startswith("fsdp"):
             shard(model, mesh["dp"])
         return model, mesh["dp"].get_local_rank(), shards
+    elif layout == "hsdp_tp_once":
+        # Other names than in "fsdp_tp": DTensor caches equal meshes, of an earlier test too.
+        mesh = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=("replica", "shard", "tensor"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        shard(model, mesh["replica", "shard"])
+        return model, rank // 2, world // 2
     elif layout == "experts_inside":  # experts sharded inside their matrices, the rest plain FSDP
 
         def inside(parameter: nn.Parameter) -> Shard | None:
@@ -170,6 +177,13 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
     return model, rank, world
 
 
+def replicas_of(module: nn.Module, layout: str | None) -> dict[str, Any]:
+    """Return the arguments that name the replicas which the parameters of a layout do not show."""
+    if layout is not None and layout.endswith("once"):
+        return {"replicate_mesh": module.blocks[0].up.weight.device_mesh}  # type: ignore[union-attr, index]
+    return {"replicate_group": dist.group.WORLD if layout == "ddp" else None}
+
+
 def curve(
     layout: str | None, options: dict[str, Any], model_options: Any = None, steps: int = 20, by_model: bool = False
 ) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -180,8 +194,7 @@ def curve(
     if by_model:
         optimizer: torch.optim.Optimizer = FSDPMuonOptimizer(module, **options)
     else:
-        group = dist.group.WORLD if layout == "ddp" else None
-        optimizer = MuonOptimizer(module.named_parameters(), replicate_group=group, **options)
+        optimizer = MuonOptimizer(module.named_parameters(), **replicas_of(module, layout), **options)
     losses = train(module, optimizer, range(steps), data_rank, data_size)
     return losses, full_state(module)
 
@@ -191,7 +204,7 @@ def curve(
 
 def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> None:
     """Check that a float64 model in a layout follows the reference to 1e-10, given random gradients."""
-    model_options = {"hidden": 32} if layout == "fsdp_tp" else {}
+    model_options = {"hidden": 32} if "tp" in layout else {}
     model = make_model(**model_options).double()
     references: dict[str, list[Any]] = {}
     for name, p in model.named_parameters():
@@ -203,12 +216,11 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
             reference = {"muon": ReferenceMuon, "normuon": ReferenceNorMuon}[rule]
             references[name] = [reference(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
     module, _, _ = lay_out(model, layout)
-    group = dist.group.WORLD if layout == "ddp" else None
     optimizer = MuonOptimizer(
         module.named_parameters(),
         orthogonalization="exact",
         strategy=strategy,
-        replicate_group=group,
+        **replicas_of(module, layout),
         rule=rule,
         **OPTIONS,
     )
@@ -231,14 +243,14 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
 # --------------------------------------------------------------------------------------------------------- counting
 
 
-def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, Any]:
+def count(layout: str, strategy: str, model_options: Any = None, rule_name: str = "muon") -> dict[str, Any]:
     """Count the orthogonalizations and the bytes sent of one step; return them beside what the plan says."""
     module, data_rank, data_size = lay_out(make_model(**(model_options or {})), layout)
-    group = dist.group.WORLD if layout == "ddp" else None
-    optimizer = MuonOptimizer(module.named_parameters(), strategy=strategy, replicate_group=group, **OPTIONS)
+    options = {**OPTIONS, **replicas_of(module, layout), "weight_decay": 0.0}
+    optimizer = MuonOptimizer(module.named_parameters(), rule=rule_name, strategy=strategy, **options)
     train(module, optimizer, range(1), data_rank, data_size)
     matrices, sent = 0, 0
-    rule, collective, full_tensor = type(RULES["muon"]), dist.all_to_all_single, DTensor.full_tensor
+    rule, collective, full_tensor = type(RULES[rule_name]), dist.all_to_all_single, DTensor.full_tensor
     direction = rule.direction
 
     def counted_direction(self: Any, batch: Any) -> None:
@@ -268,6 +280,8 @@ def count(layout: str, strategy: str, model_options: Any = None) -> dict[str, An
         "planned": planned,
         "report_matrices": report.num_matrices,
         "report_bytes": report.gather_bytes + report.scatter_bytes,
+        "report": str(report),
+        "repeated": report.repeated,
         "strategies": sorted({row.strategy for row in report.rows}),
     }
 

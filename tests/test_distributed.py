@@ -24,6 +24,7 @@ LAYOUTS = [
     ("hsdp", 2),
     ("hsdp", 4),
     ("fsdp_tp", 4),
+    ("fsdp_tp_once", 4),
     ("tp", 2),
     ("experts_inside", 2),
     ("two_meshes", 4),
@@ -87,7 +88,10 @@ def test_follows_the_float64_reference(ranks: RankPool, layout, world_size, stra
 # ---------------------------------------------------------------------------------------------------------- counted
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("ddp", 2), ("tp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("ddp", 2), ("tp", 2), ("tp_once", 2), ("fsdp_tp_once", 4)],
+)
 def test_every_matrix_once_and_every_byte_as_planned(ranks: RankPool, layout, world_size):
     results = ranks.run(world_size, cases.count, layout, "owner", model_options(layout))
     in_model = 2 * 2 + 2 * 3 + 1  # up and down of two blocks, three experts in each, the gate

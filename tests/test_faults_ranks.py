@@ -113,15 +113,20 @@ def test_another_initialization_of_torch_distributed(ranks: RankPool):
     ranks.run(2, second_world, timeout=LIMIT)
 
 
-def in_a_pretended_world() -> tuple[int, ...]:
-    """Take a step on rank 3 of 64 that do not exist; return the shape of this rank's momentum."""
+def in_a_pretended_world(siblings: int) -> tuple[int, ...]:
+    """Take a step on rank 3 of 64 that do not exist; return the shape of this rank's momentum.
+
+    Args:
+        siblings: how many ranks hold the same shards, which `replicate_mesh` says.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-    fully_shard(model, mesh=init_device_mesh("cpu", (64,)))
-    optimizer = FSDPMuonOptimizer(model, strategy="replicate")
+    mesh = init_device_mesh("cpu", (64 // siblings, siblings), mesh_dim_names=("data", "siblings"))
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = FSDPMuonOptimizer(model, strategy="replicate", replicate_mesh=mesh)
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     return tuple(optimizer.state[model[0].weight]["momentum_buffer"].to_local().shape)
@@ -130,8 +135,9 @@ def in_a_pretended_world() -> tuple[int, ...]:
 @promise(
     'A program is tried out under the "fake" backend of torch.distributed', "A step runs, with ranks that do not exist"
 )
-def test_a_pretended_world(ranks: RankPool):
-    assert ranks.run(1, in_a_pretended_world, timeout=LIMIT) == [(2, 64)]
+@pytest.mark.parametrize(("siblings", "rows"), [(1, 2), (2, 4)])
+def test_a_pretended_world(ranks: RankPool, siblings, rows):
+    assert ranks.run(1, in_a_pretended_world, siblings, timeout=LIMIT) == [(rows, 64)]
 
 
 def late_rank() -> str:

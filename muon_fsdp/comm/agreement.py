@@ -9,8 +9,8 @@ that decides about a step.
    sets, of the sets that overlap with these, and so on: together they are the ranks that one step connects. The store
    is used because a rank that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
-   creates state, whether a gradient is not finite, a hash for every set, and a code for every gradient. Every rank gets
-   the same `Agreed` back and decides from that alone.
+   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and a code
+   for every gradient. Every rank gets the same `Agreed` back and decides from that alone.
 3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
    raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
    and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
@@ -64,6 +64,7 @@ class _Flag(IntEnum):
     NOT_FINITE = 1  # the rank has a gradient that is not finite
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
+    COMPARES = 4  # the rank has not compared its replicas with others yet
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Agreed:
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
+    compares: bool = False  # some rank wants to compare replicas, which needs all of them
 
 
 class Agreement:
@@ -166,6 +168,7 @@ class Agreement:
         *,
         inert: bool,
         not_finite: bool,
+        compares: bool = False,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
 
@@ -176,6 +179,7 @@ class Agreement:
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
+            compares: whether this rank wants to compare replicas.
 
         Returns:
             What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new
@@ -188,6 +192,7 @@ class Agreement:
         numbers = self._numbers()
         numbers[_Flag.NOT_INERT] = int(not inert)
         numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
+        numbers[_Flag.COMPARES] = (1 + my_rank()) * compares
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
@@ -204,7 +209,8 @@ class Agreement:
                 raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), hashes, describe)
         rank = largest[_Flag.NOT_FINITE] - 1
         found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
-        return Agreed(not largest[_Flag.NOT_INERT], rank if rank >= 0 else None, found)
+        is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
+        return Agreed(is_inert, rank if rank >= 0 else None, found, compares)
 
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import canonical
@@ -29,6 +28,7 @@ from muon_fsdp.parameters.groups import (
     with_lists,
 )
 from muon_fsdp.parameters.records import ParameterRecord, make_records, view_of
+from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
 from muon_fsdp.parameters.wrappers import ModelWatch
 from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
@@ -45,7 +45,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
         strict: whether to raise where routing is a guess.
-        replicate_group: the process group over which plain parameters are replicas.
+        replicas: over which ranks parameters are replicas.
     """
 
     def __init__(
@@ -57,11 +57,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         overrides: Mapping[str, str | Mapping[str, Any]] | None,
         *,
         strict: bool,
-        replicate_group: dist.ProcessGroup | None,
+        replicas: Replicas,
     ) -> None:
-        self._replicate_group = replicate_group
-        # Read now, because state_dict() may be called after the process group is destroyed.
-        self._replica_ranks = None if replicate_group is None else tuple(dist.get_process_group_ranks(replicate_group))
+        self._replicas = replicas
         self._watch = ModelWatch(params, warns_about_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
@@ -90,6 +88,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if self._router.unused_patterns:
                 self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter", stacklevel=4)
             self._check_doubts(self._all_routes())
+            self._check_use_of_meshes()
         for message in dict.fromkeys(text for g in self.param_groups for text in RULES[g["rule"]].warnings(g)):
             self._router.warnings.append(message)
             warnings.warn(message, stacklevel=4)
@@ -156,6 +155,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 matched = [route for route in self._all_routes() if route.pattern == pattern]
                 source.require_taken(rules_of(matched))
                 self._require_rule(source.where, self._router.overrides[pattern].get("rule"), matched)
+
+    def _check_use_of_meshes(self) -> None:
+        """Check that the patterns of `replicate_mesh` have names to match, and warn about those that match none."""
+        routes = self._all_routes()
+        if self._replicas.has_patterns and any(route.unnamed_position is not None for route in routes):
+            raise ValueError("patterns in replicate_mesh need names: pass the model, or model.named_parameters()")
+        matrices = [route.name for route in routes if RULES[route.rule].needs_matrices]
+        unused = self._replicas.unused_patterns(matrices)
+        if unused:
+            self._warn(f"replicate_mesh: the patterns {unused} match no matrix", stacklevel=5)
 
     def _require_rule(self, where: str, rule: str | None, routes: Sequence[Route]) -> None:
         """Raise if the user asked for a rule of matrices where all parameters are vectors."""
@@ -322,7 +331,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _records(self) -> list[ParameterRecord]:
         """Return one record per parameter, for the parameters and options that groups have now."""
         self._all_routes()  # raises if groups were changed by hand
-        return make_records(self.param_groups, self._routes, self._replica_ranks)
+        return make_records(self.param_groups, self._routes, self._replicas)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

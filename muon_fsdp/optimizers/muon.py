@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, overload
@@ -16,12 +15,14 @@ from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import Ranks, is_pretended, num_ranks
-from muon_fsdp.comm.transfers import layouts_of, local
+from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params
+from muon_fsdp.parameters.records import layouts_of_groups
+from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
     StateDict,
     check_and_complete,
@@ -36,13 +37,12 @@ from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
-from muon_fsdp.step.gradients import Gradients
+from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement
-from muon_fsdp.text import first_names
 
 
 @show_options(DEFAULT_RULE)
@@ -78,6 +78,9 @@ class MuonOptimizer(GroupedOptimizer):
         overrides: {pattern of names: rule, or dict of group options}; the first match wins. Needs names.
         replicate_group: process group over which plain parameters are replicas, so the work is split over it. If DDP
             wraps the model, its process group is the default.
+        replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a slice of it are equal on all
+            slices: each is then orthogonalized once, not once per slice. The first step raises an error if they
+            differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
         agreement_group: process group whose ranks decide about a step together though they share no parameter. With
             pipeline stages, `nonfinite="skip"` must skip the step on all of them.
         options: those of other rules, by name.
@@ -98,15 +101,15 @@ class MuonOptimizer(GroupedOptimizer):
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
+        replicate_mesh: ReplicateMesh | None = None,
         agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
+        if agreement_group is not None and dist.get_rank(agreement_group) < 0:
+            raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
         if replicate_group is None:
             replicate_group = replicate_group_of(params)
-        for name, group in (("replicate_group", replicate_group), ("agreement_group", agreement_group)):
-            if group is not None and dist.get_rank(group) < 0:
-                raise ValueError(f"{name} must contain this rank: pass a process group that it belongs to")
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
@@ -122,7 +125,7 @@ class MuonOptimizer(GroupedOptimizer):
             {**given, **options},
             overrides,
             strict=strict,
-            replicate_group=replicate_group,
+            replicas=Replicas(replicate_group, replicate_mesh),
         )
 
     # -------------------------------------------------------------------- step
@@ -175,8 +178,8 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _shared_ranks(self) -> set[Ranks]:
         """Return the sets of ranks that share parameters with this one."""
-        layouts = layouts_of(self._parameters(), self._replica_ranks)
-        ranks = {tuple(sorted(layout.ranks)) for layout in layouts}
+        layouts = layouts_of_groups(self.param_groups, self._routes, self._replicas)
+        ranks = self._replicas.mesh_ranks | {tuple(sorted(layout.ranks)) for layout, _ in layouts}
         if self._agreement_group is not None:
             ranks.add(tuple(sorted(dist.get_process_group_ranks(self._agreement_group))))
         return {each for each in ranks if len(each) > 1}
@@ -243,14 +246,25 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere."""
-        not_finite = self._settings.nonfinite != "propagate" and not _are_finite(found.here().values())
+        not_finite = self._settings.nonfinite != "propagate" and not are_finite(found.here().values())
         if self._checks_for_twins:
             self._checks_for_twins = False
             if self._agreement_group is None:
                 warn_about_twin(planned.records, has_sharded=bool(planned.shared))
-        return self._agreement.before_step(
-            planned.shared, self.param_groups, found.codes, inert=inert, not_finite=not_finite
+        agreed = self._agreement.before_step(
+            planned.shared,
+            self.param_groups,
+            found.codes,
+            inert=inert,
+            not_finite=not_finite,
+            compares=planned.compares_replicas,
         )
+        # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
+        if not agreed.compares or agreed.inert:
+            return agreed
+        with self._agreement.reporting():
+            planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed)))
+        return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -259,17 +273,9 @@ class MuonOptimizer(GroupedOptimizer):
             Whether to continue with this step.
         """
         if self._settings.nonfinite == "raise":
-            raise RuntimeError(self._not_finite_message(found, rank))
+            raise RuntimeError(found.not_finite_message(rank))
         self._skipped_steps += 1
         return False
-
-    def _not_finite_message(self, found: Gradients, rank: int) -> str:
-        names = [route.name for route in self._all_routes()]
-        bad = [names[position] for position, grad in found.here().items() if not _are_finite([grad])]
-        where = f"of {len(bad)} parameter(s) is not finite: {first_names(bad)}"
-        if not bad:
-            where = f"on another rank ({rank}) is not finite"
-        return f"The gradient {where}. Nothing was changed. Pass nonfinite='skip' to skip such steps."
 
     # ---------------------------------------------------------------- clipping
 
@@ -313,7 +319,7 @@ class MuonOptimizer(GroupedOptimizer):
                 self._records(),
                 self._settings,
                 self._accumulation_steps,
-                self._replicate_group,
+                self._replicas.group,
                 self._agreement_group,
             )
         return self._planned
@@ -400,6 +406,8 @@ class MuonOptimizer(GroupedOptimizer):
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
+        if self._planned is not None:
+            self._planned.expect_comparison()
         for message in what_was_not_loaded(self._records(), incoming):
             warnings.warn(message, stacklevel=2)
 
@@ -423,21 +431,10 @@ class MuonOptimizer(GroupedOptimizer):
         # Process groups can't be copied. A copy that needs one must be built anew.
         nothing: dict[str, Any] = {
             "_planned": None,
-            "_replicate_group": None,
-            "_replica_ranks": None,
+            "_replicas": Replicas(),
             "_agreement_group": None,
             "_agreement": StepAgreement(),
             "_totals": {},
             "_watch": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
-
-
-def _are_finite(gradients: Iterable[Tensor]) -> bool:
-    """Return whether all gradients are finite; this waits for the device."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in gradients:
-        if grad.numel() > 0:
-            by_device[grad.device].append(grad)
-    largest = [torch.stack(torch._foreach_norm(many, ord=torch.inf)) for many in by_device.values()]
-    return all(bool(values.isfinite().all()) for values in largest)

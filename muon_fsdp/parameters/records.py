@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.process_groups import Ranks
-from muon_fsdp.comm.transfers import layouts_of
 from muon_fsdp.declarations.views import MatrixView, matrix_view
 from muon_fsdp.parameters.groups import Group
+from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.rules import RULES, Rule
@@ -33,6 +33,7 @@ class ParameterRecord:
         route: why it has this rule, decided when it was added.
         view: how it is read as matrices; None under an element-wise rule.
         layout: which ranks hold which box of it.
+        repeated_over: the ranks of `replicate_mesh`, if that adds ranks to the parameter's own; else None.
     """
 
     position: int
@@ -43,6 +44,7 @@ class ParameterRecord:
     route: Route
     view: MatrixView | None
     layout: Layout
+    repeated_over: Ranks | None = None
 
     @property
     def name(self) -> str:
@@ -61,23 +63,34 @@ class ParameterRecord:
 
 
 def make_records(
-    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replica_ranks: Ranks | None
+    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas
 ) -> list[ParameterRecord]:
     """Make the records from the groups as they are now and the routes that were decided when parameters were added.
 
     Args:
         groups: the parameter groups of an optimizer.
         routes: for every group, the route of each of its parameters.
-        replica_ranks: the ranks that each hold a replica of every plain parameter; None if there are none.
+        replicas: over which ranks parameters are replicas.
     """
-    layouts = iter(layouts_of([tensor for group in groups for tensor in group["params"]], replica_ranks))
+    layouts = iter(layouts_of_groups(groups, routes, replicas))
     records: list[ParameterRecord] = []
     for index, (group, group_routes) in enumerate(zip(groups, routes, strict=True)):
         rule = RULES[group["rule"]]
         for tensor, route in zip(group["params"], group_routes, strict=True):
             view = view_of(group, route, tuple(tensor.shape))
-            records.append(ParameterRecord(len(records), tensor, index, group, rule, route, view, next(layouts)))
+            records.append(ParameterRecord(len(records), tensor, index, group, rule, route, view, *next(layouts)))
     return records
+
+
+def layouts_of_groups(
+    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas
+) -> list[tuple[Layout, Ranks | None]]:
+    """Return the layout of every parameter of all groups, and the ranks of `replicate_mesh` that repeat it, or None."""
+    return replicas.layouts(
+        [tensor for group in groups for tensor in group["params"]],
+        [route for group_routes in routes for route in group_routes],
+        [RULES[group["rule"]].needs_matrices for group in groups for _ in group["params"]],
+    )
 
 
 def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | None:

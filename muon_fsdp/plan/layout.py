@@ -160,6 +160,39 @@ class Layout:
     def num_replicas(self) -> int:
         return max(self.replica_of) + 1
 
+    def repeated_over(self, ranks: tuple[int, ...]) -> Layout | None:
+        """Return the layout of these shards on a larger mesh whose other slices hold the same shards again.
+
+        Args:
+            ranks: the ranks of the larger mesh in row-major order.
+
+        Returns:
+            A layout on all of `ranks`, equal for every slice; None if the ranks of this layout are no slice of the
+            larger mesh.
+        """
+        index_of = {rank: index for index, rank in enumerate(ranks)}
+        if not set(self.ranks) <= index_of.keys():
+            return None
+        if len(self.ranks) == len(ranks):
+            return self
+        places = [index_of[rank] for rank in self.ranks]
+        mesh_shape: list[int] = []
+        placements: list[Placement] = []
+        indices = [places[0]]  # where the ranks of this layout must lie, axis by axis
+        outer, inner = len(ranks), len(self.ranks)  # indices that one step along the axis before skips, there and here
+        for size, placement in zip(self.mesh_shape, self.placements, strict=True):
+            inner //= size
+            stride = places[inner] - places[0] if size > 1 else outer
+            if stride <= 0 or outer % (stride * size) or places[0] // stride % size:
+                return None
+            mesh_shape += [outer // (stride * size), size]
+            placements += [Replicate(), placement]
+            indices = [index + step * stride for index in indices for step in range(size)]
+            outer = stride
+        if indices != places:
+            return None
+        return Layout(ranks, (*mesh_shape, outer), (*placements, Replicate()))
+
 
 def local_layout(rank: int) -> Layout:
     """Return the layout of a plain tensor, which one rank holds whole."""

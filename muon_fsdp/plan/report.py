@@ -99,6 +99,27 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """Matrices on a slice of a larger mesh, on which other parameters lie; every slice computes them.
+
+    Args:
+        num_matrices: the number of these matrices.
+        of_matrices: the number of all matrices.
+        saved: the fraction of the job's FLOPs that `replicate_mesh` would save.
+    """
+
+    num_matrices: int
+    of_matrices: int
+    saved: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_matrices} of {self.of_matrices} matrices lie on a slice of a larger mesh, and every slice "
+            f"computes them. If they are equal on all slices, replicate_mesh= saves {self.saved:.0%} of the FLOPs"
+        )
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The result of `optimizer.plan_report()`; `print` shows it as a table.
 
@@ -111,6 +132,7 @@ class PlanReport:
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
+        repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
     """
 
     num_ranks: int
@@ -121,6 +143,7 @@ class PlanReport:
     traffic: Traffic
     stages: tuple[StageReport, ...]
     cuda_graph: str = ""
+    repeated: Repeated | None = None
 
     @property
     def num_matrices(self) -> int:
@@ -181,7 +204,8 @@ class PlanReport:
             f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
         )
         graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
-        return f"{plain_table(header, rows)}\n{totals}{graph}"
+        repeated = f"\n{self.repeated}" if self.repeated is not None else ""
+        return f"{plain_table(header, rows)}\n{totals}{repeated}{graph}"
 
 
 def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
@@ -222,7 +246,35 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
         stages=tuple(_stage_report(outline, settings.max_stage_bytes) for outline in outlines),
+        repeated=_repeated(specs, matrices),
     )
+
+
+def _repeated(specs: Sequence[ParameterSpec], matrices: Sequence[ParameterSpec]) -> Repeated | None:
+    """Return which matrices several slices of a mesh compute; None if there are none.
+
+    Args:
+        specs: all parameters. Their meshes show which ranks the job has; those of other pipeline stages do not count.
+        matrices: those that are orthogonalized.
+    """
+    layouts = {id(spec.layout): spec.layout for spec in specs}
+    times = {key: _num_slices(layout, list(layouts.values())) for key, layout in layouts.items()}
+    num_repeated = num_matrices = 0
+    once = now = 0.0
+    for spec in matrices:
+        slices, blocks = times[id(spec.layout)], spec.matrices.block_shapes
+        flops = sum(count * cost for (count, _, _), cost in zip(blocks, spec.block_flops, strict=True))
+        count = sum(count for count, _, _ in blocks)
+        num_matrices += count
+        num_repeated += count if slices > 1 else 0
+        once, now = once + flops, now + slices * flops
+    return Repeated(num_repeated, num_matrices, 1 - once / now if now else 0.0) if num_repeated else None
+
+
+def _num_slices(layout: Layout, others: Sequence[Layout]) -> int:
+    """Return how many slices the largest mesh has that this layout is a slice of; 1 if there is no larger mesh."""
+    larger = {other.ranks for other in others if len(other.ranks) > len(layout.ranks)}
+    return max((len(r) // len(layout.ranks) for r in larger if layout.repeated_over(r) is not None), default=1)
 
 
 def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:

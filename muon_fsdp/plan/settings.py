@@ -84,6 +84,7 @@ ARGUMENTS = (
     "other_rule",
     "overrides",
     "replicate_group",
+    "replicate_mesh",
     "agreement_group",
     *(option.name for option in SETTINGS),
 )

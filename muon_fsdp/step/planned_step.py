@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
 
 
@@ -58,6 +59,7 @@ class PlannedStep:
         self.key = key
         self.records = records
         self.has_state = False  # whether the state of all parameters was found to fit
+        self.expect_comparison()
         self._settings = settings
         for record in records:
             _check_placed(record)
@@ -89,6 +91,20 @@ class PlannedStep:
     def graph(self) -> GraphRecorder | None:
         """Return the CUDA graph of the step, once it has been captured."""
         return self.captured.graph
+
+    def expect_comparison(self) -> None:
+        """Note that the next step must compare the replicas that `replicate_mesh` promises, if there are any."""
+        self.compares_replicas = any(record.repeated_over is not None for record in self.records)
+
+    def compare_replicas(self, states: States, gradients: Mapping[int, Tensor]) -> None:
+        """Raise if replicas that `replicate_mesh` promises are not equal; all of their ranks must call this.
+
+        Args:
+            states: the state of the optimizer.
+            gradients: by position, this rank's part of every gradient that it has.
+        """
+        compare_replicas(self.records, states, gradients, self.shared.like)
+        self.compares_replicas = False
 
     def make_groups(self) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
@@ -235,6 +251,12 @@ def _check_placed(record: ParameterRecord) -> None:
     if my_rank() not in record.layout.ranks:
         raise RuntimeError(
             f"parameter {name!r} lies on ranks {record.layout.ranks}, not on rank {my_rank()}: leave it out here"
+        )
+    if record.repeated_over is not None and record.layout.ranks != record.repeated_over:
+        raise RuntimeError(
+            f"parameter {name!r} lies on ranks {record.layout.ranks}, which are no slice of replicate_mesh with ranks "
+            f"{record.repeated_over}: pass a mesh that its mesh is a slice of, or leave the parameter out with "
+            f"replicate_mesh={{{name!r}: None, '*': mesh}}"
         )
     if not isinstance(parameter, DTensor):
         return

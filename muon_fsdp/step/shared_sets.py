@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -118,7 +119,14 @@ class StepAgreement:
         self._agreement: Agreement | None = None
 
     def before_step(
-        self, shared: SharedSets, groups: Sequence[Group], codes: Mapping[int, int], *, inert: bool, not_finite: bool
+        self,
+        shared: SharedSets,
+        groups: Sequence[Group],
+        codes: Mapping[int, int],
+        *,
+        inert: bool,
+        not_finite: bool,
+        compares: bool,
     ) -> Agreed:
         """Tell the other ranks about this rank's gradients, and find out about theirs.
 
@@ -128,6 +136,7 @@ class StepAgreement:
             codes: by position, the code of every gradient that this rank has.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
+            compares: whether replicas are still to be compared.
         """
         if self._agreement is not None and not self._agreement.is_alive:
             self._agreement = None
@@ -150,7 +159,9 @@ class StepAgreement:
             if self._agreement is None:
                 like = shared.like(max(shared.positions, key=len))
                 self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
-            agreed = self._agreement.before_step(hashes, by_ranks, describe, inert=inert, not_finite=not_finite)
+            agreed = self._agreement.before_step(
+                hashes, by_ranks, describe, inert=inert, not_finite=not_finite, compares=compares
+            )
             if agreed is None:  # another rank has other parameters than before
                 self._agreement = None
         return agreed
@@ -165,6 +176,15 @@ class StepAgreement:
             return False
         self._agreement.fail(error)
         return True
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report an error of the block to the other ranks, which wait for this one, and raise it here."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
 
 
 def _options(group: Group) -> tuple[object, ...]:
@@ -183,4 +203,9 @@ def _line(record: ParameterRecord) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
     which = "an unnamed parameter" if record.route.unnamed_position is not None else f"parameter {record.name!r}"
     title = f"{which} of shape {record.shape}"
-    return title, {"dtype": str(record.tensor.dtype), "placements": str(record.layout.placements)}
+    layout = record.layout
+    return title, {
+        "dtype": str(record.tensor.dtype),
+        "mesh": str(layout.mesh_shape),
+        "placements": str(layout.placements),
+    }

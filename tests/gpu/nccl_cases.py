@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.comm.transfers import StageExchange
@@ -61,9 +63,11 @@ def sharded_net(width: int = 128, num_blocks: int = 4) -> Net:
     return model
 
 
-def backward(model: nn.Module, step: int) -> Tensor:
+def backward(model: nn.Module, step: int, siblings: int = 1) -> Tensor:
+    """Run backward on this rank's part of a batch; `siblings` ranks in a row get the same part. Return the loss."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, 128, (64,), generator=generator).chunk(dist.get_world_size())[dist.get_rank()].cuda()
+    parts = torch.randint(0, 128, (64,), generator=generator).chunk(dist.get_world_size() // siblings)
+    tokens = parts[dist.get_rank() // siblings].cuda()
     loss = nn.functional.cross_entropy(model(tokens).float(), (3 * tokens + 1) % 128)
     loss.backward()
     return loss.detach()
@@ -85,6 +89,62 @@ def curve(strategy: str, cuda_graph: CudaGraph = False) -> list[float]:
     assert (planned.graph is not None) == bool(cuda_graph), planned.captured.status
     _alive.append(optimizer)  # the process group is destroyed while the graph is still there
     return losses
+
+
+def once(cuda_graph: CudaGraph) -> tuple[list[float], int, dict[str, Tensor]]:
+    """Train on a (2, 2) mesh of FSDP2 x tensor parallel, with two blocks that are not tensor-parallel.
+
+    Returns:
+        The losses, the number of matrices that this rank computes in a step, and the weights that siblings repeat.
+    """
+    torch.manual_seed(0)
+    model = Net(128, 4).cuda()
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks[:2]:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    optimizer = FSDPMuonOptimizer(
+        model, adamw_lr=0.01, strategy="owner", replicate_mesh=mesh, max_stage_bytes=2**17, cuda_graph=cuda_graph
+    )
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = backward(model, step, siblings=2)
+        optimizer.clip_grad_norm_(10.0)
+        optimizer.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    planned = optimizer._current_plan()
+    assert (planned.graph is not None) == bool(cuda_graph), planned.captured.status
+    repeated = {
+        name: p for name, p in model.named_parameters() if name.startswith(("blocks.2", "blocks.3")) and p.ndim > 1
+    }
+    weights = {name: p.full_tensor().detach().cpu() for name, p in repeated.items() if isinstance(p, DTensor)}
+    assert len(weights) == 4, weights.keys()
+    _alive.append(optimizer)
+    return losses, planned.plan.num_matrices, weights
+
+
+def replicas_that_differ(what: str) -> str:
+    """Make a matrix differ between the slices of a (1, 2) mesh by its last bit, or its gradient; return the error."""
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    # More elements than are hashed at once, and a number that eight does not divide.
+    layer = nn.Linear(2049, 2051, bias=False).cuda().bfloat16()
+    fully_shard(layer, mesh=mesh["dp"])
+    optimizer = FSDPMuonOptimizer(layer, replicate_mesh=mesh)
+    layer(torch.randn(4, 2049, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+    assert isinstance(layer.weight, DTensor)
+    changed = layer.weight if what == "values" else layer.weight.grad
+    assert isinstance(changed, DTensor)
+    with torch.no_grad():
+        if dist.get_rank() == 1 and what == "values":
+            changed.to_local().view(-1)[-1:].view(torch.int16).bitwise_xor_(1)
+        elif dist.get_rank() == 1:
+            changed.to_local().neg_()
+    return error_of(optimizer.step)
 
 
 def overlap() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.comparisons import assert_same
 from tests.gpu import nccl_cases
 from tests.pool import RankPool
 
@@ -27,6 +28,22 @@ def test_training_equals_one_rank(nccl: RankPool, world_size, strategy):
     for losses in nccl.run(world_size, nccl_cases.curve, strategy):
         assert losses == pytest.approx(expected, rel=4e-2, abs=1e-3)
     assert expected[-1] < 0.5 * expected[0]
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_matrices_on_slices_of_a_mesh_are_computed_once(nccl: RankPool, cuda_graph):
+    (expected,) = nccl.run(1, nccl_cases.curve, "owner")
+    results = nccl.run(4, nccl_cases.once, cuda_graph)
+    assert sum(num_matrices for _, num_matrices, _ in results) == 4 * 2
+    for losses, _, weights in results:
+        assert losses == pytest.approx(expected, rel=4e-2, abs=1e-3)
+        assert_same(weights, results[0][2])
+
+
+@pytest.mark.parametrize("what", ["values", "gradients"])
+def test_replicas_that_differ_are_told(nccl: RankPool, what):
+    for text in nccl.run(2, nccl_cases.replicas_that_differ, what, timeout=120):
+        assert f"hold the same parameter 'weight' of shape (2051, 2049), but they differ in its {what}" in text
 
 
 def test_the_next_stage_is_gathered_while_one_computes(nccl: RankPool):

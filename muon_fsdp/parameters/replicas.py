@@ -1,0 +1,110 @@
+"""Know over which ranks parameters are replicas although their tensors do not show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from muon_fsdp.comm.process_groups import Ranks
+from muon_fsdp.comm.transfers import layouts_of
+from muon_fsdp.parameters.routing import Route
+from muon_fsdp.plan.layout import Layout
+
+ReplicateMesh: TypeAlias = DeviceMesh | Mapping[str, DeviceMesh | None]
+EVERY_NAME = "*"
+
+
+class Replicas:
+    """What a user has said about replicas: the process group of plain parameters, and the mesh of matrices.
+
+    Args:
+        group: the process group over which plain parameters are replicas.
+        mesh: a mesh whose slices hold equal matrices, or {pattern of names: such a mesh or None}; the first match wins.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, mesh: ReplicateMesh | None = None) -> None:
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError("replicate_group must contain this rank: pass a process group that it belongs to")
+        self.group = group
+        # Ranks are read now, because state_dict() may be called after the process group is destroyed.
+        self._plain_ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
+        self.has_patterns = isinstance(mesh, Mapping)
+        meshes = mesh if isinstance(mesh, Mapping) else {} if mesh is None else {EVERY_NAME: mesh}
+        self._ranks_of_pattern = {pattern: _ranks_of(pattern, value) for pattern, value in meshes.items()}
+
+    @property
+    def mesh_ranks(self) -> set[Ranks]:
+        """Return the sets of ranks of all meshes, in ascending order each."""
+        return {tuple(sorted(ranks)) for ranks in self._ranks_of_pattern.values() if ranks is not None}
+
+    def over(self, name: str) -> Ranks | None:
+        """Return the ranks, in row-major order, of the mesh that a matrix of this name is repeated over."""
+        pattern = self._pattern_of(name)
+        return None if pattern is None else self._ranks_of_pattern[pattern]
+
+    def unused_patterns(self, names: Sequence[str]) -> list[str]:
+        """Return the patterns that match none of these names first."""
+        used = set(map(self._pattern_of, names))
+        return [pattern for pattern in self._ranks_of_pattern if self.has_patterns and pattern not in used]
+
+    def layouts(
+        self, parameters: Sequence[Tensor], routes: Sequence[Route], are_matrices: Sequence[bool]
+    ) -> list[tuple[Layout, Ranks | None]]:
+        """Find the layout of every parameter.
+
+        Element-wise rules send nothing, so their parameters stay in their own layout.
+
+        Args:
+            parameters: plain tensors and DTensors.
+            routes: one per parameter, with its name.
+            are_matrices: whether the parameter has a rule of matrices.
+
+        Returns:
+            Layouts, of which equal ones are the same object; beside each, the ranks of the mesh that the parameter is
+            repeated over, or None. If its own ranks are no slice of that mesh, the layout remains its own.
+        """
+        found: list[tuple[Layout, Ranks | None]] = []
+        known: dict[tuple[int, Ranks], tuple[Layout, Ranks | None]] = {}  # by the id() of the own layout
+        own = layouts_of(parameters, self._plain_ranks)
+        same = {layout: layout for layout in own}
+        for parameter, layout, route, is_matrix in zip(parameters, own, routes, are_matrices, strict=True):
+            # A parameter that DDP ignores belongs to this rank alone on purpose.
+            ranks = self.over(route.name) if is_matrix and not getattr(parameter, "_ddp_ignored", False) else None
+            if ranks is None:
+                found.append((layout, None))
+                continue
+            key = (id(layout), ranks)
+            if key not in known:
+                known[key] = _repeated(layout, ranks, same)
+            found.append(known[key])
+        return found
+
+    def _pattern_of(self, name: str) -> str | None:
+        return next((pattern for pattern in self._ranks_of_pattern if fnmatchcase(name, pattern)), None)
+
+
+def _repeated(layout: Layout, ranks: Ranks, same: dict[Layout, Layout]) -> tuple[Layout, Ranks | None]:
+    """Return the layout over `ranks`, as the object in `same`, and `ranks` unless the layout covers them already."""
+    if set(layout.ranks) == set(ranks):
+        return layout, None
+    repeated = layout.repeated_over(ranks) or layout
+    return same.setdefault(repeated, repeated), ranks
+
+
+def _ranks_of(pattern: object, mesh: object) -> Ranks | None:
+    """Return the ranks of a mesh in row-major order; raise if it is no mesh with this rank."""
+    where = "replicate_mesh" if pattern == EVERY_NAME else f"replicate_mesh[{pattern!r}]"
+    if not isinstance(pattern, str):
+        raise TypeError(f"{where}: a pattern of names must be a string")
+    if mesh is None:
+        return None
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{where} must be a DeviceMesh or a dict of name patterns, got {type(mesh).__name__}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{where} must contain this rank: pass a mesh that it belongs to")
+    return tuple(mesh.mesh.flatten().tolist())
