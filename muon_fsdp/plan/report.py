@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
+from muon_fsdp.plan.layout import Layout
+from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, make_outline
 from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.slices import UpdateSlices
 from muon_fsdp.plan.stages import SCRATCH_STAGES, matrices_at_once, scratch_numel
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
@@ -52,9 +53,13 @@ class StageReport:
     units: int  # bytes of the units that a rank computes
     scratch: int  # bytes of scratch memory for batches that are computed together
     receivers: int  # ranks that a shard is sent to: its owner, or all other ranks of the replica
-    copies: int  # how many replicas an owner sends its results to
-    forwarded: int  # bytes of results that a rank forwards to other replicas
+    peers: int  # ranks that hold the same shards and exchange slices of their updates; 1 if none do
     travels: bool
+
+    @property
+    def slice(self) -> int:
+        """Return the bytes of updates that a rank receives from owners."""
+        return -(-self.shards // self.peers)
 
     @property
     def gathering(self) -> int:
@@ -66,28 +71,29 @@ class StageReport:
         """Return the bytes of matrices, results and scratch, or those of results and of the buffers of a scatter."""
         if not self.travels:
             return self.shards + self.units + self.scratch
-        return max(2 * self.units + self.scratch, (2 + self.copies) * self.units + self.shards)
+        return max(2 * self.units + self.scratch, 3 * self.units + self.slice)
 
     @property
     def scattering(self) -> int:
         """Return the bytes of results, of the send and receive buffers of a scatter, and of the shards' updates."""
-        return (1 + self.copies) * self.units + 2 * self.shards if self.travels else 0
+        return 2 * self.units + self.slice + self.shards if self.travels else 0
 
     @property
     def forwarding(self) -> int:
-        """Return the bytes of the shards' updates and of the send and receive buffers of a forward."""
-        return 2 * self.shards + self.forwarded if self.forwarded else 0
+        """Return the bytes of the shards' updates, which are all-gathered in place."""
+        return self.shards if self.peers > 1 else 0
 
 
 @dataclass
 class Traffic:
-    """Bytes of a step by rank. Owners receive in a gather and send in a scatter; other ranks forward results."""
+    """Bytes of a step. Owners receive in a gather and send in a scatter; peers exchange results in an all-gather."""
 
-    gathered: dict[int, int] = field(default_factory=dict)
-    scattered: dict[int, int] = field(default_factory=dict)
+    gathered: dict[int, int] = field(default_factory=dict)  # received by each rank
+    scattered: dict[int, int] = field(default_factory=dict)  # sent by each rank
     # What the rank with the largest shards sends in the gather and receives in the scatter, with evenly spread owners.
     shards_sent: int = 0
     shards_received: int = 0
+    forwarded: int = 0  # what it sends, and also receives, in all-gathers
 
     @property
     def busiest_gather(self) -> int:
@@ -95,7 +101,7 @@ class Traffic:
 
     @property
     def busiest_scatter(self) -> int:
-        return max(self.shards_received, *self.scattered.values(), 0)
+        return max(self.shards_received, *self.scattered.values(), 0) + self.forwarded
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class PlanReport:
         While a stage computes, the next is being gathered, the one before it scattered, and the one before that
         forwarded.
         """
-        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, 0, False),)
+        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, False),)
         stages = (*nothing, *self.stages, *nothing)
         return max(
             first.forwarding + before.scattering + now.computing + after.gathering
@@ -198,20 +204,24 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
     """Plan the parameters that are orthogonalized, and sum up the plan."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
     outlines = make_outline(matrices, max_stage_bytes=settings.max_stage_bytes, strategy=settings.strategy)
-    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
+    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[_PlannedUnit]]]] = defaultdict(list)
     layouts = {id(spec.layout): spec.layout for spec in matrices}
     loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
+    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
     costs = []
     for outline in outlines:
         units = defaultdict(list)
+        slices, of_position = UpdateSlices(outline), {spec.position: spec for spec in outline.specs}
+        if any(unit.owner is not None for unit in outline.units):
+            traffic.forwarded += (slices.num_peers - 1) * slices.slice_numel(0) * outline.specs[0].wire_bytes
         for unit in outline.units:
-            units[unit.position].append(unit)
+            kept = slices.kept(unit, of_position[unit.position]) if unit.owner is not None else 0
+            units[unit.position].append(_PlannedUnit(unit, kept))
             costs.append(unit.flops)
             for rank in outline.ranks if unit.owner is None else (unit.owner,):
                 loads[rank] += unit.flops
         for spec in outline.specs:
             by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, units[spec.position]))
-    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
     rows = tuple(_row(members, traffic) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
     return PlanReport(
@@ -225,22 +235,26 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
     )
 
 
+@dataclass(frozen=True)
+class _PlannedUnit:
+    """A unit with the number of elements of its results that its owner keeps instead of sending them."""
+
+    unit: Unit
+    kept: int
+
+
 def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     specs = {spec.position: spec for spec in outline.specs}
     units: dict[int | None, int] = defaultdict(int)
     flops: dict[int | None, float] = defaultdict(float)
     matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
-    copies = 1
     for unit in outline.units:
         spec = specs[unit.position]
         units[unit.owner] += unit.box.numel * spec.bytes_per_element
         flops[unit.owner] += unit.flops
-        if unit.owner is not None and not is_relayed(unit, spec):
-            copies = max(copies, spec.layout.num_replicas)
         for count, rows, cols in unit.view.block_shapes:
             matrices[(unit.owner, rows, cols)] += count
     size, layout = outline.specs[0].bytes_per_element, outline.specs[0].layout
-    forwarded = _forwarded((unit, specs[unit.position]) for unit in outline.units)
     return StageReport(
         flops_by_rank=flops,
         numel=sum(math.prod(spec.shape) for spec in outline.specs),
@@ -248,8 +262,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
         units=max(units.values()),
         scratch=_scratch_bytes(matrices, size, max_stage_bytes),
         receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
-        copies=copies,
-        forwarded=max(forwarded.values(), default=0) * size,
+        peers=1 if None in units else layout.num_replicas,
         travels=len(outline.ranks) > 1,
     )
 
@@ -280,24 +293,21 @@ def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
     return bound
 
 
-def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) -> PlanRow:
-    """Sum up parameters of one shape and layout, and add their bytes to `traffic`."""
+def _row(members: Sequence[tuple[ParameterSpec, list[_PlannedUnit]]], traffic: Traffic) -> PlanRow:
+    """Sum up parameters of one shape and layout, and add the bytes of their all-to-alls to `traffic`."""
     spec = members[0][0]
     layout = spec.layout
-    units = [unit for _, many in members for unit in many]
+    units = [planned.unit for _, many in members for planned in many]
     gathered, scattered = 0, 0
-    for unit in units:
-        gathers, scatter = _traffic(unit, layout, spec.shape)
+    for planned in (planned for _, many in members for planned in many):
+        unit = planned.unit
+        gathers = _gathered(unit, layout, spec.shape)
         gathered += sum(gathers)
-        scattered += scatter
         for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
             traffic.gathered[rank] += gather * spec.wire_bytes
-        if is_relayed(unit, spec):
-            scatter -= (layout.num_replicas - 1) * unit.box.numel
         if unit.owner is not None:
-            traffic.scattered[unit.owner] += scatter * spec.wire_bytes
-    for rank, forwarded in _forwarded((unit, spec) for unit in units).items():
-        traffic.scattered[rank] += forwarded * spec.wire_bytes
+            scattered += layout.num_replicas * unit.box.numel - planned.kept
+            traffic.scattered[unit.owner] += (unit.box.numel - planned.kept) * spec.wire_bytes
     owners = {unit.owner for unit in units}
     replicated = None in owners and len(layout.ranks) > 1
     shards = len(members) * layout.largest_box(spec.shape) * spec.wire_bytes
@@ -306,8 +316,8 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
         traffic.shards_sent += shards * others
     elif gathered:  # to the owners in its own replica, of which it is one itself
         traffic.shards_sent += shards * others // num_ranks
-    if scattered:
-        traffic.shards_received += shards * (num_ranks - 1) // num_ranks
+    if scattered:  # its slice, of whose owners it is one itself
+        traffic.shards_received += shards * (num_ranks - 1) // (num_ranks * layout.num_replicas)
     return PlanRow(
         spec.shape,
         len(members),
@@ -320,33 +330,11 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
     )
 
 
-def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
-    """Return the elements that each rank forwards to other replicas."""
-    # Thousands of units are the same box of a shape, computed in the same replica. Count those first.
-    layouts: dict[int, Layout] = {}
-    counts: dict[tuple[int, tuple[int, ...], Box, int], int] = defaultdict(int)
-    for unit, spec in units:
-        if unit.owner is not None and is_relayed(unit, spec):
-            layout = layouts.setdefault(id(spec.layout), spec.layout)
-            counts[(id(layout), spec.shape, unit.box, layout.replica_of[layout.index_of[unit.owner]])] += 1
-    forwarded: dict[int, int] = defaultdict(int)
-    for (key, shape, box, replica), count in counts.items():
-        layout = layouts[key]
-        for shard, numel in layout.shards_of(shape, box):
-            forwarded[layout.ranks[layout.ranks_of_shard[shard][replica]]] += count * (layout.num_replicas - 1) * numel
-    return forwarded
-
-
-def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:
-    """Count the elements of a unit that travel.
-
-    Returns:
-        Those gathered by each rank that computes it, and those sent back in all.
-    """
+def _gathered(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> list[int]:
+    """Count the elements of a unit that each rank that computes it gathers."""
     size = unit.box.numel
     boxes = layout.boxes(shape)
     if unit.owner is None:
-        return [size - box.intersect(unit.box).numel for box in boxes], 0
+        return [size - box.intersect(unit.box).numel for box in boxes]
     held = boxes[layout.index_of[unit.owner]]
-    own = held.numel if unit.box.shape == shape else held.intersect(unit.box).numel
-    return [size - own], layout.num_replicas * size - own
+    return [size - (held.numel if unit.box.shape == shape else held.intersect(unit.box).numel)]

@@ -76,7 +76,7 @@ class PlannedStep:
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages, [record.tensor for record in records])
         self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
-        self._group_devices = self._find_group_devices()
+        self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
         self.captured = CapturedStep(settings.cuda_graph)
@@ -92,20 +92,33 @@ class PlannedStep:
 
     def make_groups(self) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
-        for ranks, device in self._group_devices:
-            make_group(ranks, device, self.shared.like(ranks))
+        for ranks, device, purpose, shared_by in self._groups:
+            make_group(ranks, device, self.shared.like(shared_by), purpose)
 
-    def _find_group_devices(self) -> list[tuple[Ranks, torch.device]]:
-        devices: dict[tuple[Ranks, str], torch.device] = {}
+    def _find_groups(self) -> list[tuple[Ranks, torch.device, str, Ranks]]:
+        """Find the process groups that this rank needs.
+
+        Returns:
+            Per group its ranks, the device of its tensors, its purpose, and all ranks that share the parameters which
+            it serves. Sorted, because all ranks must make their groups in one order.
+        """
+        found: dict[tuple[Ranks, str, str], tuple[torch.device, Ranks]] = {}
         for stage in self.plan.stages:
-            if stage.exchange is not None:
+            exchange = stage.exchange
+            if exchange is not None:
                 device = local(self.records[stage.units[0].position].tensor).device
-                devices[(stage.exchange.ranks, device.type)] = device
+                found[(exchange.ranks, device.type, "")] = device, exchange.ranks
+                if exchange.forwards:
+                    key = exchange.peers, device.type, exchange.forward_purpose
+                    found.setdefault(key, (device, exchange.ranks))
         for own in self.matrices.sets if self.matrices is not None else ():
             if len(own.ranks) > 1:
-                device = own.classes[0].device
-                devices[(tuple(sorted(own.ranks)), device.type)] = device
-        return [(ranks, device) for (ranks, _), device in sorted(devices.items(), key=lambda item: item[0])]
+                device, ranks = own.classes[0].device, tuple(sorted(own.ranks))
+                found[(ranks, device.type, "")] = device, ranks
+        return [
+            (ranks, device, purpose, shared_by)
+            for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
+        ]
 
     def run(self, inputs: StepInputs) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for."""
