@@ -316,8 +316,8 @@ def _row(members: Sequence[tuple[ParameterSpec, list[_PlannedUnit]]], traffic: T
         traffic.shards_sent += shards * others
     elif gathered:  # to the owners in its own replica, of which it is one itself
         traffic.shards_sent += shards * others // num_ranks
-    if scattered:  # its slice, of whose owners it is one itself
-        traffic.shards_received += shards * (num_ranks - 1) // (num_ranks * layout.num_replicas)
+    if scattered:  # its slice, from the owners in its own replica
+        traffic.shards_received += shards * others // num_ranks
     return PlanRow(
         spec.shape,
         len(members),
