@@ -17,7 +17,7 @@ from muon_fsdp.cli import estimate
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.loading import named_models
 from muon_fsdp.plan import costs, outline
-from muon_fsdp.plan.report import fsdp_layouts
+from muon_fsdp.plan.report import fsdp_layout
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS
@@ -323,7 +323,7 @@ def test_auto_chooses_the_strategy_that_the_estimate_finds_faster(name, mesh):
 def test_experts_are_moved_only_if_that_is_faster(monkeypatch):
     """256 ranks of 1,024 hold an expert of every stack, and the others wait for them, or for the network."""
     experts = nn.ParameterList([nn.Parameter(torch.empty(256, 2048, 7168, device="meta")) for _ in range(6)])
-    layout = fsdp_layouts(list(experts), 1024, None)[0]
+    layout = fsdp_layout(1024, None)
     speeds = estimate.Speeds(costs.FLOPS_PER_SECOND, costs.BYTES_PER_SECOND, costs.MEMORY_BYTES_PER_SECOND)
     times = {}
     for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):

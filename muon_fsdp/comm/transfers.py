@@ -51,9 +51,14 @@ def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
         mesh = parameter.device_mesh
         ranks = tuple(mesh.mesh.flatten().tolist())
         return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
-    if replica_ranks is not None and not getattr(parameter, "_ddp_ignored", False):
+    if replica_ranks is not None and is_replica(parameter):
         return Layout(replica_ranks, (len(replica_ranks),), local_layout(0).placements)
     return local_layout(my_rank())
+
+
+def is_replica(parameter: Tensor) -> bool:
+    """Return whether a replicate group, if there is one, holds replicas of a parameter."""
+    return not isinstance(parameter, DTensor) and not getattr(parameter, "_ddp_ignored", False)
 
 
 def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.parameters.groups import (
@@ -46,6 +47,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         overrides: {pattern of names: rule, or dict of group options}.
         strict: whether to raise where routing is a guess.
         replicate_group: the process group over which plain parameters are replicas.
+        shard_state: whether the state of these replicas is sharded over that group.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
         *,
         strict: bool,
         replicate_group: dist.ProcessGroup | None,
+        shard_state: bool = False,
     ) -> None:
         self._replicate_group = replicate_group
+        self._shards_state = shard_state
+        self._state_meshes: dict[str, DeviceMesh] = {}  # by type of device
         # Read now, because state_dict() may be called after the process group is destroyed.
         self._replica_ranks = None if replicate_group is None else tuple(dist.get_process_group_ranks(replicate_group))
         self._watch = ModelWatch(params, warns_about_missing=True) if isinstance(params, nn.Module) else None
@@ -94,6 +99,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._router.warnings.append(message)
             warnings.warn(message, stacklevel=4)
         self._check_use_of_rule()
+        self._checked_shards()
 
     @property
     def _rule(self) -> Rule:
@@ -322,7 +328,30 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _records(self) -> list[ParameterRecord]:
         """Return one record per parameter, for the parameters and options that groups have now."""
         self._all_routes()  # raises if groups were changed by hand
-        return make_records(self.param_groups, self._routes, self._replica_ranks)
+        return make_records(
+            self.param_groups, self._routes, self._replica_ranks, self._state_mesh if self._checked_shards() else None
+        )
+
+    def _checked_shards(self) -> bool:
+        """Return whether state is sharded over replicas; raise if it is to be, and nothing says which ranks hold them.
+
+        A model on the meta device is only planned, for ranks that need not exist.
+        """
+        shards_state = self._shards_state and not all(p.is_meta for group in self.param_groups for p in group["params"])
+        if shards_state and self._replicate_group is None:
+            raise ValueError(
+                "shard_state=True shards the state of replicas, but no process group holds replicas here: wrap the "
+                "model in DDP before you build the optimizer, or pass replicate_group=. If you call fully_shard, state "
+                "is sharded with the parameters: leave out shard_state."
+            )
+        return shards_state
+
+    def _state_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh over which the state of replicas is sharded, for one type of device."""
+        if device_type not in self._state_meshes:
+            assert self._replicate_group is not None
+            self._state_meshes[device_type] = DeviceMesh.from_group(self._replicate_group, device_type)
+        return self._state_meshes[device_type]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -45,6 +45,7 @@ class ParameterSpec:
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
     wire_bytes: int = 2  # bytes per element in transfers
     is_observed: bool = False  # whether its rule asks for statistics of W
+    weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
 
     @property
     def matrices(self) -> MatrixView:

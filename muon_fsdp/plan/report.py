@@ -6,10 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from torch import Tensor
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from muon_fsdp.plan.buckets import make_buckets
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, make_outline
 from muon_fsdp.plan.settings import Settings
@@ -94,6 +96,7 @@ class Traffic:
     shards_sent: int = 0
     shards_received: int = 0
     forwarded: int = 0  # what it sends, and also receives, in all-gathers
+    weights: int = 0  # what a rank receives of weights after a step with `shard_state=True`
 
     @property
     def busiest_gather(self) -> int:
@@ -116,6 +119,7 @@ class PlanReport:
         balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
+        weight_buffers: bytes of the buffers in which weights are all-gathered with `shard_state=True`.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
     """
 
@@ -126,6 +130,7 @@ class PlanReport:
     balance: float
     traffic: Traffic
     stages: tuple[StageReport, ...]
+    weight_buffers: int = 0
     cuda_graph: str = ""
 
     @property
@@ -162,10 +167,11 @@ class PlanReport:
         """
         nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, False),)
         stages = (*nothing, *self.stages, *nothing)
-        return max(
+        of_stages = max(
             first.forwarding + before.scattering + now.computing + after.gathering
             for first, before, now, after in zip(stages, stages[1:], stages[2:], stages[3:], strict=False)
         )
+        return max(of_stages, self.weight_buffers)  # weights are all-gathered after the last stage
 
     def __str__(self) -> str:
         header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
@@ -186,18 +192,32 @@ class PlanReport:
             f"{self.num_ranks} rank(s), {self.num_stages} stage(s); FLOPs of a rank: busiest {self.max_flops:.3g}, "
             f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
         )
+        weights = self.traffic.weights
+        gathered = f"\nWeights that a rank receives after a step: {format_bytes(weights)}" if weights else ""
         graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
-        return f"{plain_table(header, rows)}\n{totals}{graph}"
+        return f"{plain_table(header, rows)}\n{totals}{gathered}{graph}"
 
 
-def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
+def fsdp_layout(world_size: int | None, mesh: Sequence[int] | None) -> Layout:
     """Return the layout that `fully_shard` gives every parameter on a mesh (shards,) or (replicas, shards)."""
     shape = tuple(mesh) if mesh is not None else (world_size or 1,)
     if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
         raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
     ranks = tuple(range(math.prod(shape)))
     placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
-    return [Layout(ranks, shape, placements)] * len(parameters)
+    return Layout(ranks, shape, placements)
+
+
+def state_layout(layout: Layout, *, shard_state: bool) -> Layout:
+    """Return the layout of state: that of the parameters, or rows over all ranks if `shard_state` is set."""
+    if not shard_state:
+        return layout
+    if layout.num_replicas != len(layout.ranks):
+        raise ValueError(
+            f"mesh {layout.mesh_shape} shards the parameters, and their state with them: shard_state=True is for "
+            "replicas, so pass mesh=(replicas, 1)"
+        )
+    return Layout(layout.ranks, (len(layout.ranks),), (Shard(0),))
 
 
 def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:
@@ -223,6 +243,7 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         for spec in outline.specs:
             by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, units[spec.position]))
     rows = tuple(_row(members, traffic) for members in by_shape.values())
+    traffic.weights, weight_buffers = _gathered_weights(specs, settings.max_stage_bytes)
     bound = balance_bound(costs, len(loads))
     return PlanReport(
         num_ranks=len(loads),
@@ -232,7 +253,28 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
         stages=tuple(_stage_report(outline, settings.max_stage_bytes) for outline in outlines),
+        weight_buffers=weight_buffers,
     )
+
+
+def _gathered_weights(specs: Sequence[ParameterSpec], max_stage_bytes: int) -> tuple[int, int]:
+    """Count the bytes of weights that ranks all-gather after a step.
+
+    Returns:
+        Those that a rank receives, and those of the buffers in use at a time.
+    """
+    by_kind: dict[tuple[int, torch.device, int], list[ParameterSpec]] = defaultdict(list)
+    for spec in specs:
+        if spec.weight_bytes and math.prod(spec.shape) > 0:
+            by_kind[(id(spec.layout), spec.device, spec.weight_bytes)].append(spec)
+    received, buffers = 0, [0, 0]
+    for (*_, size), members in by_kind.items():
+        num_ranks = len(members[0].layout.ranks)
+        shapes = [(spec.position, spec.shape) for spec in members]
+        for bucket in make_buckets(shapes, num_ranks, max_stage_bytes // size):
+            received += (num_ranks - 1) * bucket.slice_numel * size
+            buffers.append(num_ranks * bucket.slice_numel * size)
+    return received, max(map(sum, pairwise(buffers)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.comm.transfers import layout_of, local, local_gradient
+from muon_fsdp.comm.transfers import layout_of, local
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
 
@@ -53,7 +53,7 @@ class Gradients:
         return {position: local(grad) for position, grad in self._found.items()}
 
     def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the local gradients in the layouts of their parameters; redistribute those with other placements.
+        """Return the local gradients of what this rank updates; redistribute those with other placements first.
 
         Args:
             codes: by position, the code that ranks agreed on for the gradient of every shared parameter.
@@ -61,7 +61,7 @@ class Gradients:
         for position, code in codes.items():
             if code > LIKE_PARAMETER and position not in self._found:
                 self._found[position] = _zeros(self._records[position].tensor, code)
-        return {i: local_gradient(self._records[i].tensor, self._found[i]) for i in sorted(self._found)}
+        return {i: self._records[i].part_of_gradient(self._found[i]) for i in sorted(self._found)}
 
 
 def _code(name: str, parameter: Tensor, grad: Tensor) -> int:
