@@ -166,11 +166,16 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
         for block in model.blocks:
             fully_shard(block.experts, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("r", "s")))
         shard(model, mesh._flatten("all"))
-    elif layout == "ddp":
+    elif layout in ("ddp", "ddp_sharded"):  # "sharded" is the state, see `sharded_state`
         return nn.parallel.DistributedDataParallel(model), rank, world
     else:
         raise ValueError(layout)
     return model, rank, world
+
+
+def sharded_state(layout: str | None) -> dict[str, bool]:
+    """Return the options of optimizers that a layout needs."""
+    return {"shard_state": True} if layout == "ddp_sharded" else {}
 
 
 def curve(
@@ -192,7 +197,9 @@ def curve(
 # ----------------------------------------------------------------------------------- against the float64 reference
 
 
-def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> None:
+def follow_reference(
+    layout: str, strategy: str, steps: int = 5, rule: str = "muon", options: dict[str, Any] | None = None
+) -> None:
     """Check that a float64 model in a layout follows the reference to 1e-10, given random gradients."""
     model_options = {"hidden": 32} if layout == "fsdp_tp" else {}
     model = make_model(**model_options).double()
@@ -214,6 +221,7 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
         replicate_group=group,
         rule=rule,
         **OPTIONS,
+        **(options or {}),
     )
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
