@@ -101,10 +101,10 @@ class PlanOutput:
         if routing:
             print(f"{self.routes}\n")
         shards = _numbered(self.mesh[-1], "shard")
-        sharded = ", sharded state" if self.flags.shard_state else ""
         how = f"{_numbered(self.mesh[0], 'replica')} x {shards}" if len(self.mesh) == 2 else shards
         count, dtypes = format_count(self.num_elements), ", ".join(self.dtypes)
-        print(f"{self.flags.model}: {count} parameters in {dtypes}, FSDP2, {how}{sharded}")
+        layout = f"DDP, {self.mesh[0]} replicas, sharded state" if self.flags.shard_state else f"FSDP2, {how}"
+        print(f"{self.flags.model}: {count} parameters in {dtypes}, {layout}")
         print(f"built by Transformers as {self.transformers_class}\n" if self.transformers_class else "")
         self._show_routing()
         self._show_matrices()

@@ -54,7 +54,7 @@ class WeightGather:
         ]
 
     def run(self, numbers: Sequence[int], recorder: Recorder) -> None:
-        """All-gather the weights of these buckets in place; while one is on its way, the next is packed."""
+        """Exchange the rows of these buckets by all-gathers; while one bucket is on its way, the next is packed."""
         waiting: _Running | None = None
         for turn, number in enumerate(numbers):
             ranks, bucket = self._buckets[number]

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.comm.transfers import StageExchange
+from muon_fsdp.comm.transfers import StageExchange, local
 from muon_fsdp.kernels.recorder import CudaSegments
 from muon_fsdp.plan.settings import CudaGraph
 from muon_fsdp.rules import RULES, MatrixBatch
@@ -85,6 +86,38 @@ def curve(strategy: str, cuda_graph: CudaGraph = False) -> list[float]:
     assert (planned.graph is not None) == bool(cuda_graph), planned.captured.status
     _alive.append(optimizer)  # the process group is destroyed while the graph is still there
     return losses
+
+
+def replicas(kind: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor], int]:
+    """Train replicas: under DDP, or under HSDP with two replicas.
+
+    Returns:
+        The losses, the weights of this rank, and the bytes of its state.
+    """
+    torch.manual_seed(0)
+    model: nn.Module = Net(128, 4).cuda()
+    if kind == "hsdp":
+        mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = FSDPMuonOptimizer(model, adamw_lr=0.01, strategy="owner", max_stage_bytes=2**17, **options)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = backward(model, step)
+        optimizer.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    planned = optimizer._current_plan()
+    assert (planned.graph is not None) == bool(options.get("cuda_graph")), planned.captured.status
+    assert any(stage.exchange is not None and stage.exchange.forwards for stage in planned.plan.stages) or options.get(
+        "shard_state"
+    )
+    _alive.append(optimizer)
+    state = sum(local(v).nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return losses, [weight.detach().cpu() for weight in weights], state
 
 
 def overlap() -> None:

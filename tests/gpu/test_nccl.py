@@ -29,6 +29,29 @@ def test_training_equals_one_rank(nccl: RankPool, world_size, strategy):
     assert expected[-1] < 0.5 * expected[0]
 
 
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("ddp", 3), ("hsdp", 4)])
+def test_replicas_stay_equal(nccl: RankPool, kind, world_size, cuda_graph):
+    (expected,) = nccl.run(1, nccl_cases.curve, "owner")
+    results = nccl.run(world_size, nccl_cases.replicas, kind, {"cuda_graph": cuda_graph}, timeout=120)
+    assert results[0][0] == pytest.approx(expected, rel=4e-2, abs=1e-3)
+    for _, weights, _ in results[1:]:
+        assert all(map(torch.equal, weights, results[0][1]))
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_state_of_replicas(nccl: RankPool, world_size, cuda_graph):
+    """The rows of three ranks are uneven and begin at addresses that are not multiples of 16 bytes."""
+    (whole, *_) = nccl.run(world_size, nccl_cases.replicas, "ddp", {"cuda_graph": False}, timeout=120)
+    options = {"cuda_graph": cuda_graph, "shard_state": True}
+    results = nccl.run(world_size, nccl_cases.replicas, "ddp", options, timeout=120)
+    assert results[0][0] == pytest.approx(whole[0], rel=1e-3, abs=1e-4)
+    for _, weights, state in results:
+        assert all(map(torch.equal, weights, results[0][1]))
+        assert state < 1.1 * whole[2] / world_size
+
+
 def test_the_next_stage_is_gathered_while_one_computes(nccl: RankPool):
     nccl.run(2, nccl_cases.overlap)
 
