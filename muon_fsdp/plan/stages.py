@@ -361,7 +361,8 @@ def _add_scatter(
     assert unit.owner is not None
     boxes = spec.layout.boxes(spec.shape)
     owner = spec.layout.index_of[unit.owner]
-    lists.travels |= any(rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes))
+    if not lists.travels:  # thousands of units may follow that need not be compared with thousands of boxes
+        lists.travels = any(rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes))
     for part in slices.parts(me, spec):
         _append(lists.received[owner], number, unit.box, boxes[me], part)
     if owner == me:
