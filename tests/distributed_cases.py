@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -144,6 +145,8 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
         shard(model, init_device_mesh("cpu", (world,)), columns)
     elif layout == "hsdp":
         shard(model, init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "whole":  # every rank holds everything, as under DDP, but as DTensors
+        shard(model, init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard")))
     elif layout in ("fsdp_tp", "fsdp_tp_once", "tp", "tp_once"):
         shards = world // 2 if layout.startswith("fsdp") else 1
         mesh = init_device_mesh("cpu", (shards, world // shards), mesh_dim_names=("dp", "tp"))
@@ -170,7 +173,7 @@ def lay_out(model: Model, layout: str) -> tuple[nn.Module, int, int]:
         for block in model.blocks:
             fully_shard(block.experts, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("r", "s")))
         shard(model, mesh._flatten("all"))
-    elif layout == "ddp":
+    elif layout in ("ddp", "ddp_sharded"):  # "sharded" is the state, see `sharded_state`
         return nn.parallel.DistributedDataParallel(model), rank, world
     else:
         raise ValueError(layout)
@@ -182,6 +185,11 @@ def replicas_of(module: nn.Module, layout: str | None) -> dict[str, Any]:
     if layout is not None and layout.endswith("once"):
         return {"replicate_mesh": module.blocks[0].up.weight.device_mesh}  # type: ignore[union-attr, index]
     return {"replicate_group": dist.group.WORLD if layout == "ddp" else None}
+
+
+def sharded_state(layout: str | None) -> dict[str, bool]:
+    """Return the options of optimizers that a layout needs."""
+    return {"shard_state": True} if layout == "ddp_sharded" else {}
 
 
 def curve(
@@ -202,7 +210,9 @@ def curve(
 # ----------------------------------------------------------------------------------- against the float64 reference
 
 
-def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "muon") -> None:
+def follow_reference(
+    layout: str, strategy: str, steps: int = 5, rule: str = "muon", options: dict[str, Any] | None = None
+) -> None:
     """Check that a float64 model in a layout follows the reference to 1e-10, given random gradients."""
     model_options = {"hidden": 32} if "tp" in layout else {}
     model = make_model(**model_options).double()
@@ -223,6 +233,7 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
         **replicas_of(module, layout),
         rule=rule,
         **OPTIONS,
+        **(options or {}),
     )
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -244,13 +255,17 @@ def follow_reference(layout: str, strategy: str, steps: int = 5, rule: str = "mu
 
 
 def count(layout: str, strategy: str, model_options: Any = None, rule_name: str = "muon") -> dict[str, Any]:
-    """Count the orthogonalizations and the bytes sent of one step; return them beside what the plan says."""
+    """Count the orthogonalizations and the bytes sent of one step; return them beside what the plan says.
+
+    A rank sends its slice once per peer in an all-gather, "padding" of it only to make slices equal.
+    """
     module, data_rank, data_size = lay_out(make_model(**(model_options or {})), layout)
     options = {**OPTIONS, **replicas_of(module, layout), "weight_decay": 0.0}
     optimizer = MuonOptimizer(module.named_parameters(), rule=rule_name, strategy=strategy, **options)
     train(module, optimizer, range(1), data_rank, data_size)
     matrices, sent = 0, 0
-    rule, collective, full_tensor = type(RULES[rule_name]), dist.all_to_all_single, DTensor.full_tensor
+    rule = type(RULES[rule_name])
+    all_to_all, all_gather = dist.all_to_all_single, dist.all_gather_into_tensor
     direction = rule.direction
 
     def counted_direction(self: Any, batch: Any) -> None:
@@ -258,26 +273,38 @@ def count(layout: str, strategy: str, model_options: Any = None, rule_name: str 
         matrices += len(batch.matrices)
         direction(self, batch)
 
-    def counted_collective(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted_all_to_all(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent
         sent += input.numel() * input.itemsize
-        return collective(output, input, *args, **kwargs)
+        return all_to_all(output, input, *args, **kwargs)
+
+    def counted_all_gather(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += (output.numel() - input.numel()) * input.itemsize
+        return all_gather(output, input, *args, **kwargs)
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("full_tensor was called")
 
-    rule.direction, dist.all_to_all_single, DTensor.full_tensor = counted_direction, counted_collective, forbidden
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(rule, "direction", counted_direction))
+        patches.enter_context(patch.object(dist, "all_to_all_single", counted_all_to_all))
+        patches.enter_context(patch.object(dist, "all_gather_into_tensor", counted_all_gather))
+        patches.enter_context(patch.object(DTensor, "full_tensor", forbidden))
         optimizer.step()
-    finally:
-        rule.direction, dist.all_to_all_single, DTensor.full_tensor = direction, collective, full_tensor
     stages = optimizer._current_plan().plan.stages
     planned = sum(4 * stage.exchange.elements_sent() for stage in stages if stage.exchange is not None)
+    padding = 0.0
+    for stage in stages:
+        if stage.exchange is not None and stage.exchange.forwards:
+            peers, held = len(stage.exchange.peers), sum(slot.numel for slot in stage.shard_slots.values())
+            padding += 4 * (peers - 1) * (stage.exchange.slice_numel - held / peers)
     report = optimizer.plan_report()
     return {
         "matrices": matrices,
         "sent": sent,
         "planned": planned,
+        "padding": padding,
         "report_matrices": report.num_matrices,
         "report_bytes": report.gather_bytes + report.scatter_bytes,
         "report": str(report),
@@ -309,8 +336,6 @@ def imagined_ranks() -> int:
 
 def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
     """Run another case with updates by fused kernels in Triton's interpreter, and check that they were launched."""
-    from unittest.mock import patch
-
     from muon_fsdp.kernels import triton_elementwise, triton_rows, triton_spectral
     from muon_fsdp.linalg import rows, sphere, tangent
     from muon_fsdp.step import fused

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
 from muon_fsdp.comm.transfers import local
 from tests.comparisons import assert_same
-from tests.distributed_cases import batch, full_state, lay_out, make_model, shard, train
+from tests.distributed_cases import batch, full_state, lay_out, make_model, shard, sharded_state, train
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05, "adamw_lr": 0.01}
 
@@ -303,7 +303,7 @@ def ddp_counts() -> tuple[int, int]:
 def saved_in(folder: str, layout: str, options: dict[str, Any], rule: str = "muon") -> list[float]:
     """Train, save with torch.distributed.checkpoint, train on; return the losses after the save."""
     module, data_rank, data_size = lay_out(make_model(hidden=32), layout)
-    optimizer = FSDPMuonOptimizer(module, rule=rule, **OPTIONS)
+    optimizer = FSDPMuonOptimizer(module, rule=rule, **OPTIONS, **sharded_state(layout))
     train(module, optimizer, range(3), data_rank, data_size)
     choice = StateDictOptions(**options)
     state = {
@@ -322,7 +322,8 @@ def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule:
         for p in model.parameters():
             p.normal_()
     module, data_rank, data_size = (model, 0, 1) if layout is None else lay_out(model, layout)
-    optimizer = FSDPMuonOptimizer(module, rule=rule, **{**OPTIONS, "lr": 0.3})  # options come from the checkpoint
+    changed = {**OPTIONS, "lr": 0.3}  # options come from the checkpoint
+    optimizer = FSDPMuonOptimizer(module, rule=rule, **changed, **sharded_state(layout))
     choice = StateDictOptions(**options)
     state = {
         "model": get_model_state_dict(module, options=choice),
@@ -333,7 +334,8 @@ def resumed_from(folder: str, layout: str | None, options: dict[str, Any], rule:
     set_optimizer_state_dict(module, optimizer, state["optimizer"], options=choice)
     for name, p in module.named_parameters():
         momentum = optimizer.state[p]["momentum_buffer"]
-        assert isinstance(momentum, DTensor) == isinstance(p, DTensor), f"momentum of {name} is a {type(momentum)}"
+        is_sharded = isinstance(p, DTensor) or layout == "ddp_sharded"
+        assert isinstance(momentum, DTensor) == is_sharded, f"momentum of {name} is a {type(momentum)}"
     return train(module, optimizer, range(3, 6), data_rank, data_size)
 
 

@@ -17,7 +17,7 @@ from muon_fsdp.cli import estimate
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.loading import named_models
 from muon_fsdp.plan import costs, outline
-from muon_fsdp.plan.report import fsdp_layouts
+from muon_fsdp.plan.report import fsdp_layout
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS
@@ -114,6 +114,7 @@ def test_bytes_and_time_by_hand(folder):
         "gather_busiest": each,
         "scatter_mean": each,
         "scatter_busiest": each,
+        "weights": 0,
     }
     assert found["flops"] == {"busiest_rank": 2 * flops, "mean": 2 * flops}
     assert found["balance"] == 1
@@ -144,6 +145,28 @@ def test_stages_that_leave_ranks_idle_take_longer(folder):
     assert (whole["num_stages"], staged["num_stages"]) == (1, 4)
     assert whole["time"]["step"] == pytest.approx(whole["time"]["orthogonalize"], rel=1e-3)
     assert staged["time"]["step"] == pytest.approx(2 * whole["time"]["step"], rel=1e-3)
+
+
+def test_sharded_state_by_hand(folder):
+    (folder / "my_nets.py").write_text(SQUARES)
+    arguments = ("plan", "my_nets:squares", "--mesh", "4,1", "--strategy", "owner", "--json")
+    whole, sharded = plan_of(run(*arguments)), plan_of(run(*arguments, "--shard-state"))
+    assert sharded["memory"]["weights"] == whole["memory"]["weights"]
+    assert 4 * sharded["memory"]["state"] == whole["memory"]["state"]
+    # Every rank receives three quarters of all weights, in float32.
+    assert sharded["bytes_per_rank"]["weights"] == 3 * sharded["elements"] // 4 * 4
+    assert sharded["time"]["weights"] > 0 == whole["time"]["weights"]
+    assert sharded["shard_state"]
+    text = run(*arguments[:-1], "--shard-state").output
+    assert "DDP, 4 replicas, sharded state" in text
+    assert "all-gather of weights" in text
+
+
+def test_sharded_state_is_for_replicas(folder):
+    (folder / "my_nets.py").write_text(SQUARES)
+    for mesh in ("4", "2,4"):
+        result = run("plan", "my_nets:squares", "--mesh", mesh, "--shard-state", code=2)
+        assert "--shard-state is for DDP: pass --mesh REPLICAS,1" in result.output
 
 
 def test_replicas_and_everywhere_by_hand(folder):
@@ -323,7 +346,7 @@ def test_auto_chooses_the_strategy_that_the_estimate_finds_faster(name, mesh):
 def test_experts_are_moved_only_if_that_is_faster(monkeypatch):
     """256 ranks of 1,024 hold an expert of every stack, and the others wait for them, or for the network."""
     experts = nn.ParameterList([nn.Parameter(torch.empty(256, 2048, 7168, device="meta")) for _ in range(6)])
-    layout = fsdp_layouts(list(experts), 1024, None)[0]
+    layout = fsdp_layout(1024, None)
     speeds = estimate.Speeds(costs.FLOPS_PER_SECOND, costs.BYTES_PER_SECOND, costs.MEMORY_BYTES_PER_SECOND)
     times = {}
     for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):

@@ -155,6 +155,7 @@ def test_hsdp_spreads_over_replicas():
     (row,) = report.rows
     assert row.num_owners == 8
     assert row.gather_bytes == 8 * 64 * 32 * 2 * 3 // 4
+    # An owner keeps the part of its results that lies in its box and in its slice.
     assert row.scatter_bytes == 8 * (2 * 64 * 32 - 64 * 32 // 4) * 2
     assert "8x" not in str(report).splitlines()[0]
     with pytest.raises(ValueError, match="of 8 ranks"):

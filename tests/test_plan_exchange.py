@@ -22,7 +22,7 @@ from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.packing import Slot, make_packing
 from muon_fsdp.plan.report import make_report
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import make_plan
+from muon_fsdp.plan.stages import Exchange, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs
 from tests.comparisons import assert_same
@@ -105,7 +105,7 @@ class PlayedExchange:
     def messages(self, rank, kind):
         """Yield the source, the piece sent and the piece received of each message to `rank`.
 
-        `kind` is "gather", "scatter" or "forward".
+        `kind` is "gather" or "scatter".
         """
         exchange = self.stages[rank].exchange
         for source, pieces in zip(self.order, getattr(exchange, f"{kind}_receive"), strict=True):
@@ -125,21 +125,28 @@ class PlayedExchange:
             assert_same(value, self.whole(stage.units[i]), f"unit {i} on rank {rank}")
         return [stage.units[i] for i in stage.mine]
 
-    def check_results(self, rank):
-        """Check that scattered and forwarded results fill every shard of `rank`."""
+    def scattered(self, rank):
+        """Return the buffer of updates that the scatter fills on `rank`, with NaN where nothing arrives."""
         stage = self.stages[rank]
-        positions = [position for _, members in stage.positions_by_group for position in members]
-        returned = {position: torch.full(self.shard(rank, position).shape, torch.nan) for position in positions}
+        updates = torch.full((stage.update_numel,), torch.nan)
         for _, out, into in self.messages(rank, "scatter"):
             unit = stage.units[out.unit]
-            returned[unit.position][into.in_shard] = self.whole(unit)[out.in_unit]
-        for source, out, into in self.messages(rank, "forward"):
-            assert out.in_shard == into.in_shard
-            # A rank can forward what it was given by an owner, and nothing else.
-            given = self.stages[source].exchange.scatter_receive
-            assert out in [piece for pieces_of_owner in given for piece in pieces_of_owner]
-            position = stage.units[out.unit].position
-            returned[position][into.in_shard] = self.shard(source, position)[out.in_shard]
+            target = stage.shard_slots[unit.position].of(updates)[into.in_shard]
+            assert torch.isnan(target).all(), "an element is sent twice"
+            target.copy_(self.whole(unit)[out.in_unit])
+        return updates
+
+    def check_results(self, rank, scattered):
+        """Check that scattered and forwarded results fill every shard of `rank`."""
+        stage, updates = self.stages[rank], scattered[rank].clone()
+        exchange = stage.exchange
+        for number, peer in enumerate(exchange.peers):
+            of_peer = self.stages[peer].exchange
+            assert (of_peer.peers, of_peer.slice_numel) == (exchange.peers, exchange.slice_numel)
+            own = slice(number * exchange.slice_numel, (number + 1) * exchange.slice_numel)
+            updates[own] = scattered[peer][own]
+        positions = [position for _, members in stage.positions_by_group for position in members]
+        returned = {position: stage.shard_slots[position].of(updates) for position in positions}
         expected = {position: self.shard(rank, position) for position in positions}
         assert_same(returned, expected, f"shards of rank {rank}, by parameter")
 
@@ -152,8 +159,6 @@ class PlayedExchange:
             ("gather_receive", False),
             ("scatter_send", False),
             ("scatter_receive", True),
-            ("forward_send", True),
-            ("forward_receive", True),
         ):
             buffer = torch.arange(float(stage.shard_numel if is_shards else stage.unit_numel))
             pieces = [p for other, many in enumerate(getattr(stage.exchange, kind)) if other != me for p in many]
@@ -203,11 +208,12 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
             computed.update((u.position, u.box) for u in stages[0].units)
             continue
         exchange = PlayedExchange(specs, wholes, stages)
+        scattered = {rank: exchange.scattered(rank) for rank in stages}
         for rank in stages:
             units = exchange.check_gather(rank)
             # All ranks compute a unit without an owner; it is counted once.
             computed.update((u.position, u.box) for u in units if u.owner is not None or rank == exchange.order[0])
-            exchange.check_results(rank)
+            exchange.check_results(rank, scattered)
             exchange.check_packings(rank)
     assert set(computed.values()) == {1}
     assert sum(math.prod(box.shape) for _, box in computed) == sum(whole.numel() for whole in wholes)
@@ -228,26 +234,52 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
         specs.append(ParameterSpec(position, 0, "muon", shape, layout, 2, *CPU, view, NO_OPTIONS, (cost * shape[-1],)))
     report = make_report(specs, Settings("propagate", max_stage_bytes, False, strategy, None))
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
-    sent = dict.fromkeys(layout.ranks, 0)
-    forwarded = [0] * len(outlines)
+    sent, forwarded = dict.fromkeys(layout.ranks, 0), dict.fromkeys(layout.ranks, 0)
     for rank in layout.ranks:
         for number, stage in enumerate(make_plan(outlines, rank, max_stage_bytes).stages):
             if stage.exchange is not None:
                 exchange = stage.exchange
-                scatters, forwards, gathers, receives = (
+                scatters, gathers, receives = (
                     2 * sum(p.numel for other, pieces in enumerate(lists) if other != exchange.me for p in pieces)
                     for lists in (
                         exchange.scatter_send,
-                        exchange.forward_send,
                         exchange.gather_send,
                         exchange.gather_receive,
                     )
                 )
                 assert stage.num_bytes + gathers + receives <= report.stages[number].gathering
-                sent[rank] += scatters + forwards
-                forwarded[number] = max(forwarded[number], forwards)
+                before = forwarded[rank]
+                sent[rank] += scatters
+                forwarded[rank] += 2 * max(0, len(exchange.peers) - 1) * exchange.slice_numel
+                assert exchange.elements_sent() * 2 == gathers + scatters + forwarded[rank] - before
     assert report.traffic.scattered == sent
-    assert [stage.forwarded for stage in report.stages] == forwarded
+    assert report.traffic.forwarded == max(forwarded.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "shape"),
+    [
+        ((8,), (Replicate(),), (40, 24)),
+        ((3,), (Replicate(),), (5, 7)),
+        ((4, 2), (Replicate(), Shard(0)), (40, 24)),
+        ((4, 2), (Replicate(), Shard(1)), (40, 24)),
+        ((4, 2), (Replicate(), Shard(0)), (2, 40, 24)),  # two experts, each whole on four ranks
+    ],
+)
+def test_an_owner_sends_each_result_once(mesh_shape, placements, shape):
+    """No rank packs a copy per replica: an all-gather among the holders of a box spreads it."""
+    layout = Layout(tuple(range(math.prod(mesh_shape))), mesh_shape, placements)
+    view = matrix_view(shape, name="w", kind="auto")
+    specs = [ParameterSpec(i, 0, "muon", shape, layout, 4, *CPU, view, NO_OPTIONS, (1.0,)) for i in range(5)]
+    outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
+    for rank in layout.ranks:
+        (stage,) = make_plan(outlines, rank, 10**9).stages
+        owned = sum(stage.units[number].box.numel for number in stage.mine)
+        received = stage.packings.scatter_receive.numel
+        assert stage.packings.scatter_send.numel <= owned
+        assert received <= stage.exchange.slice_numel <= -(-stage.shard_numel // layout.num_replicas) + 16
+        assert len(stage.exchange.peers) == layout.num_replicas
+        assert stage.update_numel == layout.num_replicas * stage.exchange.slice_numel
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4095])
@@ -284,30 +316,42 @@ def test_columns_are_strided_and_whole_rows_are_not():
 
 
 class LoggedRun:
-    """A stage that notes the calls of `run_stages` instead of running."""
+    """A stage that notes the calls of `run_stages` instead of running, with the process group of every transfer."""
 
     def __init__(self, stage, context):
-        self.name, self.ranks, self.forwards, self.log = stage
-        self.travels, self.positions = True, {0}
+        self.name, self.ranks, self.peers, self.log = stage
+        self.travels, self.positions, self.forwards = True, {0}, len(self.peers) > 1
+        self.group = (self.ranks, "")
+        exchange = Exchange(self.ranks, 0, (), (), (), (), True, True, self.peers, 1)
+        self.forward_group = (self.peers, exchange.forward_purpose)
 
     def start(self, _):
-        self.log.append(("start", "gather", self.name))
+        self.log.append(("start", "gather", self.name, self.group))
 
     def compute(self):
-        self.log += [("wait", "gather", self.name), ("start", "scatter", self.name)]
+        self.log += [("wait", "gather", self.name, self.group), ("start", "scatter", self.name, self.group)]
 
     def forward(self):
-        self.log += [("wait", "scatter", self.name), *([("start", "forward", self.name)] if self.forwards else [])]
+        self.log.append(("wait", "scatter", self.name, self.group))
+        if self.forwards:
+            self.log.append(("start", "forward", self.name, self.forward_group))
 
     def finish(self):
-        self.log += [("wait", "forward", self.name)] if self.forwards else []
+        self.log += [("wait", "forward", self.name, self.forward_group)] if self.forwards else []
+
+
+def peers_among(ranks, rank, num_replicas):
+    """Return the ranks that hold the same shards as `rank` if replicas are consecutive ranks, as far as they divide."""
+    num_shards = len(ranks) // math.gcd(len(ranks), num_replicas)
+    return tuple(other for place, other in enumerate(ranks) if (place - ranks.index(rank)) % num_shards == 0)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.frozensets(st.integers(0, 6), min_size=2), st.lists(st.sampled_from([True, True, False]), max_size=6)
+            st.frozensets(st.integers(0, 6), min_size=2),
+            st.lists(st.sampled_from([1, 2, 3, 60]), max_size=6),  # replicas; 60: every rank holds everything
         ),
         max_size=5,
         unique_by=lambda item: item[0],
@@ -316,19 +360,23 @@ class LoggedRun:
 def test_no_order_of_sets_and_stages_is_a_circle(sets):
     """Every transfer begins on all ranks in the order of its group, and none waits for one that can't begin."""
     stages = [
-        ((ranks, number), ranks, forwards)
+        ((ranks, number), ranks, num_replicas)
         for ranks, many in sorted((tuple(sorted(ranks)), many) for ranks, many in sets)
-        for number, forwards in enumerate(many)
+        for number, num_replicas in enumerate(many)
     ]
     logs = {rank: [] for rank in range(7)}
     with patch.object(pipeline, "_StageRun", LoggedRun):
         for rank, log in logs.items():
-            mine = [(*stage, log) for stage in stages if rank in stage[1]]
+            mine = [
+                (name, ranks, peers_among(ranks, rank, replicas), log)
+                for name, ranks, replicas in stages
+                if rank in ranks
+            ]
             whole = Settings("propagate", 1, False, "auto", None)
             inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
             pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
-    for ranks in {ranks for _, ranks, _ in stages}:
-        orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
+    for group in {event[3] for log in logs.values() for event in log}:
+        orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[3] == group) for rank in group[0]}
         assert len(orders) == 1
     started = Counter()
     left = {rank: list(log) for rank, log in logs.items()}
@@ -336,7 +384,7 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
     while moved:
         moved = False
         for log in left.values():
-            while log and (log[0][0] == "start" or started[log[0][1:]] == len(log[0][2][0])):
+            while log and (log[0][0] == "start" or started[log[0][1:]] == len(log[0][3][0])):
                 what, *transfer = log.pop(0)
                 started[tuple(transfer)] += what == "start"
                 moved = True

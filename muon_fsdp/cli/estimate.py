@@ -49,8 +49,16 @@ class Memory:
         return self.weights + self.gradients + self.adamw_state
 
 
-def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout) -> Memory:
-    """Count the memory of the first rank, which has the largest shard of every parameter."""
+def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout, of_state: Layout) -> Memory:
+    """Count the memory of the first rank, which has the largest shard of every parameter.
+
+    Args:
+        model: on the meta device.
+        optimizer: has the rule of every parameter.
+        report: its plan.
+        layout: the layout of all parameters.
+        of_state: the layout of their state.
+    """
     weights = gradients = state = adamw_state = total = 0
     for parameter in model.parameters():
         bytes_held = _held(parameter, layout) * parameter.element_size()
@@ -58,7 +66,7 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
         gradients += bytes_held if parameter.requires_grad else 0
         total += parameter.numel() * parameter.element_size() * layout.num_replicas
     for record in optimizer._records():
-        state += _state_bytes(record.rule, record.tensor, record.view, layout)
+        state += _state_bytes(record.rule, record.tensor, record.view, of_state)
         adamw_state += _state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
     mean = total / len(layout.ranks)
     return Memory(weights, gradients, state, report.scratch_bytes, adamw_state, mean)
@@ -87,12 +95,16 @@ class Time:
     elementwise: float  # momentum, AdamW and weights, limited by device memory
     gather: float
     scatter: float
+    weights: float  # all-gather of the weights that other ranks have updated
     step: float
     num_stages: int
 
 
-def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, speeds: Speeds) -> Time:
-    """Estimate the time of a step on the busiest rank; latencies are not counted."""
+def time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds: Speeds) -> Time:
+    """Estimate the time of a step on the busiest rank; latencies are not counted.
+
+    `of_state` is the layout of state and of what a rank updates.
+    """
     moved = 0
     for group in optimizer.param_groups:
         moments = sum(spec.is_sharded for spec in RULES[group["rule"]].all_state)
@@ -102,16 +114,20 @@ def time(optimizer: MuonOptimizer, report: PlanReport, layout: Layout, speeds: S
             staged = 4 if RULES[group["rule"]].needs_matrices else 0
             working = working_dtype(parameter.dtype).itemsize
             each = 3 * parameter.element_size() + 2 * moments * working + staged
-            moved += each * _held(parameter, layout)
+            moved += each * _held(parameter, of_state)
+            if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
+                moved += 2 * parameter.element_size() * parameter.numel()
     elementwise = moved / speeds.memory_bytes
     gather = report.traffic.busiest_gather / speeds.network_bytes
     scatter = report.traffic.busiest_scatter / speeds.network_bytes
+    weights = report.traffic.weights / speeds.network_bytes
     return Time(
         orthogonalize=report.max_flops / speeds.flops,
         elementwise=elementwise,
         gather=gather,
         scatter=scatter,
-        step=elementwise + _pipeline(report.stages, gather, scatter, speeds.flops),
+        weights=weights,
+        step=elementwise + _pipeline(report.stages, gather, scatter, speeds.flops) + weights,
         num_stages=report.num_stages,
     )
 

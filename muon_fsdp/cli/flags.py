@@ -89,6 +89,10 @@ class PlanFlags:
     max_stage_bytes: Annotated[
         str, typer.Option(help="Bytes of updates that one stage processes, as a number or a size such as 64MiB.")
     ] = "256MiB"
+    shard_state: Annotated[
+        bool,
+        typer.Option("--shard-state", help="DDP with sharded state (shard_state=True); needs --mesh REPLICAS,1."),
+    ] = False
     tflops: Annotated[
         float, typer.Option(min=1e-3, help="Assumed speed of matrix products on a rank, in TFLOP/s (see below).")
     ] = FLOPS_PER_SECOND / 1e12

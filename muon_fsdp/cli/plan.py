@@ -33,6 +33,8 @@ def plan(flags: PlanFlags) -> None:
     per rank, and an estimate of the time. Needs no GPU, no processes and no memory for weights.
     """
     mesh = _mesh(flags.mesh, flags.world_size)
+    if flags.shard_state and (len(mesh) != 2 or mesh[1] != 1):
+        fail("--shard-state is for DDP: pass --mesh REPLICAS,1, for example --mesh 8,1; FSDP2 shards state without it")
     stage_bytes = _size("--max-stage-bytes", flags.max_stage_bytes)
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
@@ -106,7 +108,7 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
     from muon_fsdp.cli.loading import LoadingError, load_model
     from muon_fsdp.cli.planned import PlanOutput
     from muon_fsdp.optimizers.muon import MuonOptimizer
-    from muon_fsdp.plan.report import fsdp_layouts
+    from muon_fsdp.plan.report import fsdp_layout, state_layout
 
     dtype, comm_dtype = _dtype("--dtype", flags.dtype), _dtype("--comm-dtype", flags.comm_dtype)
     try:
@@ -117,13 +119,15 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
             strategy=flags.strategy,  # type: ignore[arg-type]  # checked by the optimizer
             max_stage_bytes=max_stage_bytes,
             comm_dtype=comm_dtype,
+            shard_state=flags.shard_state,
         )
     except LoadingError as error:
         fail(str(error))
     except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
         fail(f"{flags.model}: {error}")
     report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh)
-    layout = fsdp_layouts(list(model.parameters())[:1], math.prod(mesh), mesh)[0]
+    layout = fsdp_layout(math.prod(mesh), mesh)
+    of_state = state_layout(layout, shard_state=flags.shard_state)
     speeds = estimate.Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
     return PlanOutput(
         flags=flags,
@@ -133,6 +137,6 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
         model=model,
         report=report,
         routes=optimizer.routing_report(),
-        memory=estimate.memory(model, optimizer, report, layout),
-        time=estimate.time(optimizer, report, layout, speeds),
+        memory=estimate.memory(model, optimizer, report, layout, of_state),
+        time=estimate.time(optimizer, report, of_state, speeds),
     )

@@ -71,6 +71,7 @@ class PlanOutput:
             "rule": self.rule,
             "strategy": self.flags.strategy,
             "max_stage_bytes": self.max_stage_bytes,
+            "shard_state": self.flags.shard_state,
             "assumed": self.assumed,
             "routing": [asdict(routed) for routed in routing_summary(self.routes.rows)],
             "warnings": self.routes.warnings,
@@ -85,6 +86,7 @@ class PlanOutput:
                 "gather_busiest": report.traffic.busiest_gather,
                 "scatter_mean": report.scatter_bytes / report.num_ranks if report.num_ranks else 0.0,
                 "scatter_busiest": report.traffic.busiest_scatter,
+                "weights": report.traffic.weights,
             },
         }
         if routing:
@@ -101,7 +103,8 @@ class PlanOutput:
         shards = _numbered(self.mesh[-1], "shard")
         how = f"{_numbered(self.mesh[0], 'replica')} x {shards}" if len(self.mesh) == 2 else shards
         count, dtypes = format_count(self.num_elements), ", ".join(self.dtypes)
-        print(f"{self.flags.model}: {count} parameters in {dtypes}, FSDP2, {how}")
+        layout = f"DDP, {self.mesh[0]} replicas, sharded state" if self.flags.shard_state else f"FSDP2, {how}"
+        print(f"{self.flags.model}: {count} parameters in {dtypes}, {layout}")
         print(f"built by Transformers as {self.transformers_class}\n" if self.transformers_class else "")
         self._show_routing()
         self._show_matrices()
@@ -177,6 +180,8 @@ class PlanOutput:
             ("scatter", format_seconds(self.time.scatter)),
             ("step, as these overlap", format_seconds(self.time.step)),
         ]
+        if self.time.weights:
+            rows.insert(-1, ("all-gather of weights", format_seconds(self.time.weights)))
         print_table("Time of the busiest rank, estimated", ("", "per step"), rows)
         assumed = self.assumed
         print(

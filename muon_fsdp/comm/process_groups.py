@@ -29,7 +29,8 @@ Ranks: TypeAlias = tuple[int, ...]  # in ascending order
 class _World:
     """The process groups and counters that belong to one `init_process_group`."""
 
-    groups: dict[tuple[Ranks, str], dist.ProcessGroup] = field(default_factory=dict)  # by ranks and type of device
+    # By ranks, type of device and purpose.
+    groups: dict[tuple[Ranks, str, str], dist.ProcessGroup] = field(default_factory=dict)
     meetings: Counter[str] = field(default_factory=Counter)  # calls of `next_meeting`, by name
 
 
@@ -56,26 +57,28 @@ def name_of(ranks: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:24]
 
 
-def group_of(ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-    """Return the process group that `make_group` has made for these ranks and this type of device."""
-    return _this_world().groups[(tuple(sorted(ranks)), device.type)]
+def group_of(ranks: Ranks, device: torch.device, purpose: str = "") -> dist.ProcessGroup:
+    """Return the process group that `make_group` has made for these ranks, this type of device and this purpose."""
+    return _this_world().groups[(tuple(sorted(ranks)), device.type, purpose)]
 
 
-def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | None) -> None:
+def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | None, purpose: str = "") -> None:
     """Make a process group of these ranks unless there is one. All of these ranks must call it, and no others.
 
-    A caller that makes several groups must make them in the order of their ranks as tuples. Otherwise two ranks could
-    each wait for the other in a different group.
+    A caller that makes several groups must make them in the order of their ranks as tuples, then by type of device and
+    purpose. Otherwise two ranks could each wait for the other in a different group.
 
     Args:
         ranks: global ranks, including this one.
         device: the device of the tensors that will be sent.
         like: a process group; ours gets the backend that it has for such devices. None for the default group.
+        purpose: groups of the same ranks with different purposes need not issue collectives in a common order.
     """
-    key = (tuple(sorted(ranks)), device.type)
+    key = (tuple(sorted(ranks)), device.type, purpose)
     groups = _this_world().groups
     if key not in groups:
-        groups[key] = _new_group(key[0], f"muon_fsdp/{name_of(key[0])}/{device.type}", _backend(device, like))
+        name = "/".join(["muon_fsdp", name_of(key[0]), device.type, *filter(None, [purpose])])
+        groups[key] = _new_group(key[0], name, _backend(device, like))
 
 
 def group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -4,11 +4,11 @@ A stage passes through four phases:
 
 1. Gather: every holder sends its boxes of a unit to the owner of the unit.
 2. Compute: the caller computes the units that this rank owns.
-3. Scatter: the owner sends its results to the holders in its own replica.
-4. Forward: each of these holders sends its box to the ranks that hold the same box in other replicas.
+3. Scatter: the owner sends each element of its results to one of the ranks that hold it.
+4. Forward: the ranks that hold the same boxes exchange what they received.
 
-Each transfer is one asynchronous all-to-all with unequal splits. So while one stage computes, the next is gathered and
-the previous one scattered.
+Gather and scatter are one asynchronous all-to-all each, with unequal splits. Forward is one all-gather, in place. So
+while one stage computes, the next is gathered and the previous one scattered.
 """
 
 from __future__ import annotations
@@ -51,9 +51,14 @@ def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
         mesh = parameter.device_mesh
         ranks = tuple(mesh.mesh.flatten().tolist())
         return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
-    if replica_ranks is not None and not getattr(parameter, "_ddp_ignored", False):
+    if replica_ranks is not None and is_replica(parameter):
         return Layout(replica_ranks, (len(replica_ranks),), local_layout(0).placements)
     return local_layout(my_rank())
+
+
+def is_replica(parameter: Tensor) -> bool:
+    """Return whether a replicate group, if there is one, holds replicas of a parameter."""
+    return not isinstance(parameter, DTensor) and not getattr(parameter, "_ddp_ignored", False)
 
 
 def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:
@@ -178,6 +183,35 @@ class Transfer:
         return all(work.is_completed() for work in self._works)
 
 
+class AllGather:
+    """One asynchronous `all_gather_into_tensor` in place, which starts when the object is made.
+
+    Args:
+        ranks: the ranks that take part, sorted.
+        purpose: the purpose of their process group.
+        buffer: a flat buffer from the recorder. It has one slice per rank, of which this rank has written its own.
+        recorder: records the calls for CUDA graphs.
+    """
+
+    def __init__(self, ranks: Ranks, purpose: str, buffer: Tensor, recorder: Recorder) -> None:
+        self._recorder = recorder
+        own = torch.chunk(buffer, len(ranks))[ranks.index(my_rank())]
+        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
+        works: list[dist.Work] = []
+        self._works = works
+
+        def start() -> None:
+            group = group_of(ranks, buffer.device, purpose)  # found at every replay, as above
+            works[:] = [dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)]
+
+        recorder.host(start)
+
+    def finish(self) -> None:
+        """Wait for the all-gather; on a GPU the current stream waits, and the host does not."""
+        works = self._works
+        self._recorder.host(lambda: works.pop().wait())
+
+
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others of the same shapes, in one launch where that is possible."""
     if targets:
@@ -205,7 +239,7 @@ class StageExchange:
         self._name = f"{number % STAGES_IN_FLIGHT}"
         self._gather: Transfer | None = None
         self._scatter: Transfer | None = None
-        self._forward: Transfer | None = None
+        self._forward: AllGather | None = None
         self._updates: Tensor | None = None
         self._kept: list[Tensor] = []  # pieces that need no transfer: first of shards, then of results
 
@@ -234,7 +268,7 @@ class StageExchange:
         return units
 
     def start_scatter(self, results: Tensor) -> None:
-        """Start sending results to the holders in this replica.
+        """Start sending results to the ranks that hold them.
 
         Args:
             results: (stage.unit_numel,), the updates of the units that this rank computes.
@@ -249,28 +283,29 @@ class StageExchange:
             self._scatter = self._transfer("scatter", sent, packings.scatter_send, packings.scatter_receive)
 
     def finish_scatter(self) -> None:
-        """Wait for the scatter, and start forwarding the updates to other replicas, if there are any."""
-        updates = torch.empty(self._stage.shard_numel, dtype=self._result_dtype, device=self._device)
+        """Wait for the scatter, and start exchanging slices with the ranks that hold the same shards, if any do."""
+        exchange, numel = self._exchange, self._stage.update_numel
+        if exchange.forwards:
+            updates = self._recorder.buffer(f"updates {self._name}", numel, self._result_dtype, self._device)
+        else:
+            updates = torch.empty(numel, dtype=self._result_dtype, device=self._device)
         if self._scatter is not None:
             self._scatter.finish(updates)
-        _copy(
-            [self._in_shard(piece, updates) for piece in self._exchange.scatter_receive[self._exchange.me]], self._kept
-        )
+        _copy([self._in_shard(piece, updates) for piece in exchange.scatter_receive[exchange.me]], self._kept)
         self._scatter, self._kept, self._updates = None, [], updates
-        if self._exchange.forwards:
-            packings = self._stage.packings
-            self._forward = self._transfer("forward", updates, packings.forward_send, packings.forward_receive)
+        if exchange.forwards:
+            self._forward = AllGather(exchange.peers, exchange.forward_purpose, updates, self._recorder)
 
     def finish_forward(self) -> Tensor:
         """Wait for the forward.
 
         Returns:
-            (stage.shard_numel,), the updates of all shards of this rank.
+            (stage.update_numel,), the updates of all shards of this rank.
         """
         updates, self._updates = self._updates, None
         assert updates is not None
         if self._forward is not None:
-            self._forward.finish(updates)
+            self._forward.finish()
         self._forward = None
         return updates
 

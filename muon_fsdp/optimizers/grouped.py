@@ -45,7 +45,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
         strict: whether to raise where routing is a guess.
-        replicas: over which ranks parameters are replicas.
+        replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._router.warnings.append(message)
             warnings.warn(message, stacklevel=4)
         self._check_use_of_rule()
+        self._replicas.check_state(self._parameters())
 
     @property
     def _rule(self) -> Rule:

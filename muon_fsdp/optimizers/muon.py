@@ -15,7 +15,6 @@ from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import Ranks, is_pretended, num_ranks
-from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -33,7 +32,7 @@ from muon_fsdp.parameters.state_dict import (
 )
 from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
-from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
+from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
@@ -98,6 +97,7 @@ class MuonOptimizer(GroupedOptimizer):
         comm_dtype: torch.dtype | None = None,
         max_stage_bytes: int = 256 * 2**20,
         cuda_graph: CudaGraph = "auto",
+        shard_state: bool = False,
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
@@ -105,7 +105,7 @@ class MuonOptimizer(GroupedOptimizer):
         agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
+        self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state)
         if agreement_group is not None and dist.get_rank(agreement_group) < 0:
             raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
         if replicate_group is None:
@@ -125,7 +125,7 @@ class MuonOptimizer(GroupedOptimizer):
             {**given, **options},
             overrides,
             strict=strict,
-            replicas=Replicas(replicate_group, replicate_mesh),
+            replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
 
     # -------------------------------------------------------------------- step
@@ -191,7 +191,7 @@ class MuonOptimizer(GroupedOptimizer):
         planned.make_groups()
         inputs = StepInputs(
             groups=self.param_groups,
-            shards=[record.tensor if record.is_plain else local(record.tensor) for record in planned.records],
+            shards=[record.part() for record in planned.records],
             states=[self.state[record.tensor] for record in planned.records],
             gradients=gradients,
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
@@ -348,8 +348,9 @@ class MuonOptimizer(GroupedOptimizer):
             planned = self._planned
             graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
         else:
-            layouts = fsdp_layouts([record.tensor for record in records], world_size, mesh)
-            records = [replace(record, layout=layout) for record, layout in zip(records, layouts, strict=True)]
+            layout = fsdp_layout(world_size, mesh)
+            rows = state_layout(layout, shard_state=self._settings.shard_state)
+            records = [replace(r, layout=layout, step_layout=rows if r.shape else layout) for r in records]
         return replace(make_report(parameter_specs(records, self._settings), self._settings), cuda_graph=graph)
 
     def metrics(self) -> dict[str, float]:
@@ -431,7 +432,7 @@ class MuonOptimizer(GroupedOptimizer):
         # Process groups can't be copied. A copy that needs one must be built anew.
         nothing: dict[str, Any] = {
             "_planned": None,
-            "_replicas": Replicas(),
+            "_replicas": Replicas(shards_state=self._replicas.shards_state),
             "_agreement_group": None,
             "_agreement": StepAgreement(),
             "_totals": {},

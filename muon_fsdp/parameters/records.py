@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from muon_fsdp.comm.process_groups import Ranks
+from muon_fsdp.comm.process_groups import Ranks, my_rank
+from muon_fsdp.comm.transfers import is_replica, local, local_gradient
 from muon_fsdp.declarations.views import MatrixView, matrix_view
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.replicas import Replicas
@@ -32,8 +35,11 @@ class ParameterRecord:
         rule: the rule of its group.
         route: why it has this rule, decided when it was added.
         view: how it is read as matrices; None under an element-wise rule.
-        layout: which ranks hold which box of it.
+        layout: which ranks hold which box of it, and of its gradient.
+        step_layout: which ranks hold which box of its state and update it in a step. This is `layout`, except for a
+            replica whose state is sharded.
         repeated_over: the ranks of `replicate_mesh`, if that adds ranks to the parameter's own; else None.
+        state_mesh: the ranks over which the state of a replica is sharded; None if its layout is the parameter's.
     """
 
     position: int
@@ -44,7 +50,9 @@ class ParameterRecord:
     route: Route
     view: MatrixView | None
     layout: Layout
+    step_layout: Layout
     repeated_over: Ranks | None = None
+    state_mesh: DeviceMesh | None = None
 
     @property
     def name(self) -> str:
@@ -61,6 +69,42 @@ class ParameterRecord:
         """Return whether the parameter is a plain tensor, not a DTensor."""
         return not isinstance(self.tensor, DTensor)
 
+    @property
+    def shards_state(self) -> bool:
+        """Return whether the parameter is whole on every rank and its state is sharded."""
+        return self.step_layout is not self.layout
+
+    @cached_property
+    def number_in_layout(self) -> int:
+        """Return the index of this rank among the ranks that hold the parameter."""
+        return self.layout.index_of[my_rank()]
+
+    @cached_property
+    def _rows(self) -> slice:
+        """Return the rows that this rank updates, if the state is sharded."""
+        box = self.step_layout.boxes(self.shape)[self.number_in_layout]
+        return slice(box.offset[0], box.offset[0] + box.shape[0])
+
+    def part(self) -> Tensor:
+        """Return the local tensor that this rank updates: a shard, some rows of a replica, or the parameter itself."""
+        if self.shards_state:  # cut out anew each time: others may replace the data of the parameter
+            return self.tensor.detach()[self._rows]
+        return self.tensor if self.is_plain else local(self.tensor)
+
+    def part_of_gradient(self, grad: Tensor) -> Tensor:
+        """Return the local gradient of what `part` returns; redistributes the gradient if its layout differs."""
+        part = local_gradient(self.tensor, grad)
+        return part[self._rows] if self.shards_state else part
+
+    def state_template(self) -> Tensor:
+        """Return a tensor with the layout of the state: the parameter, or a DTensor of the rows of a replica."""
+        if self.state_mesh is None:
+            return self.tensor
+        shape, stride = self.tensor.shape, self.tensor.stride()
+        return DTensor.from_local(
+            self.part(), self.state_mesh, (Shard(0),), run_check=False, shape=shape, stride=stride
+        )
+
 
 def make_records(
     groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas
@@ -70,15 +114,24 @@ def make_records(
     Args:
         groups: the parameter groups of an optimizer.
         routes: for every group, the route of each of its parameters.
-        replicas: over which ranks parameters are replicas.
+        replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
     layouts = iter(layouts_of_groups(groups, routes, replicas))
+    shards_state = replicas.check_state([tensor for group in groups for tensor in group["params"]])
     records: list[ParameterRecord] = []
     for index, (group, group_routes) in enumerate(zip(groups, routes, strict=True)):
         rule = RULES[group["rule"]]
         for tensor, route in zip(group["params"], group_routes, strict=True):
             view = view_of(group, route, tuple(tensor.shape))
-            records.append(ParameterRecord(len(records), tensor, index, group, rule, route, view, *next(layouts)))
+            layout, repeated_over = next(layouts)
+            step_layout, mesh = layout, None
+            if shards_state and is_replica(tensor) and tensor.ndim > 0:
+                step_layout, mesh = replicas.state_layout, replicas.state_mesh(tensor.device.type)
+            records.append(
+                ParameterRecord(
+                    len(records), tensor, index, group, rule, route, view, layout, step_layout, repeated_over, mesh
+                )
+            )
     return records
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from muon_fsdp.comm.process_groups import Ranks
 from muon_fsdp.comm.transfers import layouts_of
@@ -25,17 +27,58 @@ class Replicas:
     Args:
         group: the process group over which plain parameters are replicas.
         mesh: a mesh whose slices hold equal matrices, or {pattern of names: such a mesh or None}; the first match wins.
+        shards_state: whether the state of plain parameters is sharded over `group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, mesh: ReplicateMesh | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        mesh: ReplicateMesh | None = None,
+        *,
+        shards_state: bool = False,
+    ) -> None:
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError("replicate_group must contain this rank: pass a process group that it belongs to")
+        if shards_state and mesh is not None:
+            raise ValueError(
+                "shard_state=True and replicate_mesh= can't be combined: shard_state is for replicas under DDP, "
+                "replicate_mesh for DTensors on a slice of a mesh. Leave out one of them"
+            )
         self.group = group
+        self.shards_state = shards_state
+        self._state_meshes: dict[str, DeviceMesh] = {}  # by type of device
         # Ranks are read now, because state_dict() may be called after the process group is destroyed.
         self._plain_ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
         self.has_patterns = isinstance(mesh, Mapping)
         meshes = mesh if isinstance(mesh, Mapping) else {} if mesh is None else {EVERY_NAME: mesh}
         self._ranks_of_pattern = {pattern: _ranks_of(pattern, value) for pattern, value in meshes.items()}
+
+    def check_state(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether state is sharded over replicas; raise if it is to be, and nothing says which ranks hold them.
+
+        A model on the meta device is only planned, for ranks that need not exist.
+        """
+        shards_state = self.shards_state and not all(parameter.is_meta for parameter in parameters)
+        if shards_state and self.group is None:
+            raise ValueError(
+                "shard_state=True shards the state of replicas, but no process group holds replicas here: wrap the "
+                "model in DDP before you build the optimizer, or pass replicate_group=. If you call fully_shard, state "
+                "is sharded with the parameters: leave out shard_state."
+            )
+        return shards_state
+
+    @cached_property
+    def state_layout(self) -> Layout:
+        """Return the layout of sharded state: rows over the ranks that hold replicas."""
+        assert self._plain_ranks is not None
+        return Layout(self._plain_ranks, (len(self._plain_ranks),), (Shard(0),))
+
+    def state_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh over which state is sharded, for one type of device."""
+        if device_type not in self._state_meshes:
+            assert self.group is not None
+            self._state_meshes[device_type] = DeviceMesh.from_group(self.group, device_type)
+        return self._state_meshes[device_type]
 
     @property
     def mesh_ranks(self) -> set[Ranks]:

@@ -48,6 +48,7 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
     """
     for record in records:
         state, parameter = states[record.tensor], record.tensor
+        template: Tensor | None = None
         for spec in record.rule.all_state:
             if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
                 warnings.warn(
@@ -58,7 +59,8 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
                 del state[spec.name]
             # State created on the meta device does not follow a parameter that was materialised since.
             if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
-                state[spec.name] = spec.create(parameter, record.view)
+                template = record.state_template() if template is None else template
+                state[spec.name] = spec.create(template, record.view)
 
 
 def check_and_complete(
@@ -125,15 +127,16 @@ def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> 
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         values = state_dict["state"].get(key)
         if values:
+            template = record.state_template()
             result[record.tensor] = {
-                spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, record.tensor)
+                spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, template)
                 for spec in record.rule.all_state
             }
     return result
 
 
 def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
-    """Return a copy of the value on the device and in the layout of the parameter."""
+    """Return a copy of the value on the device of the parameter, or of a template of its state, and in its layout."""
     part = local_part(value, parameter) if spec.is_sharded else value
     part = part.to(device=parameter.device, dtype=spec.dtype(parameter), copy=True)
     return like(parameter, part) if spec.is_sharded else part
@@ -272,7 +275,7 @@ def _state_mismatches(record: ParameterRecord, state: dict[str, Any] | None) -> 
         value, expected = torch.as_tensor(state[name]), tuple(spec.shape(record.tensor, record.view))
         if value.shape != expected:
             mismatches.append(f"{record.name}: saved {name} of shape {tuple(value.shape)}, expected {expected}")
-        elif spec.is_sharded and not can_take_part(value, record.tensor):
+        elif spec.is_sharded and not can_take_part(value, record.state_template()):
             mismatches.append(
                 f"{record.name}: saved {name} is sharded otherwise than the parameter; "
                 "use torch.distributed.checkpoint, which reshards"

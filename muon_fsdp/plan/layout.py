@@ -77,19 +77,6 @@ class Layout:
             self._holders[key] = tuple(rank for held, ranks in distinct if held.contains(box) for rank in ranks)
         return self._holders[key]
 
-    def shards_of(self, shape: Shape, box: Box) -> tuple[tuple[int, int], ...]:
-        """Find the shards that hold a part of the box.
-
-        Returns:
-            Pairs of the number of a shard and how many elements of the box it holds.
-        """
-        key = (shape, box)
-        if key not in self._shards:
-            boxes = self.boxes(shape)
-            parts = ((shard, boxes[places[0]].intersect(box).numel) for shard, places in enumerate(self.ranks_of_shard))
-            self._shards[key] = tuple((shard, numel) for shard, numel in parts if numel > 0)
-        return self._shards[key]
-
     def largest_box(self, shape: Shape) -> int:
         """Return the number of elements of the largest box."""
         largest = self._largest.get(shape)
@@ -113,10 +100,6 @@ class Layout:
 
     @cached_property
     def _holders(self) -> dict[tuple[Shape, Box], tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _shards(self) -> dict[tuple[Shape, Box], tuple[tuple[int, int], ...]]:
         return {}
 
     @cached_property
@@ -155,6 +138,18 @@ class Layout:
         for index, shard in enumerate(self.shard_of):
             places[shard].append(index)
         return tuple(tuple(sorted(many, key=self.replica_of.__getitem__)) for _, many in sorted(places.items()))
+
+    @cached_property
+    def peers(self) -> tuple[tuple[int, ...], ...]:
+        """Return, per rank, the indices in `ranks` of all ranks with its box, in ascending order of these ranks."""
+        of_shard = [tuple(sorted(places, key=self.ranks.__getitem__)) for places in self.ranks_of_shard]
+        return tuple(of_shard[shard] for shard in self.shard_of)
+
+    @cached_property
+    def peer_number(self) -> tuple[int, ...]:
+        """Return, per rank, its number among its peers."""
+        numbers = {index: number for places in set(self.peers) for number, index in enumerate(places)}
+        return tuple(numbers[index] for index in range(len(self.ranks)))
 
     @cached_property
     def num_replicas(self) -> int:

@@ -45,6 +45,7 @@ class ParameterSpec:
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
     wire_bytes: int = 2  # bytes per element in transfers
     is_observed: bool = False  # whether its rule asks for statistics of W
+    weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
 
     @property
     def matrices(self) -> MatrixView:
@@ -96,16 +97,20 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
     # Sets of the same ranks in another order share a process group, so no other set may come between them.
     rank_sets = sorted({layout.ranks for layout in layouts.values()}, key=lambda ranks: (sorted(ranks), ranks))
     set_of = {key: rank_sets.index(layout.ranks) for key, layout in layouts.items()}
-    by_kind: dict[tuple[int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
+    # A stage ends with one all-gather among peers, so all of its parameters have the same peers.
+    peers: dict[tuple[tuple[int, ...], ...], int] = {}
+    peers_of = {key: peers.setdefault(layout.peers, len(peers)) for key, layout in layouts.items()}
+    by_kind: dict[tuple[int, int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
     for spec in sorted(specs, key=lambda spec: set_of[id(spec.layout)]):
-        by_kind[(set_of[id(spec.layout)], spec.rule, spec.device, spec.dtype)].append(spec)
+        which = id(spec.layout)
+        by_kind[(set_of[which], peers_of[which], spec.rule, spec.device, spec.dtype)].append(spec)
     by_set: dict[int, list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
         if spec.view is not None:
             by_set[set_of[id(spec.layout)]].append(spec)
     owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()})
     outlines = []
-    for (number, rule, *_), members in by_kind.items():
+    for (number, _, rule, *_), members in by_kind.items():
         ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
         units = [unit for many in work.values() for unit in many]
@@ -252,24 +257,22 @@ def _replicates(units: Sequence[Unit], specs: Sequence[ParameterSpec], strategy:
         return strategy == "replicate"
     by_position = {spec.position: spec for spec in specs}
     num_ranks, wire_bytes = len(specs[0].layout.ranks), specs[0].wire_bytes
+    replicas = specs[0].layout.num_replicas  # parameters that are computed in common have the same peers
     flops: dict[int, float] = defaultdict(float)
     received: dict[int, int] = defaultdict(int)
-    sent: dict[int, int] = defaultdict(int)
-    missing, forwarded = 0.0, 0  # elements that a rank lacks of all units; elements that all ranks forward
+    sent: dict[int, float] = defaultdict(float)
+    total = 0
     for unit in units:
         spec, numel = by_position[unit.position], unit.box.numel
         assert unit.owner is not None
         held = spec.layout.box_on(unit.owner, spec.shape).intersect(unit.box).numel
-        replicas = spec.layout.num_replicas
-        missing += numel * (1 - replicas / num_ranks)
+        total += numel
         flops[unit.owner] += unit.flops
         received[unit.owner] += numel - held
-        if is_relayed(unit, spec):
-            sent[unit.owner] += numel - held
-            forwarded += numel * (replicas - 1)
-        else:
-            sent[unit.owner] += numel * replicas - held
-    moved = max(received.values()) + max(sent.values()) + forwarded / num_ranks
+        sent[unit.owner] += numel - held / replicas  # all but about one of the slices of its own box
+    missing = total * (1 - replicas / num_ranks)  # elements that a rank lacks of all units
+    all_gathered = total * (replicas - 1) / num_ranks  # elements that a rank receives from its peers
+    moved = max(received.values()) + max(sent.values()) + all_gathered
     with_owners = max(flops.values()) / FLOPS_PER_SECOND + moved * wire_bytes / BYTES_PER_SECOND
     everywhere = sum(flops.values()) / FLOPS_PER_SECOND + missing * wire_bytes / BYTES_PER_SECOND
     return FIXED_SECONDS + everywhere < REPLICATE_BELOW * (FIXED_SECONDS + with_owners)
@@ -302,14 +305,3 @@ def _cut(
         for who, size in computed.items():
             by_rank[who] = by_rank.get(who, 0) + size
     return stages
-
-
-def is_relayed(unit: Unit, spec: ParameterSpec) -> bool:
-    """Return whether the results of a unit reach other replicas in a second hop.
-
-    An owner that does not hold the unit whole sends results only to the ranks of its own replica, and each of them
-    forwards its part. Otherwise the owner alone would send the whole unit to every replica.
-    """
-    if unit.owner is None or spec.layout.num_replicas == 1:
-        return False
-    return not spec.layout.boxes(spec.shape)[spec.layout.index_of[unit.owner]].contains(unit.box)

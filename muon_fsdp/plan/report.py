@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from torch import Tensor
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
+from muon_fsdp.plan.buckets import make_buckets
+from muon_fsdp.plan.layout import Layout
+from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, make_outline
 from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.slices import UpdateSlices
 from muon_fsdp.plan.stages import SCRATCH_STAGES, matrices_at_once, scratch_numel
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
@@ -52,9 +55,13 @@ class StageReport:
     units: int  # bytes of the units that a rank computes
     scratch: int  # bytes of scratch memory for batches that are computed together
     receivers: int  # ranks that a shard is sent to: its owner, or all other ranks of the replica
-    copies: int  # how many replicas an owner sends its results to
-    forwarded: int  # bytes of results that a rank forwards to other replicas
+    peers: int  # ranks that hold the same shards and exchange slices of their updates; 1 if none do
     travels: bool
+
+    @property
+    def slice(self) -> int:
+        """Return the bytes of updates that a rank receives from owners."""
+        return -(-self.shards // self.peers)
 
     @property
     def gathering(self) -> int:
@@ -66,28 +73,30 @@ class StageReport:
         """Return the bytes of matrices, results and scratch, or those of results and of the buffers of a scatter."""
         if not self.travels:
             return self.shards + self.units + self.scratch
-        return max(2 * self.units + self.scratch, (2 + self.copies) * self.units + self.shards)
+        return max(2 * self.units + self.scratch, 3 * self.units + self.slice)
 
     @property
     def scattering(self) -> int:
         """Return the bytes of results, of the send and receive buffers of a scatter, and of the shards' updates."""
-        return (1 + self.copies) * self.units + 2 * self.shards if self.travels else 0
+        return 2 * self.units + self.slice + self.shards if self.travels else 0
 
     @property
     def forwarding(self) -> int:
-        """Return the bytes of the shards' updates and of the send and receive buffers of a forward."""
-        return 2 * self.shards + self.forwarded if self.forwarded else 0
+        """Return the bytes of the shards' updates, which are all-gathered in place."""
+        return self.shards if self.peers > 1 else 0
 
 
 @dataclass
 class Traffic:
-    """Bytes of a step by rank. Owners receive in a gather and send in a scatter; other ranks forward results."""
+    """Bytes of a step. Owners receive in a gather and send in a scatter; peers exchange results in an all-gather."""
 
-    gathered: dict[int, int] = field(default_factory=dict)
-    scattered: dict[int, int] = field(default_factory=dict)
+    gathered: dict[int, int] = field(default_factory=dict)  # received by each rank
+    scattered: dict[int, int] = field(default_factory=dict)  # sent by each rank
     # What the rank with the largest shards sends in the gather and receives in the scatter, with evenly spread owners.
     shards_sent: int = 0
     shards_received: int = 0
+    forwarded: int = 0  # what it sends, and also receives, in all-gathers
+    weights: int = 0  # what a rank receives of weights after a step with `shard_state=True`
 
     @property
     def busiest_gather(self) -> int:
@@ -95,7 +104,7 @@ class Traffic:
 
     @property
     def busiest_scatter(self) -> int:
-        return max(self.shards_received, *self.scattered.values(), 0)
+        return max(self.shards_received, *self.scattered.values(), 0) + self.forwarded
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class PlanReport:
         balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
+        weight_buffers: bytes of the buffers in which weights are all-gathered with `shard_state=True`.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
         repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
     """
@@ -142,6 +152,7 @@ class PlanReport:
     balance: float
     traffic: Traffic
     stages: tuple[StageReport, ...]
+    weight_buffers: int = 0
     cuda_graph: str = ""
     repeated: Repeated | None = None
 
@@ -177,12 +188,13 @@ class PlanReport:
         While a stage computes, the next is being gathered, the one before it scattered, and the one before that
         forwarded.
         """
-        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, 0, False),)
+        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, False),)
         stages = (*nothing, *self.stages, *nothing)
-        return max(
+        of_stages = max(
             first.forwarding + before.scattering + now.computing + after.gathering
             for first, before, now, after in zip(stages, stages[1:], stages[2:], stages[3:], strict=False)
         )
+        return max(of_stages, self.weight_buffers)  # weights are all-gathered after the last stage
 
     def __str__(self) -> str:
         header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
@@ -203,40 +215,59 @@ class PlanReport:
             f"{self.num_ranks} rank(s), {self.num_stages} stage(s); FLOPs of a rank: busiest {self.max_flops:.3g}, "
             f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
         )
+        weights = self.traffic.weights
+        gathered = f"\nWeights that a rank receives after a step: {format_bytes(weights)}" if weights else ""
         graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
         repeated = f"\n{self.repeated}" if self.repeated is not None else ""
-        return f"{plain_table(header, rows)}\n{totals}{repeated}{graph}"
+        return f"{plain_table(header, rows)}\n{totals}{gathered}{repeated}{graph}"
 
 
-def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:
+def fsdp_layout(world_size: int | None, mesh: Sequence[int] | None) -> Layout:
     """Return the layout that `fully_shard` gives every parameter on a mesh (shards,) or (replicas, shards)."""
     shape = tuple(mesh) if mesh is not None else (world_size or 1,)
     if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
         raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
     ranks = tuple(range(math.prod(shape)))
     placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
-    return [Layout(ranks, shape, placements)] * len(parameters)
+    return Layout(ranks, shape, placements)
+
+
+def state_layout(layout: Layout, *, shard_state: bool) -> Layout:
+    """Return the layout of state: that of the parameters, or rows over all ranks if `shard_state` is set."""
+    if not shard_state:
+        return layout
+    if layout.num_replicas != len(layout.ranks):
+        raise ValueError(
+            f"mesh {layout.mesh_shape} shards the parameters, and their state with them: shard_state=True is for "
+            "replicas, so pass mesh=(replicas, 1)"
+        )
+    return Layout(layout.ranks, (len(layout.ranks),), (Shard(0),))
 
 
 def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:
     """Plan the parameters that are orthogonalized, and sum up the plan."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
     outlines = make_outline(matrices, max_stage_bytes=settings.max_stage_bytes, strategy=settings.strategy)
-    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[Unit]]]] = defaultdict(list)
+    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[_PlannedUnit]]]] = defaultdict(list)
     layouts = {id(spec.layout): spec.layout for spec in matrices}
     loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
+    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
     costs = []
     for outline in outlines:
         units = defaultdict(list)
+        slices, of_position = UpdateSlices(outline), {spec.position: spec for spec in outline.specs}
+        if any(unit.owner is not None for unit in outline.units):
+            traffic.forwarded += (slices.num_peers - 1) * slices.slice_numel(0) * outline.specs[0].wire_bytes
         for unit in outline.units:
-            units[unit.position].append(unit)
+            kept = slices.kept(unit, of_position[unit.position]) if unit.owner is not None else 0
+            units[unit.position].append(_PlannedUnit(unit, kept))
             costs.append(unit.flops)
             for rank in outline.ranks if unit.owner is None else (unit.owner,):
                 loads[rank] += unit.flops
         for spec in outline.specs:
             by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, units[spec.position]))
-    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
     rows = tuple(_row(members, traffic) for members in by_shape.values())
+    traffic.weights, weight_buffers = _gathered_weights(specs, settings.max_stage_bytes)
     bound = balance_bound(costs, len(loads))
     return PlanReport(
         num_ranks=len(loads),
@@ -246,6 +277,7 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
         stages=tuple(_stage_report(outline, settings.max_stage_bytes) for outline in outlines),
+        weight_buffers=weight_buffers,
         repeated=_repeated(specs, matrices),
     )
 
@@ -277,22 +309,46 @@ def _num_slices(layout: Layout, others: Sequence[Layout]) -> int:
     return max((len(r) // len(layout.ranks) for r in larger if layout.repeated_over(r) is not None), default=1)
 
 
+def _gathered_weights(specs: Sequence[ParameterSpec], max_stage_bytes: int) -> tuple[int, int]:
+    """Count the bytes of weights that ranks all-gather after a step.
+
+    Returns:
+        Those that a rank receives, and those of the buffers in use at a time.
+    """
+    by_kind: dict[tuple[int, torch.device, int], list[ParameterSpec]] = defaultdict(list)
+    for spec in specs:
+        if spec.weight_bytes and math.prod(spec.shape) > 0:
+            by_kind[(id(spec.layout), spec.device, spec.weight_bytes)].append(spec)
+    received, buffers = 0, [0, 0]
+    for (*_, size), members in by_kind.items():
+        num_ranks = len(members[0].layout.ranks)
+        shapes = [(spec.position, spec.shape) for spec in members]
+        for bucket in make_buckets(shapes, num_ranks, max_stage_bytes // size):
+            received += (num_ranks - 1) * bucket.slice_numel * size
+            buffers.append(num_ranks * bucket.slice_numel * size)
+    return received, max(map(sum, pairwise(buffers)))
+
+
+@dataclass(frozen=True)
+class _PlannedUnit:
+    """A unit with the number of elements of its results that its owner keeps instead of sending them."""
+
+    unit: Unit
+    kept: int
+
+
 def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
     specs = {spec.position: spec for spec in outline.specs}
     units: dict[int | None, int] = defaultdict(int)
     flops: dict[int | None, float] = defaultdict(float)
     matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
-    copies = 1
     for unit in outline.units:
         spec = specs[unit.position]
         units[unit.owner] += unit.box.numel * spec.bytes_per_element
         flops[unit.owner] += unit.flops
-        if unit.owner is not None and not is_relayed(unit, spec):
-            copies = max(copies, spec.layout.num_replicas)
         for count, rows, cols in unit.view.block_shapes:
             matrices[(unit.owner, rows, cols)] += count
     size, layout = outline.specs[0].bytes_per_element, outline.specs[0].layout
-    forwarded = _forwarded((unit, specs[unit.position]) for unit in outline.units)
     return StageReport(
         flops_by_rank=flops,
         numel=sum(math.prod(spec.shape) for spec in outline.specs),
@@ -300,8 +356,7 @@ def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
         units=max(units.values()),
         scratch=_scratch_bytes(matrices, size, max_stage_bytes),
         receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
-        copies=copies,
-        forwarded=max(forwarded.values(), default=0) * size,
+        peers=1 if None in units else layout.num_replicas,
         travels=len(outline.ranks) > 1,
     )
 
@@ -332,24 +387,21 @@ def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
     return bound
 
 
-def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) -> PlanRow:
-    """Sum up parameters of one shape and layout, and add their bytes to `traffic`."""
+def _row(members: Sequence[tuple[ParameterSpec, list[_PlannedUnit]]], traffic: Traffic) -> PlanRow:
+    """Sum up parameters of one shape and layout, and add the bytes of their all-to-alls to `traffic`."""
     spec = members[0][0]
     layout = spec.layout
-    units = [unit for _, many in members for unit in many]
+    units = [planned.unit for _, many in members for planned in many]
     gathered, scattered = 0, 0
-    for unit in units:
-        gathers, scatter = _traffic(unit, layout, spec.shape)
+    for planned in (planned for _, many in members for planned in many):
+        unit = planned.unit
+        gathers = _gathered(unit, layout, spec.shape)
         gathered += sum(gathers)
-        scattered += scatter
         for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
             traffic.gathered[rank] += gather * spec.wire_bytes
-        if is_relayed(unit, spec):
-            scatter -= (layout.num_replicas - 1) * unit.box.numel
         if unit.owner is not None:
-            traffic.scattered[unit.owner] += scatter * spec.wire_bytes
-    for rank, forwarded in _forwarded((unit, spec) for unit in units).items():
-        traffic.scattered[rank] += forwarded * spec.wire_bytes
+            scattered += layout.num_replicas * unit.box.numel - planned.kept
+            traffic.scattered[unit.owner] += (unit.box.numel - planned.kept) * spec.wire_bytes
     owners = {unit.owner for unit in units}
     replicated = None in owners and len(layout.ranks) > 1
     shards = len(members) * layout.largest_box(spec.shape) * spec.wire_bytes
@@ -358,8 +410,8 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
         traffic.shards_sent += shards * others
     elif gathered:  # to the owners in its own replica, of which it is one itself
         traffic.shards_sent += shards * others // num_ranks
-    if scattered:
-        traffic.shards_received += shards * (num_ranks - 1) // num_ranks
+    if scattered:  # its slice, from the owners in its own replica
+        traffic.shards_received += shards * others // num_ranks
     return PlanRow(
         spec.shape,
         len(members),
@@ -372,33 +424,11 @@ def _row(members: Sequence[tuple[ParameterSpec, list[Unit]]], traffic: Traffic) 
     )
 
 
-def _forwarded(units: Iterable[tuple[Unit, ParameterSpec]]) -> dict[int, int]:
-    """Return the elements that each rank forwards to other replicas."""
-    # Thousands of units are the same box of a shape, computed in the same replica. Count those first.
-    layouts: dict[int, Layout] = {}
-    counts: dict[tuple[int, tuple[int, ...], Box, int], int] = defaultdict(int)
-    for unit, spec in units:
-        if unit.owner is not None and is_relayed(unit, spec):
-            layout = layouts.setdefault(id(spec.layout), spec.layout)
-            counts[(id(layout), spec.shape, unit.box, layout.replica_of[layout.index_of[unit.owner]])] += 1
-    forwarded: dict[int, int] = defaultdict(int)
-    for (key, shape, box, replica), count in counts.items():
-        layout = layouts[key]
-        for shard, numel in layout.shards_of(shape, box):
-            forwarded[layout.ranks[layout.ranks_of_shard[shard][replica]]] += count * (layout.num_replicas - 1) * numel
-    return forwarded
-
-
-def _traffic(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> tuple[list[int], int]:
-    """Count the elements of a unit that travel.
-
-    Returns:
-        Those gathered by each rank that computes it, and those sent back in all.
-    """
+def _gathered(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> list[int]:
+    """Count the elements of a unit that each rank that computes it gathers."""
     size = unit.box.numel
     boxes = layout.boxes(shape)
     if unit.owner is None:
-        return [size - box.intersect(unit.box).numel for box in boxes], 0
+        return [size - box.intersect(unit.box).numel for box in boxes]
     held = boxes[layout.index_of[unit.owner]]
-    own = held.numel if unit.box.shape == shape else held.intersect(unit.box).numel
-    return [size - own], layout.num_replicas * size - own
+    return [size - (held.numel if unit.box.shape == shape else held.intersect(unit.box).numel)]

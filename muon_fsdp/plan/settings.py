@@ -71,6 +71,13 @@ SETTINGS = (
         check=_graph_mode,
     ),
     Option(
+        "shard_state",
+        False,
+        "under DDP, or with `replicate_group`: each rank keeps the state of its rows of every parameter, updates these "
+        "rows and receives all others. State is then a DTensor, and memory for it shrinks by the number of ranks",
+        check=flag,
+    ),
+    Option(
         "strict",
         False,
         "raise an error instead of a warning if routing is a guess or in doubt, or if no parameter is a matrix",
@@ -100,6 +107,7 @@ class Settings:
     strategy: Strategy
     comm_dtype: torch.dtype | None
     cuda_graph: CudaGraph = "auto"
+    shard_state: bool = False
 
     def __post_init__(self) -> None:
         for option in SETTINGS:

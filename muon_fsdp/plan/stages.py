@@ -16,13 +16,12 @@ import torch
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit, is_relayed
+from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit
 from muon_fsdp.plan.packing import Packing, Slot, make_packing
+from muon_fsdp.plan.slices import UpdateSlices, aligned
 
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
-# A buffer holds many tensors; each begins at a multiple of this many elements, which kernels need to load vectors.
-SLOT_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -71,30 +70,41 @@ class Exchange:
     me: int  # the index of this rank
     gather_send: tuple[tuple[Piece, ...], ...]  # my shards, to the ranks that compute
     gather_receive: tuple[tuple[Piece, ...], ...]  # others' shards of what I compute
-    scatter_send: tuple[tuple[Piece, ...], ...]  # my results, to the holders, or those of my replica
-    scatter_receive: tuple[tuple[Piece, ...], ...]  # results for my shards
-    forward_send: tuple[tuple[Piece, ...], ...]  # received results, to other replicas
-    forward_receive: tuple[tuple[Piece, ...], ...]
+    scatter_send: tuple[tuple[Piece, ...], ...]  # my results, each element to one of its holders
+    scatter_receive: tuple[tuple[Piece, ...], ...]  # results for my slice of my shards
     gathers: bool  # whether any rank sends something: a collective needs all ranks, or none
     scatters: bool
-    forwards: bool
+    peers: tuple[int, ...] = ()  # sorted ranks with my shards, which exchange slices; empty if there is no other
+    slice_numel: int = 0  # elements of a slice; the slices of all peers are their whole buffer of updates
+
+    @property
+    def forwards(self) -> bool:
+        return bool(self.peers)
+
+    @property
+    def forward_purpose(self) -> str:
+        """Return the purpose of the peers' process group; it is empty if all ranks are peers, as under DDP.
+
+        Peers may also be all ranks of another stage, whose transfers they may start in another order than this forward.
+        Their group must therefore not be the group of that stage.
+        """
+        return "" if self.peers == self.ranks else "peers"
 
     def elements_sent(self) -> int:
         """Return the number of elements that this rank sends to others in all transfers."""
-        lists = zip(self.gather_send, self.scatter_send, self.forward_send, strict=True)
-        return sum(p.numel for other, all_ in enumerate(lists) if other != self.me for pieces in all_ for p in pieces)
+        lists = zip(self.gather_send, self.scatter_send, strict=True)
+        sent = (p.numel for other, all_ in enumerate(lists) if other != self.me for pieces in all_ for p in pieces)
+        return sum(sent) + max(0, len(self.peers) - 1) * self.slice_numel
 
 
 @dataclass(frozen=True)
 class Packings:
-    """The layouts of shards and units of a stage in the messages of its three transfers."""
+    """The layouts of shards and units of a stage in the messages of its two all-to-alls."""
 
     gather_send: Packing
     gather_receive: Packing
     scatter_send: Packing
     scatter_receive: Packing
-    forward_send: Packing
-    forward_receive: Packing
 
 
 @dataclass(frozen=True)
@@ -139,13 +149,17 @@ class Stage:
             gather_receive=of_units(exchange.gather_receive),
             scatter_send=of_units(exchange.scatter_send),
             scatter_receive=of_shards(exchange.scatter_receive),
-            forward_send=of_shards(exchange.forward_send),
-            forward_receive=of_shards(exchange.forward_receive),
         )
 
     @property
     def shard_numel(self) -> int:
         return _end(self.shard_slots)
+
+    @property
+    def update_numel(self) -> int:
+        """Return the elements of a buffer for the updates of all shards, padded so that peers have equal slices."""
+        slices = self.exchange.slice_numel * len(self.exchange.peers) if self.exchange is not None else 0
+        return max(slices, self.shard_numel)
 
     @property
     def unit_numel(self) -> int:
@@ -178,13 +192,12 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     outline = StageOutline("", layout.ranks, (spec,), (unit,))
     me = layout.ranks.index(rank)
     shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
-    exchange = _make_exchange(outline, {0: spec}, me)
+    exchange = _make_exchange(outline, UpdateSlices(outline), me)
     return Stage(0, "", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
 
 
 def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
     me = outline.ranks.index(rank)
-    specs = {spec.position: spec for spec in outline.specs}
     by_group: dict[int, list[int]] = defaultdict(list)
     num_bytes = 0
     for spec in outline.specs:
@@ -192,9 +205,10 @@ def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: in
         num_bytes += spec.layout.boxes(spec.shape)[me].numel * spec.bytes_per_element
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
     batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, max_stage_bytes)
-    exchange = _make_exchange(outline, specs, me) if len(outline.ranks) > 1 and outline.units else None
+    slices = UpdateSlices(outline)
+    exchange = _make_exchange(outline, slices, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
-    shard_slots = _make_slots({spec.position: spec.layout.boxes(spec.shape)[me].shape for spec in outline.specs})
+    shard_slots = _make_slots({spec.position: spec.layout.boxes(spec.shape)[me].shape for spec in slices.specs})
     if exchange is None:  # the shards are the units
         unit_slots = {number: shard_slots[outline.units[number].position] for number in mine}
     else:
@@ -210,7 +224,7 @@ def _make_slots(shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Slot]:
     offset = 0
     for key, shape in shapes.items():
         slots[key] = Slot(offset, shape)
-        offset += -(-math.prod(shape) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        offset += aligned(math.prod(shape))
     return slots
 
 
@@ -292,10 +306,11 @@ class _PieceLists:
         self.travels = False  # whether anything moves between any two ranks
 
 
-def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: int) -> Exchange:
+def _make_exchange(outline: StageOutline, slices: UpdateSlices, me: int) -> Exchange:
     """List what this rank sends and receives; every list is in the order of the units, on both sides of a message."""
     ranks = outline.ranks
-    gather, scatter, forward = (_PieceLists(len(ranks)) for _ in range(3))
+    specs = {spec.position: spec for spec in outline.specs}
+    gather, scatter = _PieceLists(len(ranks)), _PieceLists(len(ranks))
     for number, unit in enumerate(outline.units):
         spec = specs[unit.position]
         _add_gather(gather, number, unit, spec.layout, spec.layout.boxes(spec.shape), me)
@@ -304,10 +319,9 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
             _append(scatter.sent[me], number, unit.box, box)
             _append(scatter.received[me], number, unit.box, box)
         else:
-            _add_scatter(scatter, number, unit, spec, me)
-            if is_relayed(unit, spec):
-                _add_forward(forward, number, unit, spec, me)
+            _add_scatter(scatter, number, unit, spec, slices, me)
     in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # as a process group numbers its ranks
+    forwards = slices.num_peers > 1 and any(unit.owner is not None for unit in outline.units)
 
     def ordered(lists: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
         return tuple(tuple(lists[index]) for index in in_group_order)
@@ -319,11 +333,10 @@ def _make_exchange(outline: StageOutline, specs: dict[int, ParameterSpec], me: i
         gather_receive=ordered(gather.received),
         scatter_send=ordered(scatter.sent),
         scatter_receive=ordered(scatter.received),
-        forward_send=ordered(forward.sent),
-        forward_receive=ordered(forward.received),
         gathers=gather.travels,
         scatters=scatter.travels,
-        forwards=forward.travels,
+        peers=slices.peers(me) if forwards else (),
+        slice_numel=slices.slice_numel(me) if forwards else 0,
     )
 
 
@@ -341,38 +354,25 @@ def _add_gather(lists: _PieceLists, number: int, unit: Unit, layout: Layout, box
                     _append(lists.received[source], number, unit.box, boxes[source])
 
 
-def _add_scatter(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, me: int) -> None:
-    """Add the results of a unit that its owner sends to all holders, or only to those of its own replica."""
+def _add_scatter(
+    lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, slices: UpdateSlices, me: int
+) -> None:
+    """Add the results of a unit that its owner sends: to every holder those in the holder's slice."""
     assert unit.owner is not None
-    boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
+    boxes = spec.layout.boxes(spec.shape)
     owner = spec.layout.index_of[unit.owner]
-    lists.travels |= any(rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes))
-    relayed = is_relayed(unit, spec)
-    if not relayed or replica_of[me] == replica_of[owner]:
-        _append(lists.received[owner], number, unit.box, boxes[me])
+    if not lists.travels:  # thousands of units may follow that need not be compared with thousands of boxes
+        lists.travels = any(rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes))
+    for part in slices.parts(me, spec):
+        _append(lists.received[owner], number, unit.box, boxes[me], part)
     if owner == me:
         for holder, box in enumerate(boxes):
-            if not relayed or replica_of[holder] == replica_of[me]:
-                _append(lists.sent[holder], number, unit.box, box)
+            for part in slices.parts(holder, spec):
+                _append(lists.sent[holder], number, unit.box, box, part)
 
 
-def _add_forward(lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, me: int) -> None:
-    """Add the results of a unit that the owner's replica forwards to ranks with the same box in other replicas."""
-    assert unit.owner is not None
-    boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
-    owner = spec.layout.index_of[unit.owner]
-    same_box = spec.layout.ranks_of_shard[spec.layout.shard_of[me]]
-    lists.travels = True
-    if replica_of[me] != replica_of[owner]:
-        _append(lists.received[same_box[replica_of[owner]]], number, unit.box, boxes[me])
-        return
-    for other in same_box:
-        if other != me:
-            _append(lists.sent[other], number, unit.box, boxes[me])
-
-
-def _append(pieces: list[Piece], number: int, unit: Box, box: Box) -> None:
-    """Append the part of a unit that lies in a holder's box, if there is any."""
-    common = box.intersect(unit)
+def _append(pieces: list[Piece], number: int, unit: Box, box: Box, part: Box | None = None) -> None:
+    """Append what a unit and a holder's box have in common, or a part of this box, if there is anything."""
+    common = (box if part is None else part).intersect(unit)
     if common.numel > 0:
         pieces.append(Piece(number, common.within(box), common.within(unit), common.shape))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.comm.transfers import layout_of, local, local_gradient
+from muon_fsdp.comm.transfers import layout_of, local
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.text import first_names
@@ -55,7 +55,7 @@ class Gradients:
         return {position: local(grad) for position, grad in self._found.items()}
 
     def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the local gradients in the layouts of their parameters; redistribute those with other placements.
+        """Return the local gradients of what this rank updates; redistribute those with other placements first.
 
         Args:
             codes: by position, the code that ranks agreed on for the gradient of every shared parameter.
@@ -63,7 +63,7 @@ class Gradients:
         for position, code in codes.items():
             if code > LIKE_PARAMETER and position not in self._found:
                 self._found[position] = _zeros(self._records[position].tensor, code)
-        return {i: local_gradient(self._records[i].tensor, self._found[i]) for i in sorted(self._found)}
+        return {i: self._records[i].part_of_gradient(self._found[i]) for i in sorted(self._found)}
 
     def not_finite_message(self, rank: int) -> str:
         """Return the error for gradients that are not finite: their names, or the `rank` that has them."""

@@ -34,12 +34,12 @@ class Samples:
     with CUDA graphs there are at least `STEPS_BETWEEN` steps between two samples.
     """
 
-    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, stages: Sequence[Stage], records: Sequence[ParameterRecord]) -> None:
         self._sampled = {
             (stage.number, index)
             for stage in stages
             for index, batch in enumerate(stage.batches)
-            if not _is_whole(stage, batch, parameters)
+            if not _is_whole(stage, batch, records)
         }
         self._found: dict[tuple[int, int], Sample] = {}
         self._steps, self._asked = STEPS_BETWEEN, True
@@ -81,13 +81,12 @@ def whole_samples(
 
     Rules that need statistics of W are left out: all ranks would have to compute them together.
     """
-    parameters = [record.tensor for record in records]
     for stage in stages:
         rule = RULES[stage.rule]
         for batch in stage.batches if not rule.statistics else ():
             unit = stage.units[batch.members[0].unit]
-            state = states.get(parameters[unit.position])
-            if not state or "momentum_buffer" not in state or not _is_whole(stage, batch, parameters):
+            state = states.get(records[unit.position].tensor)
+            if not state or "momentum_buffer" not in state or not _is_whole(stage, batch, records):
                 continue
             member = batch.members[0]
             momentum = unit.view.split(local(state["momentum_buffer"]))[member.block][member.start].unsqueeze(0)
@@ -110,7 +109,7 @@ def numbers_of(samples: Sequence[Sample]) -> dict[str, float]:
     return numbers | ({"update_rms": sum(sizes) / len(sizes)} if sizes else {})
 
 
-def _is_whole(stage: Stage, batch: Batch, parameters: Sequence[Tensor]) -> bool:
-    """Return whether the parameter of a batch's first matrix is whole on this rank."""
+def _is_whole(stage: Stage, batch: Batch, records: Sequence[ParameterRecord]) -> bool:
+    """Return whether the parameter of a batch's first matrix, and its state, are whole on this rank."""
     unit = stage.units[batch.members[0].unit]
-    return local(parameters[unit.position]).shape == unit.box.shape
+    return records[unit.position].part().shape == unit.box.shape

@@ -49,8 +49,8 @@ class StepContext:
 def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
     """Run these stages, and overlap their transfers with computation.
 
-    While one stage computes, the next is being gathered and the one before it scattered. Where replicas consist of
-    several ranks, the one before that is being forwarded to the other replicas.
+    While one stage computes, the next is being gathered and the one before it scattered. Where several ranks hold the
+    same shards, the one before that is being forwarded among them.
     """
     gathering: _StageRun | None = None
     scattering: _StageRun | None = None
@@ -187,7 +187,7 @@ class _StageRun:
             self._buffer = results
 
     def forward(self) -> None:
-        """Wait for the scatter, and start forwarding its results to the other replicas."""
+        """Wait for the scatter, and start exchanging its results with the ranks that hold the same shards."""
         if self._exchange is not None:
             with _profiled("scattered", self.stage):
                 self._exchange.finish_scatter()

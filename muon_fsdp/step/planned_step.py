@@ -30,6 +30,7 @@ from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
+from muon_fsdp.step.weight_gather import WeightGather
 
 
 class PlannedStep:
@@ -69,16 +70,17 @@ class PlannedStep:
                 _check_live(record)
         self._dtypes: list[torch.dtype] = [spec.dtype for spec in specs]
         self.outlines: list[StageOutline] = make_outline(
-            [_elementwise_is_local(spec, record.tensor) for spec, record in zip(specs, records, strict=True)],
+            [_elementwise_is_local(spec, record) for spec, record in zip(specs, records, strict=True)],
             max_stage_bytes=settings.max_stage_bytes,
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank(), settings.max_stage_bytes)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
-        self.samples = Samples(self.plan.stages, [record.tensor for record in records])
+        self.samples = Samples(self.plan.stages, records)
+        self.weights = WeightGather(records, settings.max_stage_bytes)
         self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
-        self._group_devices = self._find_group_devices()
+        self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
         self.captured = CapturedStep(settings.cuda_graph)
@@ -108,20 +110,35 @@ class PlannedStep:
 
     def make_groups(self) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
-        for ranks, device in self._group_devices:
-            make_group(ranks, device, self.shared.like(ranks))
+        for ranks, device, purpose, shared_by in self._groups:
+            make_group(ranks, device, self.shared.like(shared_by), purpose)
 
-    def _find_group_devices(self) -> list[tuple[Ranks, torch.device]]:
-        devices: dict[tuple[Ranks, str], torch.device] = {}
+    def _find_groups(self) -> list[tuple[Ranks, torch.device, str, Ranks]]:
+        """Find the process groups that this rank needs.
+
+        Returns:
+            Per group its ranks, the device of its tensors, its purpose, and all ranks that share the parameters which
+            it serves. Sorted, because all ranks must make their groups in one order.
+        """
+        found: dict[tuple[Ranks, str, str], tuple[torch.device, Ranks]] = {}
         for stage in self.plan.stages:
-            if stage.exchange is not None:
+            exchange = stage.exchange
+            if exchange is not None:
                 device = local(self.records[stage.units[0].position].tensor).device
-                devices[(stage.exchange.ranks, device.type)] = device
+                found[(exchange.ranks, device.type, "")] = device, exchange.ranks
+                if exchange.forwards:
+                    key = exchange.peers, device.type, exchange.forward_purpose
+                    found.setdefault(key, (device, exchange.ranks))
+        for ranks, device in self.weights.groups:
+            found[(tuple(sorted(ranks)), device.type, "")] = device, tuple(sorted(ranks))
         for own in self.matrices.sets if self.matrices is not None else ():
             if len(own.ranks) > 1:
-                device = own.classes[0].device
-                devices[(tuple(sorted(own.ranks)), device.type)] = device
-        return [(ranks, device) for (ranks, _), device in sorted(devices.items(), key=lambda item: item[0])]
+                device, ranks = own.classes[0].device, tuple(sorted(own.ranks))
+                found[(ranks, device.type, "")] = device, ranks
+        return [
+            (ranks, device, purpose, shared_by)
+            for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
+        ]
 
     def run(self, inputs: StepInputs) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for."""
@@ -134,6 +151,7 @@ class PlannedStep:
             self.matrices.fill(inputs)
         single = self._single_updates(fused, inputs)
         stages = self._stages_to_run(inputs)
+        buckets = self.weights.to_run(inputs.updated)
         takes_samples = self.samples.wanted(rarely=self.captured.is_due)
 
         def run(recorder: Recorder) -> None:
@@ -145,13 +163,14 @@ class PlannedStep:
             )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
+            self.weights.run(buckets, recorder)
 
         addresses, is_cold = None, False
         if self.matrices is not None:
             addresses, is_cold = self.matrices.addresses(inputs.shards), self.matrices.is_cold
-        launches = (fused.variant, [stage.number for stage in stages], is_cold)
+        launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
         self.captured.run(
-            StepKey(addresses, launches),
+            StepKey((addresses, self.weights.addresses()), launches),
             run,
             device=lambda: fused.device,
             eager=takes_samples or is_cold or not stages,  # a captured step takes no samples
@@ -193,7 +212,7 @@ class PlannedStep:
             position = record.position
             if fused.signature[position] is None and position in inputs.updated:
                 state = inputs.states[position]
-                if not record.is_plain:
+                if not record.is_plain or record.shards_state:
                     state = {name: local(value) for name, value in state.items()}
                 grad = inputs.gradients.get(position)
                 updates[position] = SingleUpdate(shard, state, self._dtypes[position], grad, inputs.divisor)
@@ -224,7 +243,7 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
                 group=record.group_index,
                 rule=record.rule.name,
                 shape=record.shape,
-                layout=record.layout,
+                layout=record.step_layout,
                 bytes_per_element=(dtype if record.view is None else staging).itemsize,
                 device=record.tensor.device,
                 dtype=dtype,
@@ -233,16 +252,17 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
                 block_flops=tuple(block_flops),
                 wire_bytes=staging.itemsize,
                 is_observed=bool(record.rule.statistics),
+                weight_bytes=record.tensor.element_size() if record.shards_state else 0,
             )
         )
     return specs
 
 
-def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
+def _elementwise_is_local(spec: ParameterSpec, record: ParameterRecord) -> ParameterSpec:
     """Return the spec; for an element-wise rule, make this rank's shard a local parameter that is never sent."""
     if spec.view is not None:
         return spec
-    return replace(spec, shape=tuple(local(parameter).shape), layout=local_layout(my_rank()))
+    return replace(spec, shape=tuple(record.part().shape), layout=local_layout(my_rank()))
 
 
 def _check_placed(record: ParameterRecord) -> None:

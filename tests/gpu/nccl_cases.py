@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.comm.transfers import StageExchange
+from muon_fsdp.comm.transfers import StageExchange, local
 from muon_fsdp.kernels.recorder import CudaSegments
 from muon_fsdp.plan.settings import CudaGraph
 from muon_fsdp.rules import RULES, MatrixBatch
@@ -145,6 +145,37 @@ def replicas_that_differ(what: str) -> str:
         elif dist.get_rank() == 1:
             changed.to_local().neg_()
     return error_of(optimizer.step)
+
+
+def replicas(kind: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor], int]:
+    """Train replicas: under DDP, or under HSDP with two replicas.
+
+    Returns:
+        The losses, the weights of this rank, and the bytes of its state.
+    """
+    torch.manual_seed(0)
+    model: nn.Module = Net(128, 4).cuda()
+    if kind == "hsdp":
+        mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = FSDPMuonOptimizer(model, adamw_lr=0.01, strategy="owner", max_stage_bytes=2**17, **options)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = backward(model, step)
+        optimizer.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    planned = optimizer._current_plan()
+    assert (planned.graph is not None) == bool(options.get("cuda_graph")), planned.captured.status
+    if dist.get_world_size() > 1 and not options.get("shard_state"):
+        assert any(stage.exchange is not None and stage.exchange.forwards for stage in planned.plan.stages)
+    _alive.append(optimizer)
+    state = sum(local(v).nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return losses, [weight.detach().cpu() for weight in weights], state
 
 
 def overlap() -> None:

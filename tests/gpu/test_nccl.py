@@ -46,6 +46,28 @@ def test_replicas_that_differ_are_told(nccl: RankPool, what):
         assert f"hold the same parameter 'weight' of shape (2051, 2049), but they differ in its {what}" in text
 
 
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("ddp", 3), ("hsdp", 4)])
+def test_replicas_stay_equal(nccl: RankPool, kind, world_size, cuda_graph):
+    ((expected, *_),) = nccl.run(1, nccl_cases.replicas, "ddp", {"cuda_graph": False})
+    results = nccl.run(world_size, nccl_cases.replicas, kind, {"cuda_graph": cuda_graph}, timeout=120)
+    assert results[0][0] == pytest.approx(expected, rel=4e-2, abs=1e-3)
+    for _, weights, _ in results[1:]:
+        assert all(map(torch.equal, weights, results[0][1]))
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_state_of_replicas(nccl: RankPool, world_size, cuda_graph):
+    """The rows of three ranks are uneven and begin at addresses that are not multiples of 16 bytes."""
+    (whole, *_) = nccl.run(world_size, nccl_cases.replicas, "ddp", {"cuda_graph": False}, timeout=120)
+    options = {"cuda_graph": cuda_graph, "shard_state": True}
+    results = nccl.run(world_size, nccl_cases.replicas, "ddp", options, timeout=120)
+    assert results[0][0] == pytest.approx(whole[0], rel=4e-2, abs=1e-3)
+    for _, weights, state in results:
+        assert all(map(torch.equal, weights, results[0][1]))
+        assert state < 1.1 * whole[2] / world_size
+
+
 def test_the_next_stage_is_gathered_while_one_computes(nccl: RankPool):
     nccl.run(2, nccl_cases.overlap)
 
