@@ -110,6 +110,11 @@ def test_without_replicas_it_is_refused():
         MuonOptimizer(nn.Linear(4, 4), shard_state=True)
 
 
+def test_sharded_state_and_a_mesh_of_replicas_are_not_combined():
+    with pytest.raises(ValueError, match=r"shard_state=True and replicate_mesh= can't be combined"):
+        MuonOptimizer(nn.Linear(4, 4), shard_state=True, replicate_mesh={"*": None})
+
+
 def test_a_report_about_other_ranks_needs_replicas():
     optimizer = MuonOptimizer([nn.Parameter(torch.empty(64, 32, device="meta"))], shard_state=True)
     report = optimizer.plan_report(mesh=(4, 1))
