@@ -195,7 +195,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
         )
         wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * position)
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
-    plans = {rank: make_plan(outlines, rank, max_stage_bytes) for rank in mesh.ranks}
+    plans = {rank: make_plan(outlines, rank) for rank in mesh.ranks}
     computed = Counter()
     for number in range(len(outlines)):
         stages = {rank: plan.stages[number] for rank, plan in plans.items()}
@@ -231,7 +231,7 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
     sent = dict.fromkeys(layout.ranks, 0)
     forwarded = [0] * len(outlines)
     for rank in layout.ranks:
-        for number, stage in enumerate(make_plan(outlines, rank, max_stage_bytes).stages):
+        for number, stage in enumerate(make_plan(outlines, rank).stages):
             if stage.exchange is not None:
                 exchange = stage.exchange
                 scatters, forwards, gathers, receives = (
@@ -258,7 +258,7 @@ def test_a_matrix_on_thousands_of_ranks_is_moved_by_few_copies(rank):
     view = matrix_view((2 * num_ranks, 64), name="w", kind="auto")
     specs = [ParameterSpec(i, 0, "muon", view.shape, layout, 2, *CPU, view, NO_OPTIONS, (1.0,)) for i in range(2)]
     outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
-    (stage,) = make_plan(outlines, rank, 10**9).stages
+    (stage,) = make_plan(outlines, rank).stages
     packings = stage.packings
     computes = bool(stage.mine)
     assert computes == (rank < 2)
@@ -287,7 +287,7 @@ class LoggedRun:
     """A stage that notes the calls of `run_stages` instead of running."""
 
     def __init__(self, stage, context):
-        self.name, self.ranks, self.forwards, self.log = stage
+        self.name, self.ranks, self.forwards, self.in_flight, self.log = stage
         self.travels, self.positions = True, {0}
 
     def start(self, _):
@@ -307,7 +307,8 @@ class LoggedRun:
 @given(
     st.lists(
         st.tuples(
-            st.frozensets(st.integers(0, 6), min_size=2), st.lists(st.sampled_from([True, True, False]), max_size=6)
+            st.frozensets(st.integers(0, 6), min_size=2),
+            st.lists(st.tuples(st.sampled_from([True, True, False]), st.sampled_from([3, 3, 2, 1])), max_size=6),
         ),
         max_size=5,
         unique_by=lambda item: item[0],
@@ -316,9 +317,9 @@ class LoggedRun:
 def test_no_order_of_sets_and_stages_is_a_circle(sets):
     """Every transfer begins on all ranks in the order of its group, and none waits for one that can't begin."""
     stages = [
-        ((ranks, number), ranks, forwards)
+        ((ranks, number), ranks, forwards, in_flight)
         for ranks, many in sorted((tuple(sorted(ranks)), many) for ranks, many in sets)
-        for number, forwards in enumerate(many)
+        for number, (forwards, in_flight) in enumerate(many)
     ]
     logs = {rank: [] for rank in range(7)}
     with patch.object(pipeline, "_StageRun", LoggedRun):
@@ -327,7 +328,7 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
             whole = Settings("propagate", 1, False, "auto", None)
             inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
             pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
-    for ranks in {ranks for _, ranks, _ in stages}:
+    for ranks in {ranks for _, ranks, *_ in stages}:
         orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[2][0] == ranks) for rank in ranks}
         assert len(orders) == 1
     started = Counter()

@@ -19,7 +19,7 @@ SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 
 EPILOG = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
-    "--memory-bandwidth. Latencies are not counted. FLOPs count symmetric products in full, although only half of "
+    "--memory-bandwidth, and 0.1 ms for every transfer. FLOPs count symmetric products in full, although only half of "
     "each is computed. Counted this way, one H200 reached 830 to 880 TFLOP/s on the matrices of a 1.3B model and of "
     "Llama-3 8B, and 560 on those of GPT-2 (docs/performance.md)."
 )
@@ -33,7 +33,7 @@ def plan(flags: PlanFlags) -> None:
     per rank, and an estimate of the time. Needs no GPU, no processes and no memory for weights.
     """
     mesh = _mesh(flags.mesh, flags.world_size)
-    stage_bytes = _size("--max-stage-bytes", flags.max_stage_bytes)
+    stage_bytes = None if flags.max_stage_bytes is None else _size("--max-stage-bytes", flags.max_stage_bytes)
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
         planned = _plan(flags, mesh, rule, stage_bytes)
@@ -100,12 +100,13 @@ def _dtype(option: str, text: str | None) -> torch.dtype | None:
     return found
 
 
-def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int) -> PlanOutput:
+def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int | None) -> PlanOutput:
     """Build the model on the meta device, plan its step, and estimate memory and time."""
     from muon_fsdp.cli import estimate
     from muon_fsdp.cli.loading import LoadingError, load_model
     from muon_fsdp.cli.planned import PlanOutput
     from muon_fsdp.optimizers.muon import MuonOptimizer
+    from muon_fsdp.plan.costs import Speeds
     from muon_fsdp.plan.report import fsdp_layouts
 
     dtype, comm_dtype = _dtype("--dtype", flags.dtype), _dtype("--comm-dtype", flags.comm_dtype)
@@ -124,7 +125,7 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
         fail(f"{flags.model}: {error}")
     report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh)
     layout = fsdp_layouts(list(model.parameters())[:1], math.prod(mesh), mesh)[0]
-    speeds = estimate.Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
+    speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
     return PlanOutput(
         flags=flags,
         mesh=mesh,

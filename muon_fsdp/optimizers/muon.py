@@ -93,7 +93,7 @@ class MuonOptimizer(GroupedOptimizer):
         nonfinite: NonFinite = "propagate",
         strategy: Strategy = "auto",
         comm_dtype: torch.dtype | None = None,
-        max_stage_bytes: int = 256 * 2**20,
+        max_stage_bytes: int | None = None,
         cuda_graph: CudaGraph = "auto",
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,

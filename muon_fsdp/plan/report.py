@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, is_relayed, make_outline
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import SCRATCH_STAGES, matrices_at_once, scratch_numel
+from muon_fsdp.plan.staging import StageCost, Staging, peak_bytes, smallest_bound, stage_cost
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
 
@@ -40,43 +40,6 @@ class PlanRow:
     gather_bytes: int
     scatter_bytes: int
     flops: float
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """Memory and work of a stage. Each number of bytes is that of the rank where it is largest."""
-
-    flops_by_rank: Mapping[int | None, float]  # by owner; the key None stands for units that every rank computes
-    numel: int  # elements of all parameters
-    shards: int  # bytes of the updates of a rank's shards
-    units: int  # bytes of the units that a rank computes
-    scratch: int  # bytes of scratch memory for batches that are computed together
-    receivers: int  # ranks that a shard is sent to: its owner, or all other ranks of the replica
-    copies: int  # how many replicas an owner sends its results to
-    forwarded: int  # bytes of results that a rank forwards to other replicas
-    travels: bool
-
-    @property
-    def gathering(self) -> int:
-        """Return the bytes of shards and of the send and receive buffers of a gather."""
-        return (1 + self.receivers) * self.shards + self.units if self.travels else 0
-
-    @property
-    def computing(self) -> int:
-        """Return the bytes of matrices, results and scratch, or those of results and of the buffers of a scatter."""
-        if not self.travels:
-            return self.shards + self.units + self.scratch
-        return max(2 * self.units + self.scratch, (2 + self.copies) * self.units + self.shards)
-
-    @property
-    def scattering(self) -> int:
-        """Return the bytes of results, of the send and receive buffers of a scatter, and of the shards' updates."""
-        return (1 + self.copies) * self.units + 2 * self.shards if self.travels else 0
-
-    @property
-    def forwarding(self) -> int:
-        """Return the bytes of the shards' updates and of the send and receive buffers of a forward."""
-        return 2 * self.shards + self.forwarded if self.forwarded else 0
 
 
 @dataclass
@@ -110,6 +73,8 @@ class PlanReport:
         balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
+        neediest: the shape of the parameter that needs the most scratch in a stage of its own; empty if there is none.
+        least_scratch_bytes: the bytes of that scratch, which no choice of stages goes below.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
     """
 
@@ -119,7 +84,9 @@ class PlanReport:
     flops_by_rank: dict[int, float]
     balance: float
     traffic: Traffic
-    stages: tuple[StageReport, ...]
+    stages: tuple[StageCost, ...]
+    neediest: tuple[int, ...] = ()
+    least_scratch_bytes: int = 0
     cuda_graph: str = ""
 
     @property
@@ -149,17 +116,8 @@ class PlanReport:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return an upper bound of the bytes in use on a rank besides weights, gradients and state.
-
-        While a stage computes, the next is being gathered, the one before it scattered, and the one before that
-        forwarded.
-        """
-        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, 0, False),)
-        stages = (*nothing, *self.stages, *nothing)
-        return max(
-            first.forwarding + before.scattering + now.computing + after.gathering
-            for first, before, now, after in zip(stages, stages[1:], stages[2:], stages[3:], strict=False)
-        )
+        """Return an upper bound of the bytes in use on a rank besides weights, gradients and state."""
+        return peak_bytes(self.stages)
 
     def __str__(self) -> str:
         header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
@@ -214,6 +172,7 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
     traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
     rows = tuple(_row(members, traffic) for members in by_shape.values())
     bound = balance_bound(costs, len(loads))
+    least_scratch_bytes, neediest = _neediest(outlines)
     return PlanReport(
         num_ranks=len(loads),
         num_stages=len(outlines),
@@ -221,52 +180,35 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         flops_by_rank=loads,
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
-        stages=tuple(_stage_report(outline, settings.max_stage_bytes) for outline in outlines),
+        stages=tuple(_stage_report(outline) for outline in outlines),
+        neediest=neediest,
+        least_scratch_bytes=least_scratch_bytes,
     )
 
 
-def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
+def _neediest(outlines: Iterable[StageOutline]) -> tuple[int, tuple[int, ...]]:
+    """Find the parameter that needs the most scratch in a stage of its own.
+
+    Returns:
+        The bytes of its scratch, and its shape.
+    """
+    needs: dict[tuple[int, ...], int] = {}
+    for outline in outlines:
+        for spec, load in zip(outline.specs, outline.loads, strict=True):
+            if spec.shape not in needs:  # thousands of parameters may share one
+                alone = Staging(smallest_bound([load]), in_flight=1)
+                needs[spec.shape] = peak_bytes([stage_cost([load], alone)])
+    return max(((size, shape) for shape, size in needs.items()), default=(0, ()))
+
+
+def _stage_report(outline: StageOutline) -> StageCost:
+    """Return the cost of a stage, with the exact bytes that its busiest rank forwards instead of a mean."""
+    cost = stage_cost(outline.loads, outline.staging)
+    if not cost.forwarded:
+        return cost
     specs = {spec.position: spec for spec in outline.specs}
-    units: dict[int | None, int] = defaultdict(int)
-    flops: dict[int | None, float] = defaultdict(float)
-    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
-    copies = 1
-    for unit in outline.units:
-        spec = specs[unit.position]
-        units[unit.owner] += unit.box.numel * spec.bytes_per_element
-        flops[unit.owner] += unit.flops
-        if unit.owner is not None and not is_relayed(unit, spec):
-            copies = max(copies, spec.layout.num_replicas)
-        for count, rows, cols in unit.view.block_shapes:
-            matrices[(unit.owner, rows, cols)] += count
-    size, layout = outline.specs[0].bytes_per_element, outline.specs[0].layout
     forwarded = _forwarded((unit, specs[unit.position]) for unit in outline.units)
-    return StageReport(
-        flops_by_rank=flops,
-        numel=sum(math.prod(spec.shape) for spec in outline.specs),
-        shards=sum(spec.layout.largest_box(spec.shape) * spec.bytes_per_element for spec in outline.specs),
-        units=max(units.values()),
-        scratch=_scratch_bytes(matrices, size, max_stage_bytes),
-        receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
-        copies=copies,
-        forwarded=max(forwarded.values(), default=0) * size,
-        travels=len(outline.ranks) > 1,
-    )
-
-
-def _scratch_bytes(
-    matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_stage_bytes: int
-) -> int:
-    """Return an upper bound of the scratch memory of a stage, given the number of matrices by owner and shape."""
-    all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
-    one_batch: dict[tuple[int | None, int], int] = defaultdict(int)
-    for (owner, rows, cols), count in matrices.items():
-        key, each = (owner, min(rows, cols)), scratch_numel(rows, cols) * bytes_per_element
-        all_batches[key] += count * each
-        at_once = min(count, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
-        one_batch[key] = max(one_batch[key], at_once * each)
-    limit = SCRATCH_STAGES * max_stage_bytes
-    return max(min(every, max(limit, one_batch[key])) for key, every in all_batches.items())
+    return replace(cost, forwarded=max(forwarded.values()) * outline.specs[0].bytes_per_element)
 
 
 def balance_bound(costs: Sequence[float], num_ranks: int) -> float:

@@ -57,8 +57,9 @@ SETTINGS = (
     ),
     Option(
         "max_stage_bytes",
-        256 * 2**20,
-        "bytes of updates that pass through the step together; temporary memory is a few times this",
+        None,
+        "bytes of updates that a rank holds or computes in one stage of the step, at most; temporary memory is a few "
+        "times this. None chooses stages by an estimate of time and memory; on one device it means 256 MiB",
         check=integer,
     ),
     Option(
@@ -94,7 +95,7 @@ class Settings:
     """The settings of the whole optimizer on this machine; they are not part of a checkpoint."""
 
     nonfinite: NonFinite
-    max_stage_bytes: int
+    max_stage_bytes: int | None
     strict: bool
     strategy: Strategy
     comm_dtype: torch.dtype | None

@@ -18,9 +18,8 @@ from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit, is_relayed
 from muon_fsdp.plan.packing import Packing, Slot, make_packing
+from muon_fsdp.plan.staging import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
 
-# The scratch memory of an orthogonalization is at most this many times the bound of a stage.
-SCRATCH_STAGES = 4
 # A buffer holds many tensors; each begins at a multiple of this many elements, which kernels need to load vectors.
 SLOT_ALIGNMENT = 16
 
@@ -112,6 +111,7 @@ class Stage:
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
     together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
+    in_flight: int = 3  # how far it overlaps with other stages, as in `Staging`
 
     @cached_property
     def label(self) -> str:
@@ -164,10 +164,10 @@ class Plan:
         return sum(batch.count for stage in self.stages for batch in stage.batches)
 
 
-def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int) -> Plan:
+def make_plan(outlines: Iterable[StageOutline], rank: int) -> Plan:
     """Return the stages of one rank, in the order of the outlines; outlines without this rank are left out."""
     own = (outline for outline in outlines if rank in outline.ranks)
-    return Plan(tuple(_localize(number, outline, rank, max_stage_bytes) for number, outline in enumerate(own)))
+    return Plan(tuple(_localize(number, outline, rank) for number, outline in enumerate(own)))
 
 
 def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:
@@ -175,14 +175,14 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     whole = Box((0,) * len(shape), shape)
     unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), NO_OPTIONS, 0.0, owner=None)
     spec = ParameterSpec(0, 0, "", shape, layout, 1, torch.device("cpu"), torch.float32)
-    outline = StageOutline("", layout.ranks, (spec,), (unit,))
+    outline = StageOutline("", layout.ranks, (spec,), (unit,), Staging(1), ())
     me = layout.ranks.index(rank)
     shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
     exchange = _make_exchange(outline, {0: spec}, me)
     return Stage(0, "", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
 
 
-def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
+def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
     me = outline.ranks.index(rank)
     specs = {spec.position: spec for spec in outline.specs}
     by_group: dict[int, list[int]] = defaultdict(list)
@@ -191,7 +191,7 @@ def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: in
         by_group[spec.group].append(spec.position)
         num_bytes += spec.layout.boxes(spec.shape)[me].numel * spec.bytes_per_element
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
-    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, max_stage_bytes)
+    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.staging.max_bytes)
     exchange = _make_exchange(outline, specs, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
     shard_slots = _make_slots({spec.position: spec.layout.boxes(spec.shape)[me].shape for spec in outline.specs})
@@ -200,9 +200,21 @@ def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: in
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
         unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
-    together = _computed_together(batches, outline.specs[0].bytes_per_element, max_stage_bytes)
-    buffers = (shard_slots, unit_slots)
-    return Stage(number, outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, *buffers, together)
+    together = _computed_together(batches, outline.specs[0].bytes_per_element, outline.staging.max_bytes)
+    return Stage(
+        number,
+        outline.rule,
+        groups,
+        outline.units,
+        mine,
+        batches,
+        exchange,
+        num_bytes,
+        shard_slots,
+        unit_slots,
+        together,
+        outline.staging.in_flight,
+    )
 
 
 def _make_slots(shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Slot]:
@@ -219,7 +231,7 @@ def _end(slots: Mapping[int, Slot]) -> int:
 
 
 def _make_batches(
-    units: Sequence[Unit], mine: Sequence[int], bytes_per_element: int, max_stage_bytes: int
+    units: Sequence[Unit], mine: Sequence[int], bytes_per_element: int, max_bytes: int
 ) -> tuple[Batch, ...]:
     members: dict[tuple[int, int, PlannedOptions], list[Member]] = defaultdict(list)
     for index in mine:
@@ -229,26 +241,13 @@ def _make_batches(
     return tuple(
         Batch(options, rows, cols, piece)
         for (rows, cols, options), whole in members.items()
-        for piece in _chunk(whole, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
+        for piece in _chunk(whole, matrices_at_once(rows, cols, bytes_per_element, max_bytes))
     )
 
 
-def scratch_numel(rows: int, cols: int) -> int:
-    """Return the elements of scratch that a matrix needs at most: twice its size, and five times its Gram matrix."""
-    return 2 * rows * cols + 5 * min(rows, cols) ** 2
-
-
-def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
-    """Return how many matrices a batch may have: within the bound of a stage, and scratch within a few bounds."""
-    by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch_numel(rows, cols) * bytes_per_element)
-    return max(1, min(max_stage_bytes // (rows * cols * bytes_per_element), by_scratch))
-
-
-def _computed_together(
-    batches: Sequence[Batch], bytes_per_element: int, max_stage_bytes: int
-) -> tuple[tuple[int, ...], ...]:
+def _computed_together(batches: Sequence[Batch], bytes_per_element: int, max_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Return which batches are computed together, because their shorter sides are equal and their scratch fits."""
-    limit = SCRATCH_STAGES * max_stage_bytes
+    limit = SCRATCH_STAGES * max_bytes
     together: list[list[int]] = []
     latest: dict[int, tuple[list[int], int]] = {}  # by shorter side: the last list, and the bytes of its scratch
     for number, batch in enumerate(batches):

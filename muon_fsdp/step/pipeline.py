@@ -47,55 +47,77 @@ class StepContext:
 
 
 def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
-    """Run these stages, and overlap their transfers with computation.
+    """Run these stages, and overlap their transfers with computation as far as the plan allows it.
 
     While one stage computes, the next is being gathered and the one before it scattered. Where replicas consist of
-    several ranks, the one before that is being forwarded to the other replicas.
+    several ranks, the one before that is being forwarded to the other replicas. `Staging.in_flight` says which stages
+    overlap less, to save memory.
     """
-    gathering: _StageRun | None = None
-    scattering: _StageRun | None = None
-    forwarding: _StageRun | None = None
-    num_travelling = 0
+    travelling = _Travelling()
     for stage in stages:
         run = _StageRun(stage, context)
-        run.start(num_travelling)
-        if not run.travels:  # there is no transfer to overlap with: finish at once, which frees its memory
+        if run.travels:
+            travelling.add(run)
+        else:  # there is no transfer to overlap with: finish at once, which frees its memory
+            run.start(travelling.count)
             run.compute()
             run.forward()
             run.finish()
-            continue
-        num_travelling += 1
-        if gathering is not None:
-            gathering.compute()
-        forwarding = _pass_on(scattering, forwarding)
-        gathering, scattering = run, gathering
-        if scattering is not None and scattering.forwards and scattering.ranks != run.ranks:
+    travelling.finish()
+
+
+class _Travelling:
+    """The stages whose transfers are running: at most one is gathered, one is scattered and one is forwarded."""
+
+    def __init__(self) -> None:
+        self.count = 0  # stages that have been added
+        self._gathering: _StageRun | None = None
+        self._scattering: _StageRun | None = None
+        self._forwarding: _StageRun | None = None
+
+    def add(self, run: _StageRun) -> None:
+        """Start a stage, compute the one that was gathered before, and pass on those before that."""
+        if run.in_flight == 1:
+            self.finish()
+        run.start(self.count)
+        self.count += 1
+        before = self._gathering
+        if before is not None:
+            before.compute()
+        self._pass_on()
+        self._gathering, self._scattering = run, before
+        if before is None:
+            return
+        if before.in_flight < 3:  # its buffers are freed before the next stage computes
+            self._pass_on()
+            self._pass_on()
+        elif before.forwards and before.ranks != run.ranks:
             # Some ranks of `run` may first need the results that this forward sends. Waiting for them before forwarding
             # would be a deadlock.
-            forwarding, scattering = _pass_on(scattering, forwarding), None
-    if gathering is not None:
-        gathering.compute()
-    for last in (scattering, gathering):
-        forwarding = _pass_on(last, forwarding)
-    if forwarding is not None:
-        forwarding.finish()
+            self._pass_on()
 
+    def finish(self) -> None:
+        """Finish all stages."""
+        if self._gathering is not None:
+            self._gathering.compute()
+        self._pass_on()
+        self._gathering, self._scattering = None, self._gathering
+        self._pass_on()
+        self._pass_on()
 
-def _pass_on(scattering: _StageRun | None, forwarding: _StageRun | None) -> _StageRun | None:
-    """Finish the stage being forwarded, and start forwarding the one being scattered.
+    def _pass_on(self) -> None:
+        """Finish the stage being forwarded, and start forwarding the one being scattered.
 
-    Returns:
-        The stage now being forwarded; None if there is nothing to forward, and the scattered stage is finished too.
-    """
-    if forwarding is not None:
-        forwarding.finish()
-    if scattering is None:
-        return None
-    scattering.forward()
-    if scattering.forwards:
-        return scattering
-    scattering.finish()
-    return None
+        If that has nothing to forward, it is finished too.
+        """
+        if self._forwarding is not None:
+            self._forwarding.finish()
+        self._forwarding, self._scattering = self._scattering, None
+        if self._forwarding is not None:
+            self._forwarding.forward()
+            if not self._forwarding.forwards:
+                self._forwarding.finish()
+                self._forwarding = None
 
 
 def _profiled(phase: str, stage: Stage) -> AbstractContextManager[object]:
@@ -127,6 +149,7 @@ class _StageRun:
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
+        self.in_flight = stage.in_flight
         self._matrices = context.matrices if self.rule.has_matrix_numbers else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None

@@ -16,7 +16,7 @@ from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
-from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.records import ParameterRecord, state_bytes
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
@@ -71,7 +71,7 @@ class PlannedStep:
             max_stage_bytes=settings.max_stage_bytes,
             strategy=settings.strategy,
         )
-        self.plan: Plan = make_plan(self.outlines, my_rank(), settings.max_stage_bytes)
+        self.plan: Plan = make_plan(self.outlines, my_rank())
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages, [record.tensor for record in records])
@@ -189,12 +189,17 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
     specs: list[ParameterSpec] = []
     options: dict[int, PlannedOptions] = {}  # by group
     costs: dict[tuple[int, int, int], float] = {}  # by group and shape: thousands of matrices may share one
+    spared: dict[tuple[object, ...], int] = {}  # by group, shape, precision and layout
     for record in records:
         if record.group_index not in options:
             options[record.group_index] = record.rule.planned_options(record.group)
-        block_flops = []
+        block_flops, spared_bytes = [], 0
         if record.view is not None:
             _check_layout(record)
+            kind = (record.group_index, record.shape, record.view, record.tensor.dtype, id(record.layout))
+            if kind not in spared:
+                spared[kind] = _spared_bytes(record)
+            spared_bytes = spared[kind]
             for _, rows, cols in record.view.block_shapes:
                 key = (record.group_index, rows, cols)
                 if key not in costs:
@@ -217,9 +222,16 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
                 block_flops=tuple(block_flops),
                 wire_bytes=staging.itemsize,
                 is_observed=bool(record.rule.statistics),
+                spared_bytes=spared_bytes,
             )
         )
     return specs
+
+
+def _spared_bytes(record: ParameterRecord) -> int:
+    """Return by how many bytes the state of a matrix on a rank is smaller than that of AdamW; 0 if it is larger."""
+    adamw = state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, record.layout)
+    return max(0, adamw - state_bytes(record.rule, record.tensor, record.view, record.layout))
 
 
 def _elementwise_is_local(spec: ParameterSpec, parameter: Tensor) -> ParameterSpec:
