@@ -191,7 +191,7 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
         by_group[spec.group].append(spec.position)
         num_bytes += spec.layout.boxes(spec.shape)[me].numel * spec.bytes_per_element
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
-    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.staging.max_bytes)
+    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
     exchange = _make_exchange(outline, specs, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
     shard_slots = _make_slots({spec.position: spec.layout.boxes(spec.shape)[me].shape for spec in outline.specs})
@@ -200,7 +200,7 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
         unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
-    together = _computed_together(batches, outline.specs[0].bytes_per_element, outline.staging.max_bytes)
+    together = _computed_together(batches, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
     return Stage(
         number,
         outline.rule,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from muon_fsdp.plan.costs import Speeds
 
-# The bound of a stage on one device, where there is no transfer to hide. Larger batches were not faster on a GPU.
+# The bound of a stage on one device, where there is no transfer to hide, and of any batch. Larger batches were not
+# faster on a GPU.
 ONE_DEVICE_BYTES = 256 * 2**20
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
@@ -118,7 +119,7 @@ class Staging:
     """How parameters are cut into stages, and how far these overlap.
 
     Args:
-        max_bytes: bytes of updates that a rank holds or computes in a stage, at most. Batches keep this bound too.
+        max_bytes: bytes of updates that a rank holds or computes in a stage, at most.
         in_flight: how many stages have buffers at a time. With 3, the next stage is gathered and the one before is
             scattered while one computes; where there are replicas, a fourth is forwarded. With 2, the next is gathered
             while one computes, and a stage has ended before the next computes. With 1, stages follow each other.
@@ -126,6 +127,11 @@ class Staging:
 
     max_bytes: int
     in_flight: int = 3
+
+    @property
+    def batch_bytes(self) -> int:
+        """Return the bound of a batch, in bytes of its matrices."""
+        return min(self.max_bytes, ONE_DEVICE_BYTES)
 
 
 def choose_staging(loads: Sequence[Load], num_ranks: int) -> Staging:
@@ -231,7 +237,7 @@ def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
         flops_by_rank=flops,
         shards=sum(load.shard for load in loads),
         units=max(units.values(), default=0),
-        scratch=_scratch_bytes(matrices, loads[0].bytes_per_element, staging.max_bytes),
+        scratch=_scratch_bytes(matrices, loads[0].bytes_per_element, staging.batch_bytes),
         receivers=max(load.receivers for load in loads),
         copies=copies,
         forwarded=max(forwarded.values(), default=0),
