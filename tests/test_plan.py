@@ -87,6 +87,21 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
     assert len(matrices) == expected == plan.num_matrices
 
 
+@given(st.lists(st.sampled_from([(1, 4, 4), (1, 4, 8), (2, 3, 5)]), min_size=1, max_size=9), st.data())
+def test_shards_are_views_of_their_slots(shapes, data):
+    """Many are cut by one call, in any order and with gaps."""
+    (stage,) = plan_of([spec(i, 0, "muon", shape) for i, shape in enumerate(shapes)], 2**20).stages
+    buffer = torch.arange(float(stage.shard_numel))
+    positions = data.draw(st.permutations(range(len(shapes))))[: data.draw(st.integers(0, len(shapes)))]
+    views = stage.shards_in(buffer, positions)
+    assert [view.shape for view in views] == [shapes[position] for position in positions]
+    for view, position in zip(views, positions, strict=True):
+        slot = stage.shard_slots[position]
+        assert view.reshape(-1).tolist() == list(range(slot.offset, slot.offset + math.prod(slot.shape)))
+        assert view.is_contiguous()
+        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
 def test_equal_matrices_of_different_groups_share_a_batch():
     (stage,) = plan_of([spec(i, i % 2, "muon", (1, 4, 8)) for i in range(6)], 2**20).stages
     (batch,) = stage.batches

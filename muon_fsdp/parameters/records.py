@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -54,7 +55,7 @@ class ParameterRecord:
         """Return the whole shape of the parameter, even if it is sharded."""
         return tuple(self.tensor.shape)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Return whether the parameter is a plain tensor, not a DTensor."""
         return not isinstance(self.tensor, DTensor)

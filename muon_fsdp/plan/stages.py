@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
@@ -143,11 +144,49 @@ class Stage:
             forward_receive=of_shards(exchange.forward_receive),
         )
 
-    @property
+    @cached_property
+    def starts(self) -> tuple[int | None, ...]:
+        """Return where the matrices of each batch begin in the buffer of units; None if they are not contiguous."""
+        return tuple(self._start_of(batch) for batch in self.batches)
+
+    def _start_of(self, batch: Batch) -> int | None:
+        matrix = batch.rows * batch.cols
+        start = expected = self.unit_slots[batch.members[0].unit].offset + batch.members[0].start * matrix
+        for member in batch.members:
+            offset = self.unit_slots[member.unit].offset + member.start * matrix
+            if not self.units[member.unit].view.in_memory_order or offset != expected:
+                return None
+            expected = offset + (member.stop - member.start) * matrix
+        return start
+
+    def shards_in(self, buffer: Tensor, positions: Sequence[int]) -> list[Tensor]:
+        """Return the shards of these parameters as views of a flat buffer of all shards.
+
+        Equal shards at equal distances are cut by one call, because a call takes microseconds of host time.
+        """
+        slots = [self.shard_slots[position] for position in positions]
+        views: list[Tensor] = []
+        while len(views) < len(slots):
+            start = len(views)
+            first, stop, step = slots[start], start + 1, 0
+            if stop < len(slots):
+                step = slots[stop].offset - first.offset
+            while step > 0 and stop < len(slots) and slots[stop].offset == first.offset + (stop - start) * step:
+                if slots[stop].shape != first.shape:
+                    break
+                stop += 1
+            if stop - start == 1:
+                views.append(first.of(buffer))
+            else:
+                strides = first.of(buffer).stride()
+                views += buffer.as_strided((stop - start, *first.shape), (step, *strides), first.offset).unbind()
+        return views
+
+    @cached_property
     def shard_numel(self) -> int:
         return _end(self.shard_slots)
 
-    @property
+    @cached_property
     def unit_numel(self) -> int:
         return _end(self.unit_slots)
 

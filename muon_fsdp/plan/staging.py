@@ -160,9 +160,12 @@ def choose_staging(loads: Sequence[Load], num_ranks: int) -> Staging:
             stages = [replace(cost, in_flight=in_flight) for cost in costs]
             found.append(_Candidate(pipeline_seconds(stages, ASSUMED), peak_bytes(stages), Staging(bound, in_flight)))
         fits = fits or any(candidate.bytes <= spared for candidate in found)
-        if bound == least or (fits and len(costs) >= ENOUGH_STAGES):
+        if bound == least or (fits and len(costs) >= ENOUGH_STAGES and bound <= ONE_DEVICE_BYTES):
             break
-        bound = max(uneven, bound // 2) if len(costs) < ENOUGH_STAGES and bound > uneven else least
+        if len(costs) < ENOUGH_STAGES:
+            bound = max(uneven, bound // 2) if bound > uneven else least
+        else:
+            bound = max(least, ONE_DEVICE_BYTES) if bound > ONE_DEVICE_BYTES else least
     candidates = [candidate for candidate in found if candidate.bytes <= spared] or found
     limit = HARDLY_LONGER * min(candidate.seconds for candidate in candidates)
     return min((c for c in candidates if c.seconds <= limit), key=lambda c: (c.bytes, c.seconds)).staging

@@ -15,10 +15,10 @@ from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import Batch, Member, Stage
+from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step.fused import FusedStage
-from muon_fsdp.step.inputs import SingleUpdate, StepInputs
+from muon_fsdp.step.inputs import SingleUpdate, StepInputs, in_precision
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 
@@ -176,8 +176,7 @@ class _StageRun:
                 gradients = [update.working_gradient() for update in updates]
                 prepared = self.rule.prepare(options, gradients, [update.state for update in updates])
                 if self.rule.needs_matrices:
-                    slots = [self.stage.shard_slots[i].of(self._buffer) for i in positions]
-                    torch._foreach_copy_(slots, prepared)
+                    torch._foreach_copy_(self.stage.shards_in(self._buffer, positions), prepared)
                 else:
                     self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
@@ -232,8 +231,8 @@ class _StageRun:
                 self.rule.fused.apply(self._groups[each.group], tensors, self._buffer, factors)
             for options, positions in self._lists:
                 if self.rule.needs_matrices:
-                    slots = self.stage.shard_slots
-                    updates = [slots[i].of(self._buffer).to(self._single[i].dtype) for i in positions]
+                    shards = self.stage.shards_in(self._buffer, positions)
+                    updates = [in_precision(u, self._single[i].dtype) for i, u in zip(positions, shards, strict=True)]
                 else:
                     updates = [self._updates[i] for i in positions]
                 shards = [self._single[i].shard for i in positions]
@@ -283,7 +282,7 @@ class _StageRun:
         if self._inverse_norms is not None and is_complete:
             first = sum(other.count for other in stage.batches[:number])
             norms = self._inverse_norms[first : first + batch.count]
-        start = _start_of_run(stage, batch) if is_complete else None
+        start = stage.starts[number] if is_complete else None
         pieces: list[Tensor] = []
         if start is not None:
             stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
@@ -320,18 +319,6 @@ class _BatchPart:
     batch: MatrixBatch
     pieces: list[Tensor]
     place: Any = None
-
-
-def _start_of_run(stage: Stage, batch: Batch) -> int | None:
-    """Return where the matrices of a batch begin, if they are contiguous in the buffer of units; else None."""
-    matrix = batch.rows * batch.cols
-    start = expected = stage.unit_slots[batch.members[0].unit].offset + batch.members[0].start * matrix
-    for member in batch.members:
-        offset = stage.unit_slots[member.unit].offset + member.start * matrix
-        if not stage.units[member.unit].view.in_memory_order or offset != expected:
-            return None
-        expected = offset + (member.stop - member.start) * matrix
-    return start
 
 
 def _block(stage: Stage, unit: int, block: int, buffer: Tensor) -> Tensor:
