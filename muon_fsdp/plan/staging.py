@@ -19,7 +19,7 @@ ONE_DEVICE_BYTES = 256 * 2**20
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
 # A step may take this much longer than the fastest one to save memory.
-HARDLY_LONGER = 1.05
+HARDLY_LONGER = 1.02
 # With this many stages, all but a few percent of the transfers are hidden. More are tried only to save memory.
 ENOUGH_STAGES = 64
 ASSUMED = Speeds()
