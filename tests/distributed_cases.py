@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.plan import outline
+from muon_fsdp.plan.staging import Staging
 from muon_fsdp.rules import RULES
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 
@@ -205,6 +207,12 @@ def curve(
         optimizer = MuonOptimizer(module.named_parameters(), **replicas_of(module, layout), **options)
     losses = train(module, optimizer, range(steps), data_rank, data_size)
     return losses, full_state(module)
+
+
+def curve_in_stages(staging: Staging, layout: str, options: dict[str, Any], steps: int) -> list[float]:
+    """Train in a layout with stages that are cut and overlap in this way; return the losses."""
+    with patch.object(outline, "choose_staging", lambda *_: staging):
+        return curve(layout, options, {}, steps)[0]
 
 
 # ----------------------------------------------------------------------------------- against the float64 reference

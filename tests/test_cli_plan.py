@@ -125,11 +125,13 @@ def test_bytes_and_time_by_hand(folder):
     assert time["gather"] == pytest.approx(each / 4e9)
     assert time["elementwise"] == pytest.approx(24 * 2 * matrix / 1e9)
     whole = time["orthogonalize"] + time["elementwise"] + time["gather"] + time["scatter"]
-    assert time["step"] == pytest.approx(whole)  # one stage: there is nothing to overlap with
+    late = costs.FIXED_SECONDS  # of every transfer
+    assert time["step"] == pytest.approx(whole + 2 * late)  # one stage: there is nothing to overlap with
     staged = run("plan", "my_nets:squares", "--world-size", "4", "--json", *args, "--max-stage-bytes", "8KiB")
     time = json.loads(staged.stdout)["time"]
     assert time["num_stages"] == 2
-    gather, scatter, compute = (time[name] / 2 for name in ("gather", "scatter", "orthogonalize"))
+    gather, scatter = (time[name] / 2 + late for name in ("gather", "scatter"))
+    compute = time["orthogonalize"] / 2
     # Both gathers come first. The first scatter waits for them and for its matrices, the second for the first.
     first = max(2 * gather, gather + compute) + scatter
     second = max(first, gather + 2 * compute) + scatter
@@ -139,12 +141,12 @@ def test_bytes_and_time_by_hand(folder):
 def test_stages_that_leave_ranks_idle_take_longer(folder):
     """Two matrices a stage on four ranks: a third stage begins when the first has been sent."""
     (folder / "my_nets.py").write_text(SQUARES)
-    args = ("--bandwidth", "1e9", "--memory-bandwidth", "1e9", "--strategy", "owner", "--json")
-    whole = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args))
+    args = ("--tflops", "1e-3", "--bandwidth", "1e9", "--memory-bandwidth", "1e9", "--strategy", "owner", "--json")
+    whole = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args, "--max-stage-bytes", "1GiB"))
     staged = plan_of(run("plan", "my_nets:squares", "--mesh", "4,2", *args, "--max-stage-bytes", "8KiB"))
     assert (whole["num_stages"], staged["num_stages"]) == (1, 4)
-    assert whole["time"]["step"] == pytest.approx(whole["time"]["orthogonalize"], rel=1e-3)
-    assert staged["time"]["step"] == pytest.approx(2 * whole["time"]["step"], rel=1e-3)
+    assert whole["time"]["step"] == pytest.approx(whole["time"]["orthogonalize"], rel=0.1)
+    assert staged["time"]["step"] == pytest.approx(2 * whole["time"]["step"], rel=0.1)
 
 
 def test_sharded_state_by_hand(folder):
@@ -222,7 +224,8 @@ def plan_of(result) -> dict:
 
 def test_scratch_is_a_bound_and_not_a_loose_one():
     """1,664 MiB were measured for this on two ranks (docs/performance.md)."""
-    optimizer = MuonOptimizer([nn.Parameter(torch.empty(2048, 8192, device="meta")) for _ in range(24)])
+    parameters = [nn.Parameter(torch.empty(2048, 8192, device="meta")) for _ in range(24)]
+    optimizer = MuonOptimizer(parameters, max_stage_bytes=2**28)
     assert 1664 <= optimizer.plan_report(world_size=2).scratch_bytes / 2**20 <= 1.1 * 1664
 
 
@@ -343,17 +346,64 @@ def test_auto_chooses_the_strategy_that_the_estimate_finds_faster(name, mesh):
     assert times["auto"] <= 1.4 * min(times.values()), times
 
 
-def test_experts_are_moved_only_if_that_is_faster(monkeypatch):
+@pytest.mark.parametrize("mesh", [(1024,), (4, 256)])
+def test_experts_are_moved_only_if_that_is_faster(monkeypatch, mesh):
     """256 ranks of 1,024 hold an expert of every stack, and the others wait for them, or for the network."""
     experts = nn.ParameterList([nn.Parameter(torch.empty(256, 2048, 7168, device="meta")) for _ in range(6)])
     layout = fsdp_layout(1024, None)
-    speeds = estimate.Speeds(costs.FLOPS_PER_SECOND, costs.BYTES_PER_SECOND, costs.MEMORY_BYTES_PER_SECOND)
     times = {}
     for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):
         with monkeypatch.context() as patch:
             if seconds is not None:
                 patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
             optimizer = MuonOptimizer(experts)
-            times[name] = estimate.time(optimizer, optimizer.plan_report(world_size=1024), layout, speeds).step
-    assert times["moved"] > 1.5 * times["kept"]
-    assert times["chosen"] == times["kept"]
+            report = optimizer.plan_report(mesh=mesh)
+            times[name] = estimate.time(optimizer, report, layout, costs.Speeds()).step
+    assert times["moved"] > 1.5 * times["kept"] or len(mesh) == 2
+    assert times["chosen"] <= 1.02 * min(times.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- stages
+
+
+DENSE = ["gpt2-124m", "gpt2-774m", "llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen3-8b"]
+
+
+@pytest.mark.parametrize("world_size", ["8", "64", "512"])
+@pytest.mark.parametrize("name", DENSE)
+def test_stages_keep_memory_below_that_of_adamw_where_the_largest_matrix_allows_it(name, world_size):
+    chosen = plan(name, "--world-size", world_size)
+    memory, saved = chosen["memory"], chosen["memory"]["adamw_state"] - chosen["memory"]["state"]
+    fixed = plan(name, "--world-size", world_size, "--max-stage-bytes", "256MiB")
+    if memory["least_scratch"] <= saved:
+        assert memory["total"] <= memory["adamw_total"]
+    else:
+        assert memory["scratch"] <= 1.1 * fixed["memory"]["scratch"]
+        assert chosen["time"]["step"] <= 1.06 * fixed["time"]["step"]
+
+
+def test_stages_of_llama_overlap():
+    """On 64 ranks, 32 of them compute two of the 96 large matrices each. A bound of 256 MiB makes one stage."""
+    chosen = plan("llama-3-8b", "--world-size", "64")
+    fixed = plan("llama-3-8b", "--world-size", "64", "--max-stage-bytes", "256MiB")
+    assert (chosen["num_stages"], fixed["num_stages"]) == (3, 1)
+    large = 2 * 14336 * 4096 / costs.BYTES_PER_SECOND  # seconds in which one large matrix reaches its owner
+    # Nothing can be computed before the first large matrix has arrived, and the last result travels alone.
+    least = 2 * large * 63 / 64 + chosen["time"]["orthogonalize"] + chosen["time"]["elementwise"]
+    assert least <= chosen["time"]["step"] <= 1.05 * least
+    assert fixed["time"]["step"] > 1.3 * chosen["time"]["step"]
+    assert chosen["memory"]["scratch"] < 0.9 * fixed["memory"]["scratch"]
+
+
+def test_the_plan_says_why_memory_exceeds_that_of_adamw():
+    text = " ".join(run("plan", "llama-3-8b", "--world-size", "64").stdout.split())
+    assert "3 stages; gathers and scatters overlap with computation." in text
+    # Matrix, result, two copies and five Gram matrices in bfloat16; momentum alone instead of two moments.
+    needs, saved = 2 * (4 * 14336 * 4096 + 5 * 4096**2) / 1e6, 4 * 32 * 218_103_808 / 64 / 1e6
+    assert "note: the sum is 771.8 MB more than with AdamW. A parameter of shape 14336x4096 alone needs " in text
+    assert f"alone needs {needs:.1f} MB of scratch, and the smaller state saves {saved:.1f} MB." in text
+    text = run("plan", "gpt2-774m", "--world-size", "8", "--max-stage-bytes", "1GiB").stdout
+    assert "Leave out --max-stage-bytes, or pass a smaller one." in " ".join(text.split())
+    text = run("plan", "gpt2-124m", "--world-size", "8").stdout
+    assert "more than with AdamW" not in text
+    assert "5 stages; gathers overlap with computation; scatters do not, to save memory." in text

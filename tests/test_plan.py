@@ -17,10 +17,12 @@ from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import matrix_view
+from muon_fsdp.plan.costs import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.layout import Layout, local_layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import balance_bound
 from muon_fsdp.plan.stages import Plan, make_plan
+from muon_fsdp.plan.staging import ONE_DEVICE_BYTES, StageCost, peak_bytes, pipeline_seconds
 from tests.pool import RankPool
 
 GPU = torch.device("cuda"), torch.float32
@@ -36,7 +38,7 @@ def spec(position, group, rule, shape, device="cpu", key="k"):
 
 
 def plan_of(specs, max_stage_bytes) -> Plan:
-    return make_plan(make_outline(specs, max_stage_bytes=max_stage_bytes), 0, max_stage_bytes)
+    return make_plan(make_outline(specs, max_stage_bytes=max_stage_bytes), 0)
 
 
 @st.composite
@@ -85,6 +87,21 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
     assert len(matrices) == expected == plan.num_matrices
 
 
+@given(st.lists(st.sampled_from([(1, 4, 4), (1, 4, 8), (2, 3, 5)]), min_size=1, max_size=9), st.data())
+def test_shards_are_views_of_their_slots(shapes, data):
+    """Many are cut by one call, in any order and with gaps."""
+    (stage,) = plan_of([spec(i, 0, "muon", shape) for i, shape in enumerate(shapes)], 2**20).stages
+    buffer = torch.arange(float(stage.shard_numel))
+    positions = data.draw(st.permutations(range(len(shapes))))[: data.draw(st.integers(0, len(shapes)))]
+    views = stage.shards_in(buffer, positions)
+    assert [view.shape for view in views] == [shapes[position] for position in positions]
+    for view, position in zip(views, positions, strict=True):
+        slot = stage.shard_slots[position]
+        assert view.reshape(-1).tolist() == list(range(slot.offset, slot.offset + math.prod(slot.shape)))
+        assert view.is_contiguous()
+        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
 def test_equal_matrices_of_different_groups_share_a_batch():
     (stage,) = plan_of([spec(i, i % 2, "muon", (1, 4, 8)) for i in range(6)], 2**20).stages
     (batch,) = stage.batches
@@ -121,7 +138,7 @@ def planned(name: str) -> list[tuple[int, float, float, int]]:
             start = time.process_time()
             report = optimizer.plan_report(world_size=world_size)
             seconds = min(seconds, time.process_time() - start)
-            if seconds < 4:
+            if seconds < 6:
                 break
         results.append((report.num_ranks, seconds, report.balance, report.num_matrices))
     return results
@@ -132,7 +149,7 @@ def test_balance_and_time_of_planning(ranks: RankPool, name):
     (results,) = ranks.run(1, planned, name)  # in another process: coverage would be timed here
     assert [num_ranks for num_ranks, *_ in results] == WORLD_SIZES.get(name, ALL_WORLD_SIZES)
     for num_ranks, seconds, balance, matrices in results:
-        assert seconds < 5
+        assert seconds < 8
         # Whole experts stay with the few ranks that hold them where moving them would take longer.
         assert balance <= 1.15 or (name == "deepseek-v3-stacked" and num_ranks > 256), num_ranks
         assert matrices == sum(shape[0] if len(shape) == 3 else 1 for shape in MODELS[name])
@@ -180,3 +197,73 @@ def test_the_cost_model_chooses():
     assert strategies(many_small, ddp) == {True}
     assert strategies(large, ddp) == {False}
     assert strategies(large, fsdp) == {False}
+
+
+# ----------------------------------------------------------------------------------------------------------- stages
+
+
+def fsdp_specs(shapes, num_ranks, spared=0):
+    layout = Layout(tuple(range(num_ranks)), (num_ranks,), (Shard(0),))
+    specs = []
+    for position, shape in enumerate(shapes):
+        view = matrix_view(shape, name="w", kind="auto")
+        flops = (28.0 * min(shape) ** 2 * max(shape),)
+        specs.append(
+            ParameterSpec(position, 0, "muon", shape, layout, 2, *GPU, view, NO_OPTIONS, flops, spared_bytes=spared)
+        )
+    return specs
+
+
+def test_a_stage_has_a_matrix_for_every_rank():
+    """Shapes alternate in the model. Owners follow the order of stages, in which equal shapes lie together."""
+    shapes = 16 * [(4096, 14336), (14336, 4096), (14336, 4096)]
+    outlines = make_outline(fsdp_specs(shapes, 8), max_stage_bytes=1, strategy="owner")
+    assert len(outlines) == 6
+    for outline in outlines:
+        assert sorted(unit.owner for unit in outline.units) == list(range(8))
+
+
+def test_one_device_keeps_its_bound():
+    specs = [spec(i, 0, "muon", (1, 4096, 4096)) for i in range(9)]
+    outlines = make_outline(specs, max_stage_bytes=None)
+    assert {outline.staging.max_bytes for outline in outlines} == {ONE_DEVICE_BYTES}
+    assert [len(outline.specs) for outline in outlines] == [4, 4, 1]
+
+
+def test_memory_decides_how_many_stages_are_in_flight():
+    """With less memory to spare, stages overlap less, until one matrix at a time still needs too much."""
+    shapes = 32 * [(4096, 8192)]
+    matrix = 2 * 4096 * 8192
+    needs = {}
+    for spared in (14.0, 10.0, 7.0, 1.0):  # matrices
+        outlines = make_outline(fsdp_specs(shapes, 8, int(spared * matrix / 32)), max_stage_bytes=None)
+        needs[spared] = (outlines[0].staging.in_flight, len(outlines))
+    assert needs == {14.0: (3, 4), 10.0: (2, 4), 7.0: (1, 4), 1.0: (3, 4)}, needs
+
+
+def stage_of(in_flight, gather=1.0, compute=1.0, scatter=1.0):
+    """Return a stage whose phases take these times at a speed of 1, and whose bytes are powers of ten."""
+    late = FIXED_SECONDS
+    return StageCost({0: compute}, 10, 100, 1000, 1, 1, gather - late, scatter - late, True, in_flight)
+
+
+def test_time_of_stages_by_hand():
+    speeds = Speeds(1.0, 1.0, 1.0)
+
+    def seconds(*stages):
+        return pipeline_seconds(stages, speeds)
+
+    assert seconds(stage_of(3, 2, 5, 3)) == pytest.approx(10)
+    # The second stage is gathered while the first computes, and computed while the first is scattered.
+    assert seconds(stage_of(3, 2, 5, 3), stage_of(3, 2, 5, 3)) == pytest.approx(2 + 5 + 5 + 3)
+    assert seconds(stage_of(2, 2, 5, 3), stage_of(2, 2, 5, 3)) == pytest.approx(2 + 5 + 3 + 5 + 3)
+    assert seconds(stage_of(1, 2, 5, 3), stage_of(1, 2, 5, 3)) == pytest.approx(20)
+    # The network is busy all the time: two gathers, two scatters, and the wait for the last result.
+    assert seconds(stage_of(3, 4, 1, 4), stage_of(3, 4, 1, 4)) == pytest.approx(4 + 4 + 4 + 4)
+
+
+def test_memory_of_stages_by_hand():
+    gathering, computing, scattering = 2 * 10 + 100, 2 * 100 + 1000, 2 * 100 + 2 * 10
+    for in_flight, expected in ((3, gathering + computing + scattering), (2, gathering + computing), (1, computing)):
+        assert peak_bytes([stage_of(in_flight)] * 4) == expected
+    assert peak_bytes([stage_of(3)]) == computing

@@ -200,7 +200,7 @@ def test_every_byte_sent_is_received_and_every_unit_assembled(parameters, strate
         )
         wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * position)
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
-    plans = {rank: make_plan(outlines, rank, max_stage_bytes) for rank in mesh.ranks}
+    plans = {rank: make_plan(outlines, rank) for rank in mesh.ranks}
     computed = Counter()
     for number in range(len(outlines)):
         stages = {rank: plan.stages[number] for rank, plan in plans.items()}
@@ -236,7 +236,7 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
     outlines = make_outline(specs, max_stage_bytes=max_stage_bytes, strategy=strategy)
     sent, forwarded = dict.fromkeys(layout.ranks, 0), dict.fromkeys(layout.ranks, 0)
     for rank in layout.ranks:
-        for number, stage in enumerate(make_plan(outlines, rank, max_stage_bytes).stages):
+        for number, stage in enumerate(make_plan(outlines, rank).stages):
             if stage.exchange is not None:
                 exchange = stage.exchange
                 scatters, gathers, receives = (
@@ -273,7 +273,7 @@ def test_an_owner_sends_each_result_once(mesh_shape, placements, shape):
     specs = [ParameterSpec(i, 0, "muon", shape, layout, 4, *CPU, view, NO_OPTIONS, (1.0,)) for i in range(5)]
     outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
     for rank in layout.ranks:
-        (stage,) = make_plan(outlines, rank, 10**9).stages
+        (stage,) = make_plan(outlines, rank).stages
         owned = sum(stage.units[number].box.numel for number in stage.mine)
         received = stage.packings.scatter_receive.numel
         assert stage.packings.scatter_send.numel <= owned
@@ -290,7 +290,7 @@ def test_a_matrix_on_thousands_of_ranks_is_moved_by_few_copies(rank):
     view = matrix_view((2 * num_ranks, 64), name="w", kind="auto")
     specs = [ParameterSpec(i, 0, "muon", view.shape, layout, 2, *CPU, view, NO_OPTIONS, (1.0,)) for i in range(2)]
     outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
-    (stage,) = make_plan(outlines, rank, 10**9).stages
+    (stage,) = make_plan(outlines, rank).stages
     packings = stage.packings
     computes = bool(stage.mine)
     assert computes == (rank < 2)
@@ -319,7 +319,7 @@ class LoggedRun:
     """A stage that notes the calls of `run_stages` instead of running, with the process group of every transfer."""
 
     def __init__(self, stage, context):
-        self.name, self.ranks, self.peers, self.log = stage
+        self.name, self.ranks, self.peers, self.in_flight, self.log = stage
         self.travels, self.positions, self.forwards = True, {0}, len(self.peers) > 1
         self.group = (self.ranks, "")
         exchange = Exchange(self.ranks, 0, (), (), (), (), True, True, self.peers, 1)
@@ -351,7 +351,8 @@ def peers_among(ranks, rank, num_replicas):
     st.lists(
         st.tuples(
             st.frozensets(st.integers(0, 6), min_size=2),
-            st.lists(st.sampled_from([1, 2, 3, 60]), max_size=6),  # replicas; 60: every rank holds everything
+            # Replicas (60: every rank holds everything), and stages in flight.
+            st.lists(st.tuples(st.sampled_from([1, 2, 3, 60]), st.sampled_from([3, 3, 2, 1])), max_size=6),
         ),
         max_size=5,
         unique_by=lambda item: item[0],
@@ -360,16 +361,16 @@ def peers_among(ranks, rank, num_replicas):
 def test_no_order_of_sets_and_stages_is_a_circle(sets):
     """Every transfer begins on all ranks in the order of its group, and none waits for one that can't begin."""
     stages = [
-        ((ranks, number), ranks, num_replicas)
+        ((ranks, number), ranks, num_replicas, in_flight)
         for ranks, many in sorted((tuple(sorted(ranks)), many) for ranks, many in sets)
-        for number, num_replicas in enumerate(many)
+        for number, (num_replicas, in_flight) in enumerate(many)
     ]
     logs = {rank: [] for rank in range(7)}
     with patch.object(pipeline, "_StageRun", LoggedRun):
         for rank, log in logs.items():
             mine = [
-                (name, ranks, peers_among(ranks, rank, replicas), log)
-                for name, ranks, replicas in stages
+                (name, ranks, peers_among(ranks, rank, replicas), in_flight, log)
+                for name, ranks, replicas, in_flight in stages
                 if rank in ranks
             ]
             whole = Settings("propagate", 1, False, "auto", None)

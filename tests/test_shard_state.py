@@ -36,7 +36,7 @@ def test_training_is_that_with_whole_state(ranks: RankPool, world_size):
     [
         ({"rule": "normuon"}, 1e-5),
         ({"max_stage_bytes": 700}, 1e-5),
-        ({"comm_dtype": torch.bfloat16, "strategy": "owner"}, 2e-3),
+        ({"comm_dtype": torch.bfloat16, "strategy": "owner"}, 5e-3),
     ],
 )
 def test_rules_stages_and_precisions_do_not_matter(ranks: RankPool, options, atol):

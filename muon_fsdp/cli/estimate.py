@@ -7,24 +7,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from muon_fsdp.declarations.state import working_dtype
-from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.optimizers.muon import MuonOptimizer
+from muon_fsdp.parameters.records import held_elements, state_bytes
 from muon_fsdp.parameters.routing import RoutingRow
+from muon_fsdp.plan.costs import Speeds
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.report import PlanReport, StageReport
-from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Assumed speeds of one rank, per second: operations, bytes sent and received, and bytes of device memory."""
-
-    flops: float
-    network_bytes: float
-    memory_bytes: float
+from muon_fsdp.plan.report import PlanReport
+from muon_fsdp.plan.staging import pipeline_seconds
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 
 
 @dataclass(frozen=True)
@@ -35,6 +28,7 @@ class Memory:
     gradients: int
     state: int
     scratch: int  # an upper bound
+    least_scratch: int  # that of the parameter that needs the most, in a stage of its own
     adamw_state: int
     mean_weights: float  # mean over all ranks
 
@@ -61,30 +55,15 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
     """
     weights = gradients = state = adamw_state = total = 0
     for parameter in model.parameters():
-        bytes_held = _held(parameter, layout) * parameter.element_size()
+        bytes_held = held_elements(parameter, layout) * parameter.element_size()
         weights += bytes_held
         gradients += bytes_held if parameter.requires_grad else 0
         total += parameter.numel() * parameter.element_size() * layout.num_replicas
     for record in optimizer._records():
-        state += _state_bytes(record.rule, record.tensor, record.view, of_state)
-        adamw_state += _state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
+        state += state_bytes(record.rule, record.tensor, record.view, of_state)
+        adamw_state += state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
     mean = total / len(layout.ranks)
-    return Memory(weights, gradients, state, report.scratch_bytes, adamw_state, mean)
-
-
-def _held(parameter: Tensor, layout: Layout) -> int:
-    """Return the number of elements in the largest shard of a parameter."""
-    return layout.largest_box(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
-
-
-def _state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout) -> int:
-    """Return the bytes of state that a rule keeps for a parameter on the rank with the largest shard."""
-    total = 0
-    for spec in rule.all_state:
-        whole = not spec.is_sharded
-        numel = spec.shape(parameter, view).numel() if whole else _held(parameter, layout)
-        total += numel * spec.dtype(parameter).itemsize
-    return total
+    return Memory(weights, gradients, state, report.scratch_bytes, report.least_scratch_bytes, adamw_state, mean)
 
 
 @dataclass(frozen=True)
@@ -101,7 +80,7 @@ class Time:
 
 
 def time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds: Speeds) -> Time:
-    """Estimate the time of a step on the busiest rank; latencies are not counted.
+    """Estimate the time of a step on the busiest rank.
 
     `of_state` is the layout of state and of what a rank updates.
     """
@@ -114,7 +93,7 @@ def time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds:
             staged = 4 if RULES[group["rule"]].needs_matrices else 0
             working = working_dtype(parameter.dtype).itemsize
             each = 3 * parameter.element_size() + 2 * moments * working + staged
-            moved += each * _held(parameter, of_state)
+            moved += each * held_elements(parameter, of_state)
             if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
                 moved += 2 * parameter.element_size() * parameter.numel()
     elementwise = moved / speeds.memory_bytes
@@ -127,38 +106,9 @@ def time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds:
         gather=gather,
         scatter=scatter,
         weights=weights,
-        step=elementwise + _pipeline(report.stages, gather, scatter, speeds.flops) + weights,
+        step=elementwise + pipeline_seconds(report.stages, speeds) + weights,
         num_stages=report.num_stages,
     )
-
-
-def _pipeline(stages: Sequence[StageReport], gather: float, scatter: float, flops: float) -> float:
-    """Return the time at which the last stage has been scattered, if ranks overlap stages as a real step does.
-
-    All transfers use one network in a fixed order: a stage is gathered before the previous one is scattered. A stage is
-    computed once it has been gathered, and scattered once all of its owners have computed it.
-    """
-    total = sum(stage.numel for stage in stages)
-    network = 0.0  # the time at which the network becomes free
-    free: dict[int | None, float] = defaultdict(float)  # the time at which each rank becomes free
-    gathered: list[float] = []
-
-    def compute(number: int) -> None:
-        nonlocal network
-        stage = stages[number]
-        for rank, work in stage.flops_by_rank.items():
-            free[rank] = max(free[rank], gathered[number]) + work / flops
-        computed = max(free[rank] for rank in stage.flops_by_rank)
-        network = max(network, computed) + scatter * stage.numel / total
-
-    for number, stage in enumerate(stages):
-        network += gather * stage.numel / total
-        gathered.append(network)
-        if number > 0:
-            compute(number - 1)
-    if stages:
-        compute(len(stages) - 1)
-    return network
 
 
 @dataclass(frozen=True)

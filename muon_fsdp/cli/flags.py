@@ -87,8 +87,12 @@ class PlanFlags:
         typer.Option(help="Precision of updates that are sent between ranks. Default: bfloat16, as on GPUs."),
     ] = None
     max_stage_bytes: Annotated[
-        str, typer.Option(help="Bytes of updates that one stage processes, as a number or a size such as 64MiB.")
-    ] = "256MiB"
+        str | None,
+        typer.Option(
+            help="Bytes of updates that a rank holds or computes in a stage, at most, as a number or a size such as "
+            "64MiB. Default: chosen by the planner."
+        ),
+    ] = None
     shard_state: Annotated[
         bool,
         typer.Option("--shard-state", help="DDP with sharded state (shard_state=True); needs --mesh REPLICAS,1."),

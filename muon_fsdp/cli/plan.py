@@ -19,7 +19,7 @@ SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 
 EPILOG = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
-    "--memory-bandwidth. Latencies are not counted. FLOPs count symmetric products in full, although only half of "
+    "--memory-bandwidth, and 0.1 ms for every transfer. FLOPs count symmetric products in full, although only half of "
     "each is computed. Counted this way, one H200 reached 830 to 880 TFLOP/s on the matrices of a 1.3B model and of "
     "Llama-3 8B, and 560 on those of GPT-2 (docs/performance.md)."
 )
@@ -35,7 +35,7 @@ def plan(flags: PlanFlags) -> None:
     mesh = _mesh(flags.mesh, flags.world_size)
     if flags.shard_state and (len(mesh) != 2 or mesh[1] != 1):
         fail("--shard-state is for DDP: pass --mesh REPLICAS,1, for example --mesh 8,1; FSDP2 shards state without it")
-    stage_bytes = _size("--max-stage-bytes", flags.max_stage_bytes)
+    stage_bytes = None if flags.max_stage_bytes is None else _size("--max-stage-bytes", flags.max_stage_bytes)
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
         planned = _plan(flags, mesh, rule, stage_bytes)
@@ -102,12 +102,13 @@ def _dtype(option: str, text: str | None) -> torch.dtype | None:
     return found
 
 
-def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int) -> PlanOutput:
+def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int | None) -> PlanOutput:
     """Build the model on the meta device, plan its step, and estimate memory and time."""
     from muon_fsdp.cli import estimate
     from muon_fsdp.cli.loading import LoadingError, load_model
     from muon_fsdp.cli.planned import PlanOutput
     from muon_fsdp.optimizers.muon import MuonOptimizer
+    from muon_fsdp.plan.costs import Speeds
     from muon_fsdp.plan.report import fsdp_layout, state_layout
 
     dtype, comm_dtype = _dtype("--dtype", flags.dtype), _dtype("--comm-dtype", flags.comm_dtype)
@@ -128,7 +129,7 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
     report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh)
     layout = fsdp_layout(math.prod(mesh), mesh)
     of_state = state_layout(layout, shard_state=flags.shard_state)
-    speeds = estimate.Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
+    speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
     return PlanOutput(
         flags=flags,
         mesh=mesh,

@@ -13,9 +13,17 @@ from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.cli.output import print_table
 from muon_fsdp.parameters.routing import RoutingReport
+from muon_fsdp.plan.costs import FIXED_SECONDS
 from muon_fsdp.plan.report import PlanReport
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
+
+# What follows the number of stages, by the number of stages in flight.
+_OVERLAP = {
+    3: "; gathers and scatters overlap with computation",
+    2: "; gathers overlap with computation; scatters do not, to save memory",
+    1: ", one after the other, to save memory",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class PlanOutput:
     flags: PlanFlags
     mesh: tuple[int, ...]  # (shards,) or (replicas, shards)
     rule: str
-    max_stage_bytes: int
+    max_stage_bytes: int | None  # None: chosen by the planner
     model: nn.Module  # on the meta device
     report: PlanReport
     routes: RoutingReport
@@ -149,8 +157,9 @@ class PlanOutput:
         rows.append(("busiest rank", "", "", "", *busiest))
         header = ("shape", "matrices", "strategy", "owners", "gather", "scatter", "TFLOP")
         print_table("Matrices, means per rank and step", header, rows)
-        stages = f"{report.num_stages} stage(s)"
-        print(f"{stages}; the busiest rank computes {report.balance:.3f} times the least possible.\n")
+        print(f"The busiest rank computes {report.balance:.3f} times the least possible.")
+        in_flight = min(stage.in_flight for stage in report.stages)
+        print(f"{_numbered(report.num_stages, 'stage')}{_OVERLAP[in_flight] if report.num_stages > 1 else ''}.\n")
 
     def _show_memory(self) -> None:
         """Print the memory of the fullest rank, with a note if some ranks hold much less."""
@@ -164,12 +173,27 @@ class PlanOutput:
         ]
         everywhere = f"{RULES[DEFAULT_OTHER_RULE].display_name} for all"
         print_table("Memory of the fullest rank", ("", "as planned", everywhere), rows)
+        if memory.total > memory.adamw_total:
+            print(self._excess())
         if memory.weights > 1.2 * memory.mean_weights:
             print(
                 f"note: the first rank holds {memory.weights / memory.mean_weights:.1f} times the mean of weights, as "
                 "some parameters\nhave fewer rows (or experts) than there are shards. Fewer shards are more\neven: "
                 "--mesh REPLICAS,SHARDS.\n"
             )
+
+    def _excess(self) -> str:
+        """Return a note that says why the sum is larger than with AdamW."""
+        memory, saved = self.memory, self.memory.adamw_state - self.memory.state
+        note = f"note: the sum is {format_bytes(memory.total - memory.adamw_total)} more than with AdamW."
+        if memory.least_scratch > saved:
+            note += (
+                f" A parameter of shape {format_shape(self.report.neediest)} alone needs "
+                f"{format_bytes(memory.least_scratch)} of scratch, and the smaller state saves {format_bytes(saved)}."
+            )
+        elif self.max_stage_bytes is not None:
+            note += " Leave out --max-stage-bytes, or pass a smaller one."
+        return textwrap.fill(note, 80, break_long_words=False, break_on_hyphens=False) + "\n"
 
     def _show_time(self) -> None:
         """Print the estimated time of each part of a step, and the speeds that were assumed."""
@@ -187,7 +211,7 @@ class PlanOutput:
         print(
             f"Assumed: {assumed['tflops']:g} TFLOP/s (--tflops), {assumed['bandwidth_gb_s']:g} GB/s sent and received "
             f"by a rank\n(--bandwidth), {assumed['memory_bandwidth_tb_s']:g} TB/s of device memory "
-            "(--memory-bandwidth); no latencies."
+            f"(--memory-bandwidth); {1e3 * FIXED_SECONDS:g} ms more\nfor every transfer."
         )
 
 

@@ -95,7 +95,7 @@ class MuonOptimizer(GroupedOptimizer):
         nonfinite: NonFinite = "propagate",
         strategy: Strategy = "auto",
         comm_dtype: torch.dtype | None = None,
-        max_stage_bytes: int = 256 * 2**20,
+        max_stage_bytes: int | None = None,
         cuda_graph: CudaGraph = "auto",
         shard_state: bool = False,
         strict: bool = False,

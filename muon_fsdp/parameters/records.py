@@ -64,7 +64,7 @@ class ParameterRecord:
         """Return the whole shape of the parameter, even if it is sharded."""
         return tuple(self.tensor.shape)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Return whether the parameter is a plain tensor, not a DTensor."""
         return not isinstance(self.tensor, DTensor)
@@ -158,3 +158,18 @@ def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | 
         num_heads=group["num_heads"],
         split_sizes=group["split_sizes"],
     )
+
+
+def held_elements(parameter: Tensor, layout: Layout) -> int:
+    """Return the number of elements in the largest shard of a parameter."""
+    return layout.largest_box(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
+
+
+def state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout) -> int:
+    """Return the bytes of state that a rule keeps for a parameter on the rank with the largest shard."""
+    total = 0
+    for spec in rule.all_state:
+        whole = not spec.is_sharded
+        numel = spec.shape(parameter, view).numel() if whole else held_elements(parameter, layout)
+        total += numel * spec.dtype(parameter).itemsize
+    return total

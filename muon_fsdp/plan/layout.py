@@ -61,7 +61,10 @@ class Layout:
 
     def boxes(self, shape: Shape) -> tuple[Box, ...]:
         """Return the box that each rank holds, in the order of `ranks`."""
-        return _boxes(shape, self.mesh_shape, self.placements)
+        boxes = self._boxes.get(shape)
+        if boxes is None:  # kept here because hashing placements takes longer than the rest of a call
+            boxes = self._boxes[shape] = _boxes(shape, self.mesh_shape, self.placements)
+        return boxes
 
     def box_on(self, rank: int, shape: Shape) -> Box:
         """Return the box that one rank holds."""
@@ -93,6 +96,10 @@ class Layout:
             ordered = sorted(ranks_of.items(), key=lambda item: -item[0].numel)
             self._distinct[shape] = tuple((box, tuple(ranks)) for box, ranks in ordered)
         return self._distinct[shape]
+
+    @cached_property
+    def _boxes(self) -> dict[Shape, tuple[Box, ...]]:
+        return {}
 
     @cached_property
     def _largest(self) -> dict[Shape, int]:

@@ -19,6 +19,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.costs import BYTES_PER_SECOND, FIXED_SECONDS, FLOPS_PER_SECOND
 from muon_fsdp.plan.layout import Box, Layout
+from muon_fsdp.plan.staging import Load, Staging, UnitLoad, choose_staging, cut
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -46,6 +47,7 @@ class ParameterSpec:
     wire_bytes: int = 2  # bytes per element in transfers
     is_observed: bool = False  # whether its rule asks for statistics of W
     weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
+    spared_bytes: int = 0  # bytes by which its state on a rank is smaller than that of AdamW
 
     @property
     def matrices(self) -> MatrixView:
@@ -83,13 +85,23 @@ class StageOutline:
     ranks: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]
     units: tuple[Unit, ...]
+    staging: Staging  # how it was cut, and how it overlaps with others
+    loads: tuple[Load, ...]  # what each of its parameters costs
 
 
-def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strategy: str = "auto") -> list[StageOutline]:
+def make_outline(
+    specs: Iterable[ParameterSpec], *, max_stage_bytes: int | None, strategy: str = "auto"
+) -> list[StageOutline]:
     """Divide parameters into stages and assign owners, for all ranks; equal parameters give equal outlines.
 
     Stages come in one total order (by ranks, then by size). Otherwise overlapping sets of ranks could wait for each
     other in a circle.
+
+    Args:
+        specs: all parameters that this rank knows.
+        max_stage_bytes: bytes of updates that a rank holds or computes in a stage, at most; None lets
+            `choose_staging` choose, for every set of parameters that may share stages.
+        strategy: "owner", "replicate" or "auto".
     """
     specs = [spec for spec in specs if math.prod(spec.shape) > 0 or spec.view is None]  # empty shards still count steps
     # Sets of ranks are long, so they are compared once per layout instead of once per parameter.
@@ -117,10 +129,14 @@ def make_outline(specs: Iterable[ParameterSpec], *, max_stage_bytes: int, strate
         if len(ranks) > 1 and _replicates(units, members, strategy):
             work = {position: tuple(replace(unit, owner=None) for unit in many) for position, many in work.items()}
         largest_first = sorted(members, key=lambda spec: _order(spec, work[spec.position]))
-        outlines += [
-            StageOutline(rule, ranks, tuple(stage), tuple(unit for spec in stage for unit in work[spec.position]))
-            for stage in _cut(largest_first, work, max_stage_bytes)
-        ]
+        loads = [_load(spec, work[spec.position]) for spec in largest_first]
+        # Decide only by parameters of this set, as for owners.
+        staging = choose_staging(loads, len(ranks)) if max_stage_bytes is None else Staging(max_stage_bytes)
+        for indices in cut(loads, staging.max_bytes):
+            stage = tuple(largest_first[index] for index in indices)
+            units_of_stage = tuple(unit for spec in stage for unit in work[spec.position])
+            costs = tuple(loads[index] for index in indices)
+            outlines.append(StageOutline(rule, ranks, stage, units_of_stage, staging, costs))
     return outlines
 
 
@@ -159,7 +175,9 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
     for ranks in sorted(specs_by_ranks, key=lambda ranks: (-len(ranks), ranks)):
         wider = [other for other in loads if set(ranks) <= set(other)]
         before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
-        units = [(unit, spec) for spec in specs_by_ranks[ranks] for unit in _units_of(spec)]
+        # The order of stages, so that a stage of as many units as there are ranks has one for every rank.
+        cut_up = sorted(((spec, _units_of(spec)) for spec in specs_by_ranks[ranks]), key=lambda pair: _order(*pair))
+        units = [(unit, spec) for spec, many in cut_up for unit in many]
         holders = [spec.layout.holders(spec.shape, unit.box) for unit, spec in units]
         # Decide only by parameters of this set: a rank may see others that the rest of the set does not know.
         first = specs_by_ranks[ranks][0]
@@ -265,7 +283,7 @@ def _replicates(units: Sequence[Unit], specs: Sequence[ParameterSpec], strategy:
     for unit in units:
         spec, numel = by_position[unit.position], unit.box.numel
         assert unit.owner is not None
-        held = spec.layout.box_on(unit.owner, spec.shape).intersect(unit.box).numel
+        held = _held(unit, spec)
         total += numel
         flops[unit.owner] += unit.flops
         received[unit.owner] += numel - held
@@ -278,30 +296,43 @@ def _replicates(units: Sequence[Unit], specs: Sequence[ParameterSpec], strategy:
     return FIXED_SECONDS + everywhere < REPLICATE_BELOW * (FIXED_SECONDS + with_owners)
 
 
-def _cut(
-    specs: Sequence[ParameterSpec], work: dict[int, tuple[Unit, ...]], max_stage_bytes: int
-) -> list[list[ParameterSpec]]:
-    """Cut parameters into stages in which no rank holds or computes more than `max_stage_bytes`.
+def _held(unit: Unit, spec: ParameterSpec) -> int:
+    """Return the elements of a unit that its owner holds."""
+    assert unit.owner is not None
+    box = spec.layout.box_on(unit.owner, spec.shape)
+    return box.numel if unit.box.shape == spec.shape else box.intersect(unit.box).numel
 
-    A parameter is never divided between stages. Where one exceeds the bound, the largest one becomes the bound, so a
-    stage of large matrices still has one for every rank. A parameter of several matrices is then orthogonalized in
-    batches within the bound.
-    """
-    needs: list[tuple[int, dict[int | None, int]]] = []  # bytes of a shard, and of units by owner
-    for spec in specs:
-        computed: dict[int | None, int] = defaultdict(int)
-        for unit in work[spec.position]:
-            computed[unit.owner] += unit.box.numel * spec.bytes_per_element
-        needs.append((spec.layout.largest_box(spec.shape) * spec.bytes_per_element, computed))
-    limit = max([max_stage_bytes, *(max((shard, *computed.values())) for shard, computed in needs)])
-    stages: list[list[ParameterSpec]] = []
-    held, by_rank = 0, dict[int | None, int]()
-    for spec, (shard, computed) in zip(specs, needs, strict=True):
-        if not stages or max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit:
-            stages.append([])
-            held, by_rank = 0, {}
-        stages[-1].append(spec)
-        held += shard
-        for who, size in computed.items():
-            by_rank[who] = by_rank.get(who, 0) + size
-    return stages
+
+def _load(spec: ParameterSpec, units: Sequence[Unit]) -> Load:
+    """Return what a parameter with these units costs in a stage."""
+    layout, shape = spec.layout, spec.shape
+    num_ranks, largest = len(layout.ranks), layout.largest_box(shape)
+    others = num_ranks // layout.num_replicas - 1  # ranks of the same replica
+    loads = [_unit_load(unit, spec) for unit in units]
+    replicated = num_ranks > 1 and any(unit.owner is None for unit in units)
+    shard_sent = largest * others * spec.wire_bytes
+    return Load(
+        shard=largest * spec.bytes_per_element,
+        # With owners, only those of its own replica get its shard, and it is one of them itself.
+        shard_sent=(shard_sent if replicated else shard_sent // num_ranks) if any(u.received for u in loads) else 0,
+        # Its slice, from the owners in its own replica.
+        shard_received=shard_sent // num_ranks if any(u.sent for u in loads) else 0,
+        receivers=max(1, others) if replicated else 1,
+        peers=1 if replicated else layout.num_replicas,
+        bytes_per_element=spec.bytes_per_element,
+        units=tuple(loads),
+        travels=num_ranks > 1,
+        spared=spec.spared_bytes,
+    )
+
+
+def _unit_load(unit: Unit, spec: ParameterSpec) -> UnitLoad:
+    """Return what a unit costs the rank that computes it."""
+    numel, wire, layout = unit.box.numel, spec.wire_bytes, spec.layout
+    size, blocks = numel * spec.bytes_per_element, unit.view.block_shapes
+    if unit.owner is None:
+        received = numel - numel * layout.num_replicas // len(layout.ranks)
+        return UnitLoad(None, size, unit.flops, received * wire, 0, blocks)
+    held = _held(unit, spec)
+    sent = numel - held // layout.num_replicas  # all but about one of the slices of its own box
+    return UnitLoad(unit.owner, size, unit.flops, (numel - held) * wire, sent * wire, blocks)

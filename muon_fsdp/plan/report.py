@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, make_outline
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.slices import UpdateSlices
-from muon_fsdp.plan.stages import SCRATCH_STAGES, matrices_at_once, scratch_numel
+from muon_fsdp.plan.staging import StageCost, Staging, peak_bytes, smallest_bound, stage_cost
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
 
@@ -43,47 +43,6 @@ class PlanRow:
     gather_bytes: int
     scatter_bytes: int
     flops: float
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """Memory and work of a stage. Each number of bytes is that of the rank where it is largest."""
-
-    flops_by_rank: Mapping[int | None, float]  # by owner; the key None stands for units that every rank computes
-    numel: int  # elements of all parameters
-    shards: int  # bytes of the updates of a rank's shards
-    units: int  # bytes of the units that a rank computes
-    scratch: int  # bytes of scratch memory for batches that are computed together
-    receivers: int  # ranks that a shard is sent to: its owner, or all other ranks of the replica
-    peers: int  # ranks that hold the same shards and exchange slices of their updates; 1 if none do
-    travels: bool
-
-    @property
-    def slice(self) -> int:
-        """Return the bytes of updates that a rank receives from owners."""
-        return -(-self.shards // self.peers)
-
-    @property
-    def gathering(self) -> int:
-        """Return the bytes of shards and of the send and receive buffers of a gather."""
-        return (1 + self.receivers) * self.shards + self.units if self.travels else 0
-
-    @property
-    def computing(self) -> int:
-        """Return the bytes of matrices, results and scratch, or those of results and of the buffers of a scatter."""
-        if not self.travels:
-            return self.shards + self.units + self.scratch
-        return max(2 * self.units + self.scratch, 3 * self.units + self.slice)
-
-    @property
-    def scattering(self) -> int:
-        """Return the bytes of results, of the send and receive buffers of a scatter, and of the shards' updates."""
-        return 2 * self.units + self.slice + self.shards if self.travels else 0
-
-    @property
-    def forwarding(self) -> int:
-        """Return the bytes of the shards' updates, which are all-gathered in place."""
-        return self.shards if self.peers > 1 else 0
 
 
 @dataclass
@@ -140,6 +99,8 @@ class PlanReport:
         balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
+        neediest: the shape of the parameter that needs the most scratch in a stage of its own; empty if there is none.
+        least_scratch_bytes: the bytes of that scratch, which no choice of stages goes below.
         weight_buffers: bytes of the buffers in which weights are all-gathered with `shard_state=True`.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
         repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
@@ -151,7 +112,9 @@ class PlanReport:
     flops_by_rank: dict[int, float]
     balance: float
     traffic: Traffic
-    stages: tuple[StageReport, ...]
+    stages: tuple[StageCost, ...]
+    neediest: tuple[int, ...] = ()
+    least_scratch_bytes: int = 0
     weight_buffers: int = 0
     cuda_graph: str = ""
     repeated: Repeated | None = None
@@ -183,18 +146,8 @@ class PlanReport:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return an upper bound of the bytes in use on a rank besides weights, gradients and state.
-
-        While a stage computes, the next is being gathered, the one before it scattered, and the one before that
-        forwarded.
-        """
-        nothing = 3 * (StageReport({}, 0, 0, 0, 0, 1, 1, False),)
-        stages = (*nothing, *self.stages, *nothing)
-        of_stages = max(
-            first.forwarding + before.scattering + now.computing + after.gathering
-            for first, before, now, after in zip(stages, stages[1:], stages[2:], stages[3:], strict=False)
-        )
-        return max(of_stages, self.weight_buffers)  # weights are all-gathered after the last stage
+        """Return an upper bound of the bytes in use on a rank besides weights, gradients and state."""
+        return max(peak_bytes(self.stages), self.weight_buffers)  # weights are all-gathered after the last stage
 
     def __str__(self) -> str:
         header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
@@ -267,8 +220,9 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         for spec in outline.specs:
             by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, units[spec.position]))
     rows = tuple(_row(members, traffic) for members in by_shape.values())
-    traffic.weights, weight_buffers = _gathered_weights(specs, settings.max_stage_bytes)
+    traffic.weights, weight_buffers = _gathered_weights(specs, settings.bucket_bytes)
     bound = balance_bound(costs, len(loads))
+    least_scratch_bytes, neediest = _neediest(outlines)
     return PlanReport(
         num_ranks=len(loads),
         num_stages=len(outlines),
@@ -276,10 +230,27 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         flops_by_rank=loads,
         balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
-        stages=tuple(_stage_report(outline, settings.max_stage_bytes) for outline in outlines),
+        stages=tuple(stage_cost(outline.loads, outline.staging) for outline in outlines),
+        neediest=neediest,
+        least_scratch_bytes=least_scratch_bytes,
         weight_buffers=weight_buffers,
         repeated=_repeated(specs, matrices),
     )
+
+
+def _neediest(outlines: Iterable[StageOutline]) -> tuple[int, tuple[int, ...]]:
+    """Find the parameter that needs the most scratch in a stage of its own.
+
+    Returns:
+        The bytes of its scratch, and its shape.
+    """
+    needs: dict[tuple[int, ...], int] = {}
+    for outline in outlines:
+        for spec, load in zip(outline.specs, outline.loads, strict=True):
+            if spec.shape not in needs:  # thousands of parameters may share one
+                alone = Staging(smallest_bound([load]), in_flight=1)
+                needs[spec.shape] = peak_bytes([stage_cost([load], alone)])
+    return max(((size, shape) for shape, size in needs.items()), default=(0, ()))
 
 
 def _repeated(specs: Sequence[ParameterSpec], matrices: Sequence[ParameterSpec]) -> Repeated | None:
@@ -309,7 +280,7 @@ def _num_slices(layout: Layout, others: Sequence[Layout]) -> int:
     return max((len(r) // len(layout.ranks) for r in larger if layout.repeated_over(r) is not None), default=1)
 
 
-def _gathered_weights(specs: Sequence[ParameterSpec], max_stage_bytes: int) -> tuple[int, int]:
+def _gathered_weights(specs: Sequence[ParameterSpec], bucket_bytes: int) -> tuple[int, int]:
     """Count the bytes of weights that ranks all-gather after a step.
 
     Returns:
@@ -323,7 +294,7 @@ def _gathered_weights(specs: Sequence[ParameterSpec], max_stage_bytes: int) -> t
     for (*_, size), members in by_kind.items():
         num_ranks = len(members[0].layout.ranks)
         shapes = [(spec.position, spec.shape) for spec in members]
-        for bucket in make_buckets(shapes, num_ranks, max_stage_bytes // size):
+        for bucket in make_buckets(shapes, num_ranks, bucket_bytes // size):
             received += (num_ranks - 1) * bucket.slice_numel * size
             buffers.append(num_ranks * bucket.slice_numel * size)
     return received, max(map(sum, pairwise(buffers)))
@@ -335,45 +306,6 @@ class _PlannedUnit:
 
     unit: Unit
     kept: int
-
-
-def _stage_report(outline: StageOutline, max_stage_bytes: int) -> StageReport:
-    specs = {spec.position: spec for spec in outline.specs}
-    units: dict[int | None, int] = defaultdict(int)
-    flops: dict[int | None, float] = defaultdict(float)
-    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
-    for unit in outline.units:
-        spec = specs[unit.position]
-        units[unit.owner] += unit.box.numel * spec.bytes_per_element
-        flops[unit.owner] += unit.flops
-        for count, rows, cols in unit.view.block_shapes:
-            matrices[(unit.owner, rows, cols)] += count
-    size, layout = outline.specs[0].bytes_per_element, outline.specs[0].layout
-    return StageReport(
-        flops_by_rank=flops,
-        numel=sum(math.prod(spec.shape) for spec in outline.specs),
-        shards=sum(spec.layout.largest_box(spec.shape) * spec.bytes_per_element for spec in outline.specs),
-        units=max(units.values()),
-        scratch=_scratch_bytes(matrices, size, max_stage_bytes),
-        receivers=max(1, len(outline.ranks) // layout.num_replicas - 1) if None in units else 1,
-        peers=1 if None in units else layout.num_replicas,
-        travels=len(outline.ranks) > 1,
-    )
-
-
-def _scratch_bytes(
-    matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_stage_bytes: int
-) -> int:
-    """Return an upper bound of the scratch memory of a stage, given the number of matrices by owner and shape."""
-    all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
-    one_batch: dict[tuple[int | None, int], int] = defaultdict(int)
-    for (owner, rows, cols), count in matrices.items():
-        key, each = (owner, min(rows, cols)), scratch_numel(rows, cols) * bytes_per_element
-        all_batches[key] += count * each
-        at_once = min(count, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
-        one_batch[key] = max(one_batch[key], at_once * each)
-    limit = SCRATCH_STAGES * max_stage_bytes
-    return max(min(every, max(limit, one_batch[key])) for key, every in all_batches.items())
 
 
 def balance_bound(costs: Sequence[float], num_ranks: int) -> float:

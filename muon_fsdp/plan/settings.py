@@ -9,6 +9,7 @@ import torch
 
 from muon_fsdp.declarations.option import Option, flag, integer
 from muon_fsdp.plan.outline import STRATEGIES, Strategy
+from muon_fsdp.plan.staging import ONE_DEVICE_BYTES
 
 NonFinite = Literal["propagate", "skip", "raise"]
 CudaGraph: TypeAlias = Literal["auto"] | bool
@@ -57,8 +58,9 @@ SETTINGS = (
     ),
     Option(
         "max_stage_bytes",
-        256 * 2**20,
-        "bytes of updates that pass through the step together; temporary memory is a few times this",
+        None,
+        "bytes of updates that a rank holds or computes in one stage of the step, at most; temporary memory is a few "
+        "times this. None chooses stages by an estimate of time and memory; on one device it means 256 MiB",
         check=integer,
     ),
     Option(
@@ -102,7 +104,7 @@ class Settings:
     """The settings of the whole optimizer on this machine; they are not part of a checkpoint."""
 
     nonfinite: NonFinite
-    max_stage_bytes: int
+    max_stage_bytes: int | None
     strict: bool
     strategy: Strategy
     comm_dtype: torch.dtype | None
@@ -112,6 +114,11 @@ class Settings:
     def __post_init__(self) -> None:
         for option in SETTINGS:
             option.validate(getattr(self, option.name))
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Return the bytes of weights that are all-gathered together if state is sharded over replicas."""
+        return ONE_DEVICE_BYTES if self.max_stage_bytes is None else self.max_stage_bytes
 
     def staging_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
         """Return the precision of stage buffers and transfers: bfloat16 on GPUs, float32 on CPUs, float64 for float64.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
@@ -19,9 +20,7 @@ from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit
 from muon_fsdp.plan.packing import Packing, Slot, make_packing
 from muon_fsdp.plan.slices import UpdateSlices, aligned
-
-# The scratch memory of an orthogonalization is at most this many times the bound of a stage.
-SCRATCH_STAGES = 4
+from muon_fsdp.plan.staging import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,7 @@ class Stage:
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
     together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
+    in_flight: int = 3  # how far it overlaps with other stages, as in `Staging`
 
     @cached_property
     def label(self) -> str:
@@ -151,17 +151,55 @@ class Stage:
             scatter_receive=of_shards(exchange.scatter_receive),
         )
 
-    @property
+    @cached_property
+    def starts(self) -> tuple[int | None, ...]:
+        """Return where the matrices of each batch begin in the buffer of units; None if they are not contiguous."""
+        return tuple(self._start_of(batch) for batch in self.batches)
+
+    def _start_of(self, batch: Batch) -> int | None:
+        matrix = batch.rows * batch.cols
+        start = expected = self.unit_slots[batch.members[0].unit].offset + batch.members[0].start * matrix
+        for member in batch.members:
+            offset = self.unit_slots[member.unit].offset + member.start * matrix
+            if not self.units[member.unit].view.in_memory_order or offset != expected:
+                return None
+            expected = offset + (member.stop - member.start) * matrix
+        return start
+
+    def shards_in(self, buffer: Tensor, positions: Sequence[int]) -> list[Tensor]:
+        """Return the shards of these parameters as views of a flat buffer of all shards.
+
+        Equal shards at equal distances are cut by one call, because a call takes microseconds of host time.
+        """
+        slots = [self.shard_slots[position] for position in positions]
+        views: list[Tensor] = []
+        while len(views) < len(slots):
+            start = len(views)
+            first, stop, step = slots[start], start + 1, 0
+            if stop < len(slots):
+                step = slots[stop].offset - first.offset
+            while step > 0 and stop < len(slots) and slots[stop].offset == first.offset + (stop - start) * step:
+                if slots[stop].shape != first.shape:
+                    break
+                stop += 1
+            if stop - start == 1:
+                views.append(first.of(buffer))
+            else:
+                strides = first.of(buffer).stride()
+                views += buffer.as_strided((stop - start, *first.shape), (step, *strides), first.offset).unbind()
+        return views
+
+    @cached_property
     def shard_numel(self) -> int:
         return _end(self.shard_slots)
 
-    @property
+    @cached_property
     def update_numel(self) -> int:
         """Return the elements of a buffer for the updates of all shards, padded so that peers have equal slices."""
         slices = self.exchange.slice_numel * len(self.exchange.peers) if self.exchange is not None else 0
         return max(slices, self.shard_numel)
 
-    @property
+    @cached_property
     def unit_numel(self) -> int:
         return _end(self.unit_slots)
 
@@ -178,10 +216,10 @@ class Plan:
         return sum(batch.count for stage in self.stages for batch in stage.batches)
 
 
-def make_plan(outlines: Iterable[StageOutline], rank: int, max_stage_bytes: int) -> Plan:
+def make_plan(outlines: Iterable[StageOutline], rank: int) -> Plan:
     """Return the stages of one rank, in the order of the outlines; outlines without this rank are left out."""
     own = (outline for outline in outlines if rank in outline.ranks)
-    return Plan(tuple(_localize(number, outline, rank, max_stage_bytes) for number, outline in enumerate(own)))
+    return Plan(tuple(_localize(number, outline, rank) for number, outline in enumerate(own)))
 
 
 def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:
@@ -189,14 +227,14 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     whole = Box((0,) * len(shape), shape)
     unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), NO_OPTIONS, 0.0, owner=None)
     spec = ParameterSpec(0, 0, "", shape, layout, 1, torch.device("cpu"), torch.float32)
-    outline = StageOutline("", layout.ranks, (spec,), (unit,))
+    outline = StageOutline("", layout.ranks, (spec,), (unit,), Staging(1), ())
     me = layout.ranks.index(rank)
     shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
     exchange = _make_exchange(outline, UpdateSlices(outline), me)
     return Stage(0, "", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
 
 
-def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: int) -> Stage:
+def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
     me = outline.ranks.index(rank)
     by_group: dict[int, list[int]] = defaultdict(list)
     num_bytes = 0
@@ -204,7 +242,7 @@ def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: in
         by_group[spec.group].append(spec.position)
         num_bytes += spec.layout.boxes(spec.shape)[me].numel * spec.bytes_per_element
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
-    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, max_stage_bytes)
+    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
     slices = UpdateSlices(outline)
     exchange = _make_exchange(outline, slices, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
@@ -214,9 +252,21 @@ def _localize(number: int, outline: StageOutline, rank: int, max_stage_bytes: in
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
         unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
-    together = _computed_together(batches, outline.specs[0].bytes_per_element, max_stage_bytes)
-    buffers = (shard_slots, unit_slots)
-    return Stage(number, outline.rule, groups, outline.units, mine, batches, exchange, num_bytes, *buffers, together)
+    together = _computed_together(batches, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
+    return Stage(
+        number,
+        outline.rule,
+        groups,
+        outline.units,
+        mine,
+        batches,
+        exchange,
+        num_bytes,
+        shard_slots,
+        unit_slots,
+        together,
+        outline.staging.in_flight,
+    )
 
 
 def _make_slots(shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Slot]:
@@ -233,7 +283,7 @@ def _end(slots: Mapping[int, Slot]) -> int:
 
 
 def _make_batches(
-    units: Sequence[Unit], mine: Sequence[int], bytes_per_element: int, max_stage_bytes: int
+    units: Sequence[Unit], mine: Sequence[int], bytes_per_element: int, max_bytes: int
 ) -> tuple[Batch, ...]:
     members: dict[tuple[int, int, PlannedOptions], list[Member]] = defaultdict(list)
     for index in mine:
@@ -243,26 +293,13 @@ def _make_batches(
     return tuple(
         Batch(options, rows, cols, piece)
         for (rows, cols, options), whole in members.items()
-        for piece in _chunk(whole, matrices_at_once(rows, cols, bytes_per_element, max_stage_bytes))
+        for piece in _chunk(whole, matrices_at_once(rows, cols, bytes_per_element, max_bytes))
     )
 
 
-def scratch_numel(rows: int, cols: int) -> int:
-    """Return the elements of scratch that a matrix needs at most: twice its size, and five times its Gram matrix."""
-    return 2 * rows * cols + 5 * min(rows, cols) ** 2
-
-
-def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_stage_bytes: int) -> int:
-    """Return how many matrices a batch may have: within the bound of a stage, and scratch within a few bounds."""
-    by_scratch = SCRATCH_STAGES * max_stage_bytes // (scratch_numel(rows, cols) * bytes_per_element)
-    return max(1, min(max_stage_bytes // (rows * cols * bytes_per_element), by_scratch))
-
-
-def _computed_together(
-    batches: Sequence[Batch], bytes_per_element: int, max_stage_bytes: int
-) -> tuple[tuple[int, ...], ...]:
+def _computed_together(batches: Sequence[Batch], bytes_per_element: int, max_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Return which batches are computed together, because their shorter sides are equal and their scratch fits."""
-    limit = SCRATCH_STAGES * max_stage_bytes
+    limit = SCRATCH_STAGES * max_bytes
     together: list[list[int]] = []
     latest: dict[int, tuple[list[int], int]] = {}  # by shorter side: the last list, and the bytes of its scratch
     for number, batch in enumerate(batches):

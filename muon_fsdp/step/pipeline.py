@@ -15,10 +15,10 @@ from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import Batch, Member, Stage
+from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step.fused import FusedStage
-from muon_fsdp.step.inputs import SingleUpdate, StepInputs
+from muon_fsdp.step.inputs import SingleUpdate, StepInputs, in_precision
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 
@@ -47,55 +47,77 @@ class StepContext:
 
 
 def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
-    """Run these stages, and overlap their transfers with computation.
+    """Run these stages, and overlap their transfers with computation as far as the plan allows it.
 
     While one stage computes, the next is being gathered and the one before it scattered. Where several ranks hold the
-    same shards, the one before that is being forwarded among them.
+    same shards, the one before that is being forwarded among them. `Staging.in_flight` says which stages overlap less,
+    to save memory.
     """
-    gathering: _StageRun | None = None
-    scattering: _StageRun | None = None
-    forwarding: _StageRun | None = None
-    num_travelling = 0
+    travelling = _Travelling()
     for stage in stages:
         run = _StageRun(stage, context)
-        run.start(num_travelling)
-        if not run.travels:  # there is no transfer to overlap with: finish at once, which frees its memory
+        if run.travels:
+            travelling.add(run)
+        else:  # there is no transfer to overlap with: finish at once, which frees its memory
+            run.start(travelling.count)
             run.compute()
             run.forward()
             run.finish()
-            continue
-        num_travelling += 1
-        if gathering is not None:
-            gathering.compute()
-        forwarding = _pass_on(scattering, forwarding)
-        gathering, scattering = run, gathering
-        if scattering is not None and scattering.forwards and scattering.ranks != run.ranks:
+    travelling.finish()
+
+
+class _Travelling:
+    """The stages whose transfers are running: at most one is gathered, one is scattered and one is forwarded."""
+
+    def __init__(self) -> None:
+        self.count = 0  # stages that have been added
+        self._gathering: _StageRun | None = None
+        self._scattering: _StageRun | None = None
+        self._forwarding: _StageRun | None = None
+
+    def add(self, run: _StageRun) -> None:
+        """Start a stage, compute the one that was gathered before, and pass on those before that."""
+        if run.in_flight == 1:
+            self.finish()
+        run.start(self.count)
+        self.count += 1
+        before = self._gathering
+        if before is not None:
+            before.compute()
+        self._pass_on()
+        self._gathering, self._scattering = run, before
+        if before is None:
+            return
+        if before.in_flight < 3:  # its buffers are freed before the next stage computes
+            self._pass_on()
+            self._pass_on()
+        elif before.forwards and before.ranks != run.ranks:
             # Some ranks of `run` may first need the results that this forward sends. Waiting for them before forwarding
             # would be a deadlock.
-            forwarding, scattering = _pass_on(scattering, forwarding), None
-    if gathering is not None:
-        gathering.compute()
-    for last in (scattering, gathering):
-        forwarding = _pass_on(last, forwarding)
-    if forwarding is not None:
-        forwarding.finish()
+            self._pass_on()
 
+    def finish(self) -> None:
+        """Finish all stages."""
+        if self._gathering is not None:
+            self._gathering.compute()
+        self._pass_on()
+        self._gathering, self._scattering = None, self._gathering
+        self._pass_on()
+        self._pass_on()
 
-def _pass_on(scattering: _StageRun | None, forwarding: _StageRun | None) -> _StageRun | None:
-    """Finish the stage being forwarded, and start forwarding the one being scattered.
+    def _pass_on(self) -> None:
+        """Finish the stage being forwarded, and start forwarding the one being scattered.
 
-    Returns:
-        The stage now being forwarded; None if there is nothing to forward, and the scattered stage is finished too.
-    """
-    if forwarding is not None:
-        forwarding.finish()
-    if scattering is None:
-        return None
-    scattering.forward()
-    if scattering.forwards:
-        return scattering
-    scattering.finish()
-    return None
+        If that has nothing to forward, it is finished too.
+        """
+        if self._forwarding is not None:
+            self._forwarding.finish()
+        self._forwarding, self._scattering = self._scattering, None
+        if self._forwarding is not None:
+            self._forwarding.forward()
+            if not self._forwarding.forwards:
+                self._forwarding.finish()
+                self._forwarding = None
 
 
 def _profiled(phase: str, stage: Stage) -> AbstractContextManager[object]:
@@ -127,6 +149,7 @@ class _StageRun:
         self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
+        self.in_flight = stage.in_flight
         self._matrices = context.matrices if self.rule.has_matrix_numbers else None
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
@@ -153,8 +176,7 @@ class _StageRun:
                 gradients = [update.working_gradient() for update in updates]
                 prepared = self.rule.prepare(options, gradients, [update.state for update in updates])
                 if self.rule.needs_matrices:
-                    slots = [self.stage.shard_slots[i].of(self._buffer) for i in positions]
-                    torch._foreach_copy_(slots, prepared)
+                    torch._foreach_copy_(self.stage.shards_in(self._buffer, positions), prepared)
                 else:
                     self._updates.update(zip(positions, prepared, strict=True))
         if self.stage.exchange is not None:
@@ -209,8 +231,8 @@ class _StageRun:
                 self.rule.fused.apply(self._groups[each.group], tensors, self._buffer, factors)
             for options, positions in self._lists:
                 if self.rule.needs_matrices:
-                    slots = self.stage.shard_slots
-                    updates = [slots[i].of(self._buffer).to(self._single[i].dtype) for i in positions]
+                    shards = self.stage.shards_in(self._buffer, positions)
+                    updates = [in_precision(u, self._single[i].dtype) for i, u in zip(positions, shards, strict=True)]
                 else:
                     updates = [self._updates[i] for i in positions]
                 shards = [self._single[i].shard for i in positions]
@@ -260,7 +282,7 @@ class _StageRun:
         if self._inverse_norms is not None and is_complete:
             first = sum(other.count for other in stage.batches[:number])
             norms = self._inverse_norms[first : first + batch.count]
-        start = _start_of_run(stage, batch) if is_complete else None
+        start = stage.starts[number] if is_complete else None
         pieces: list[Tensor] = []
         if start is not None:
             stop, shape = start + batch.count * batch.rows * batch.cols, (batch.count, batch.rows, batch.cols)
@@ -297,18 +319,6 @@ class _BatchPart:
     batch: MatrixBatch
     pieces: list[Tensor]
     place: Any = None
-
-
-def _start_of_run(stage: Stage, batch: Batch) -> int | None:
-    """Return where the matrices of a batch begin, if they are contiguous in the buffer of units; else None."""
-    matrix = batch.rows * batch.cols
-    start = expected = stage.unit_slots[batch.members[0].unit].offset + batch.members[0].start * matrix
-    for member in batch.members:
-        offset = stage.unit_slots[member.unit].offset + member.start * matrix
-        if not stage.units[member.unit].view.in_memory_order or offset != expected:
-            return None
-        expected = offset + (member.stop - member.start) * matrix
-    return start
 
 
 def _block(stage: Stage, unit: int, block: int, buffer: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
-from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.records import ParameterRecord, state_bytes
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
@@ -74,11 +74,11 @@ class PlannedStep:
             max_stage_bytes=settings.max_stage_bytes,
             strategy=settings.strategy,
         )
-        self.plan: Plan = make_plan(self.outlines, my_rank(), settings.max_stage_bytes)
+        self.plan: Plan = make_plan(self.outlines, my_rank())
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages, records)
-        self.weights = WeightGather(records, settings.max_stage_bytes)
+        self.weights = WeightGather(records, settings.bucket_bytes)
         self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -224,12 +224,17 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
     specs: list[ParameterSpec] = []
     options: dict[int, PlannedOptions] = {}  # by group
     costs: dict[tuple[int, int, int], float] = {}  # by group and shape: thousands of matrices may share one
+    spared: dict[tuple[object, ...], int] = {}  # by group, shape, precision and layout
     for record in records:
         if record.group_index not in options:
             options[record.group_index] = record.rule.planned_options(record.group)
-        block_flops = []
+        block_flops, spared_bytes = [], 0
         if record.view is not None:
             _check_layout(record)
+            kind = (record.group_index, record.shape, record.view, record.tensor.dtype, id(record.layout))
+            if kind not in spared:
+                spared[kind] = _spared_bytes(record)
+            spared_bytes = spared[kind]
             for _, rows, cols in record.view.block_shapes:
                 key = (record.group_index, rows, cols)
                 if key not in costs:
@@ -253,9 +258,16 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
                 wire_bytes=staging.itemsize,
                 is_observed=bool(record.rule.statistics),
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
+                spared_bytes=spared_bytes,
             )
         )
     return specs
+
+
+def _spared_bytes(record: ParameterRecord) -> int:
+    """Return by how many bytes the state of a matrix on a rank is smaller than that of AdamW; 0 if it is larger."""
+    adamw = state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, record.layout)
+    return max(0, adamw - state_bytes(record.rule, record.tensor, record.view, record.step_layout))
 
 
 def _elementwise_is_local(spec: ParameterSpec, record: ParameterRecord) -> ParameterSpec:

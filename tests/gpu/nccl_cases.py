@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.comm.transfers import StageExchange, local
 from muon_fsdp.kernels.recorder import CudaSegments
+from muon_fsdp.plan import outline
 from muon_fsdp.plan.settings import CudaGraph
+from muon_fsdp.plan.staging import Staging
 from muon_fsdp.rules import RULES, MatrixBatch
 from tests.fault_cases import error_of
 
@@ -316,8 +319,17 @@ def agreement_beside_backward() -> None:
     assert still_busy, "the host waited for the device before the step was launched"
 
 
-def peak_of_step(kind: str, width: int, num_blocks: int, max_stage_bytes: int) -> dict[str, float]:
-    """Measure bytes on this rank: shards of the weights, state, and the peak of a step above what was allocated."""
+def peak_in_flight(in_flight: int, width: int, num_blocks: int) -> dict[str, float]:
+    """Measure as `peak_of_step` does, with stages of one matrix per rank and this many of them in flight."""
+    with patch.object(outline, "choose_staging", lambda *_: Staging(1, in_flight)):
+        return peak_of_step("muon", width, num_blocks, None)
+
+
+def peak_of_step(kind: str, width: int, num_blocks: int, max_stage_bytes: int | None) -> dict[str, float]:
+    """Measure bytes on this rank: shards of the weights, state, and the peak of a step above what was allocated.
+
+    For Muon, "planned" is the upper bound that the plan gives for this peak.
+    """
     model = sharded_net(width, num_blocks)
     if kind == "muon":
         optimizer: torch.optim.Optimizer = FSDPMuonOptimizer(model, strategy="owner", max_stage_bytes=max_stage_bytes)
@@ -339,4 +351,6 @@ def peak_of_step(kind: str, width: int, num_blocks: int, max_stage_bytes: int) -
         for v in s.values()
         if isinstance(v, Tensor)
     )
-    return {"weights": weights, "state": state, "peak of step": torch.cuda.max_memory_allocated() - before}
+    peak = torch.cuda.max_memory_allocated() - before
+    planned = optimizer.plan_report().scratch_bytes if isinstance(optimizer, FSDPMuonOptimizer) else 0
+    return {"weights": weights, "state": state, "peak of step": peak, "planned": planned}

@@ -84,6 +84,15 @@ def test_agreement_does_not_wait_for_gradients(nccl: RankPool):
     nccl.run(2, nccl_cases.agreement_beside_backward)
 
 
+def test_fewer_stages_in_flight_need_the_memory_that_the_plan_says(nccl: RankPool):
+    peaks = {}
+    for in_flight in (1, 2, 3):
+        for result in nccl.run(2, nccl_cases.peak_in_flight, in_flight, 2048, 6):
+            assert result["peak of step"] < 1.05 * result["planned"]
+            peaks[in_flight] = result["peak of step"]
+    assert peaks[1] < peaks[2] < peaks[3], peaks
+
+
 def test_memory_beyond_weights_gradients_and_momentum_is_bounded_by_stages(nccl: RankPool):
     bound = 8 * 2**20
     for result in nccl.run(2, nccl_cases.peak_of_step, "muon", 1024, 8, bound):
