@@ -101,7 +101,7 @@ def test_demo_without_an_optional_package_says_what_to_install(
     assert demo.main(["--output", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert f"needs {package};" in captured.err
-    assert 'pip install -e ".[cli]"' in captured.err
+    assert 'pip install "muon_fsdp[cli]"' in captured.err
     assert captured.out == ""
     assert not (tmp_path / "out").exists()
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.cli.facts import ISA_VARIABLE, backends, best_device
+from muon_fsdp.cli.two_ranks import PREFIX
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import (
     GLUON_VERSIONS,
@@ -318,7 +319,8 @@ def _two_ranks() -> tuple[float, float, str]:
         if rank.returncode:
             last = errors.strip().splitlines()[-1:] or [_exit(rank.returncode)]
             raise RuntimeError(f"rank {number} failed: {last[0]}")
-    return max(float(out) for out, _ in outputs), 1e-5, "between a sharded step and one on a single device"
+    results = [line.removeprefix(PREFIX) for out, _ in outputs for line in out.splitlines() if line.startswith(PREFIX)]
+    return max(map(float, results)), 1e-5, "between a sharded step and one on a single device"
 
 
 def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: str = REPORT) -> Finding:

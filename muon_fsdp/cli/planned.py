@@ -11,11 +11,11 @@ from torch import nn
 
 from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
-from muon_fsdp.cli.output import print_table
 from muon_fsdp.parameters.routing import RoutingReport
 from muon_fsdp.plan.report import PlanReport
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
+from muon_fsdp.training.terminal import print_table
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,15 @@ class PlanOutput:
         rows.append(("all", str(report.num_matrices), "", "", *mean))
         rows.append(("busiest rank", "", "", "", *busiest))
         header = ("shape", "matrices", "strategy", "owners", "gather", "scatter", "TFLOP")
-        print_table("Matrices, means per rank and step", header, rows)
-        stages = f"{report.num_stages} stage(s)"
-        print(f"{stages}; the busiest rank computes {report.balance:.3f} times the least possible.\n")
+        print_table("Matrices, means per rank and step", header, rows, marked={len(rows) - 1: "yellow"})
+        print(textwrap.fill(f"{report.num_stages} stage(s). {self._busiest()}", 80) + "\n")
+
+    def _busiest(self) -> str:
+        """Return which rank computes most, and how its work compares with that of the best possible assignment."""
+        report = self.report
+        most = [rank for rank, flops in report.flops_by_rank.items() if flops == report.max_flops]
+        others = f" and {_numbered(len(most) - 1, 'other')}" if len(most) > 1 else ""
+        return f"Most work: rank {most[0]}{others}, {report.balance:.3f} times the least possible."
 
     def _show_memory(self) -> None:
         """Print the memory of the fullest rank, with a note if some ranks hold much less."""
