@@ -40,8 +40,8 @@ def test_demo_trains_on_one_process_and_two_and_writes_what_it_says(
     assert str(output / "loss.png") in printed
     assert str(output / "metrics.json") in printed
     assert "FSDP2 on 2 rank(s)" in printed
-    assert "Muon   step    5/5" in printed
-    assert "AdamW  step    5/5" in printed
+    assert "Muon   step 5/5" in printed
+    assert "AdamW  step 5/5" in printed
     assert "muon on 24 tensors" in printed  # four blocks of six matrices; neither the embedding nor the head
 
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
