@@ -7,7 +7,7 @@ from muon_fsdp.training.terminal import import_torch
 
 try:
     if os.environ.get("RANK", "0") == "0":
-        import_torch("python -m muon_fsdp.training")
+        import_torch("rank 0" if "RANK" in os.environ else "python -m muon_fsdp.training")
     from muon_fsdp.training.program import main
 
     code = main()

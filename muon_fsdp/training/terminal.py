@@ -59,7 +59,7 @@ _announcement = _Announcement()
 
 
 def announce_torch(prog: str) -> None:
-    """Say on a terminal that PyTorch is being imported, before even the arguments of a command are parsed.
+    """Announce on a terminal that PyTorch is being imported, before the arguments of a command are parsed.
 
     Elsewhere `import_torch` says so after they have been parsed: there nobody waits, the line cannot be erased, and a
     mistake in the arguments stays the only line.
