@@ -6,13 +6,30 @@ BIN := .venv/bin
 # instruction. Without AMX they run everywhere.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint format bench clean
+# The core of the suite, which `make core` runs on another torch: it needs neither Transformers nor the other integrations.
+CORE := $(addprefix tests/test_,$(addsuffix .py,utils optimizer optimizer_groups optimizer_schedulers optimizer_state \
+	optimizer_views distributed distributed_checkpoint fsdp fsdp_integration sso normuon muon_optimizer elementwise clipping \
+	plan migration routing spectral conformance kernels kernel_steps program training_model training_loop cli_entry \
+	cli_doctor errors gradients graph_capture faults_checkpoints faults_models))
+TORCH ?= torch
+
+.PHONY: demo test core lint format bench clean
 
 demo: .venv/installed-cli
 	$(BIN)/python -m muon_fsdp.training.demo $(ARGS)
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest tests --cov=muon_fsdp -n auto --dist worksteal $(ARGS)
+
+# Our kernels run in the interpreter of Triton 3.7. Those of 3.6 (with NumPy 2.4) and of 3.9 refuse them, so whatever Triton
+# this torch asks for is replaced.
+core:
+	$(PYTHON) -m venv --clear .venv-core
+	.venv-core/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	.venv-core/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]' hypothesis numpy pytest \
+		pytest-xdist tensorboard
+	.venv-core/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton
+	.venv-core/bin/python -m pytest $(CORE) -n auto --dist worksteal $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -27,7 +44,7 @@ bench: .venv/installed-cli
 	$(BIN)/python -m muon_fsdp.cli bench $(ARGS)
 
 clean:
-	rm -rf .venv demo_output
+	rm -rf .venv .venv-core demo_output
 
 .venv/installed-%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; run make PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'

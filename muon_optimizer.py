@@ -1,4 +1,4 @@
-"""Import the element-wise optimizers, which do not orthogonalize; see `muon_fsdp.elementwise`."""
+"""Import the element-wise optimizers under another name; `muon_fsdp.elementwise` is the first name."""
 
 from muon_fsdp.elementwise import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 

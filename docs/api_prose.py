@@ -100,11 +100,11 @@ For writing an update rule of your own: [rules.md](rules.md) grows one from five
 rules:"""
 
 ELEMENTWISE_INTRODUCTION = """\
-*Not* the orthogonalizing Muon: fused element-wise optimizers. Also importable from `muon_optimizer`. State of a
-parameter: `step` (an int), `momentum` and `velocity` (float32, float64 for float64). Per group: all options.
+*Not* the orthogonalizing Muon: fused element-wise optimizers. The module `muon_optimizer` has the same names. State of
+a parameter: `step` (an int), `momentum` and `velocity` (float32, float64 for float64). Per group: all options.
 
 ```python
-from muon_optimizer import TritonMuonW
+from muon_fsdp.elementwise import TritonMuonW
 
 weight = nn.Parameter(torch.randn(8, 8))
 optimizer = TritonMuonW(weight, lr=1e-3)

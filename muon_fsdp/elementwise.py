@@ -14,7 +14,38 @@ all other tensors.
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
+from pathlib import Path
+
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
 from muon_fsdp.optimizers.elementwise_timing import benchmark_muon_optimizers
 
 __all__ = ["TritonMuon", "TritonMuonW", "benchmark_muon_optimizers"]
+
+
+def find_other_muon_optimizer() -> str | None:
+    """Find the module `muon_optimizer` that Python would import, without importing it.
+
+    Another package installs a module of that name. Depending on the order of installation it replaces our file or lies
+    before it in `sys.path`, so we recognize our own by its content, not by its path.
+
+    Returns:
+        The path of the module if it is not ours, or None if it is ours or there is none.
+    """
+    try:
+        spec = importlib.util.find_spec("muon_optimizer")
+        path = Path(spec.origin) if spec is not None and spec.origin is not None else None
+        ours = path is None or __name__ in path.read_text(encoding="utf-8", errors="replace")
+    except (ImportError, OSError, ValueError):  # a module without a file, or made by a program
+        return None
+    return None if ours else str(path)
+
+
+_other = find_other_muon_optimizer()
+if _other is not None:
+    warnings.warn(
+        f"the module muon_optimizer that Python finds belongs to another package: {_other}. Import from "
+        f"{__name__} instead, or uninstall that package and reinstall muon_fsdp.",
+        stacklevel=2,
+    )

@@ -15,11 +15,11 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def format_count(number: int) -> str:
+def format_count(number: int, digits: int = 4) -> str:
     """Return a large count in short form, such as "70.55B" for 70.55 billion."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.4g}{unit}"
+            return f"{number / size:.{digits}g}{unit}"
     return str(number)
 
 

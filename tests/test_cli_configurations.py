@@ -27,7 +27,7 @@ LLAMA = {
 def test_a_configuration_of_transformers_by_the_real_command(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA))
     done = subprocess_run("-m", "muon_fsdp.cli", "plan", str(folder), "--world-size", "4", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "muon-fsdp plan: importing PyTorch ...\n")
     found = json.loads(done.stdout)
     block = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64
     assert found["elements"] == 2 * 128 * 64 + 2 * (block + 2 * 64) + 64
@@ -44,7 +44,7 @@ def test_transformers_is_named_when_it_is_missing(folder, monkeypatch):
     (folder / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setitem(sys.modules, "transformers", None)
     line = error_of("plan", "config.json", "--world-size", "4")
-    assert 'pip install -e ".[integrations]"' in line
+    assert 'pip install "muon_fsdp[integrations]"' in line
 
 
 VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}

@@ -8,6 +8,7 @@ import pytest
 
 import muon_fsdp
 from muon_fsdp.cli import main, output
+from muon_fsdp.training import terminal
 from tests.cli_cases import subprocess_run
 
 
@@ -32,7 +33,7 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
     assert main() == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == 'error: muon-fsdp needs typer; install with: pip install -e ".[cli]"\n'
+    assert printed.err == 'error: muon-fsdp needs typer; install with: pip install "muon_fsdp[cli]"\n'
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_help_and_version(monkeypatch, capsys):
 
 def test_tables_for_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    output.print_table("Title [x]", ("name", "number"), [("[red]a", "1")])
+    terminal.print_table("Title [x]", ("name", "number"), [("[red]a", "1")])
     text = capsys.readouterr().out
     assert "Title [x]" in text
     assert "│ [red]a │      1 │" in text

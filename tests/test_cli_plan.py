@@ -303,7 +303,9 @@ def test_one_shard_is_singular(mesh, how):
         (["my_nets:placed"], "puts its parameter 'weight' on a device of its own"),
         (["broken.json"], "is not JSON"),
         (["list.json"], "has no 'model_type'"),
-        (["empty"], "can't read empty/config.json"),
+        (["empty"], "no such file: empty/config.json; pass the folder of a Hugging Face model"),
+        (["nowhere/config.json"], "no such file or folder: nowhere/config.json; models are not downloaded"),
+        (["org/model"], "no such file or folder: org/model"),
     ],
 )
 def test_mistakes(folder, args, says):

@@ -276,7 +276,7 @@ OTHER_ERRORS = {
     "a param group cannot have duplicate parameters": ("duplicates", ENGINE),
     "all optimizer param groups should be with/without names.": ("names", ENGINE),
 }
-WORDING = "is given twice|must be one real number|either all parameters of a group have names"
+WORDING = "is given twice|must be one real number|either all parameters of a group have names|params must be a model"
 
 
 @each_optimizer
@@ -288,7 +288,8 @@ def test_errors_are_torchs_or_a_documented_difference(info):
         difference, those = OTHER_ERRORS.get(given.desc, ("wording", ()))
         assert difference in DIFFERENCES
         if info.optim_cls not in those:
-            with pytest.raises((case.error_type, UserWarning), match=f"{case.error_regex}|{WORDING}"):
+            # Torch 2.15 warns about a set of parameters, which has no order; ours refuse it.
+            with pytest.raises((case.error_type, UserWarning, TypeError), match=f"{case.error_regex}|{WORDING}"):
                 info.optim_cls(params, **given.kwargs)
         elif difference == "duplicates":
             with pytest.raises(ValueError, match="is given twice"):

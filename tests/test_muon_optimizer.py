@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 import tracemalloc
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from muon_fsdp import elementwise
+from muon_fsdp.cli import checks
 from muon_optimizer import TritonMuon, TritonMuonW, benchmark_muon_optimizers
 from tests.comparisons import assert_changed, assert_same
 from tests.elementwise_cases import DEVICE, PAIR, compare, options
+
+ROOT = Path(__file__).parent.parent
 
 
 def one_step(cls, **changed):
@@ -309,3 +317,29 @@ def test_different_configurations(cls):
         {"momentum": 0.0, "velocity": 0.0},
     ):
         compare(cls, [(7, 5), (300,)], **changed)
+
+
+@pytest.mark.parametrize("kind", ["module", "package", "ours", "none"])
+def test_a_module_of_another_package_is_reported(kind, tmp_path, monkeypatch):
+    """The other package may lie before ours in sys.path, or have replaced our file: content decides, not the path."""
+    path = tmp_path / ("muon_optimizer/__init__.py" if kind == "package" else "muon_optimizer.py")
+    path.parent.mkdir(exist_ok=True)
+    if kind != "none":
+        path.write_text((ROOT / "muon_optimizer.py").read_text() if kind == "ours" else "class Muon: ...\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not is_root(p))])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])  # an editable installation has a finder of its own
+    monkeypatch.delitem(sys.modules, "muon_optimizer")
+    importlib.invalidate_caches()
+    found = elementwise.find_other_muon_optimizer()
+    assert found == (str(path) if kind in ("module", "package") else None)
+    if found is None:
+        importlib.reload(elementwise)
+        return
+    with pytest.warns(UserWarning, match=f"belongs to another package: {path}. Import from muon_fsdp.elementwise"):
+        importlib.reload(elementwise)
+    (finding,) = (f for f in checks.check_settings() if f.name == "module muon_optimizer")
+    assert (finding.status, str(path) in finding.detail) == ("warning", True)
+
+
+def is_root(path: str) -> bool:
+    return Path(path or ".").resolve() == ROOT

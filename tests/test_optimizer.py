@@ -287,7 +287,7 @@ def test_a_profile_names_the_phases_of_a_step_and_the_shapes_of_matrices():
     model = mlp()
     optimizer = create_hybrid_optimizer(model)
     train(optimizer, model, 1)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         optimizer.step()
     names = {event.key for event in profiler.key_averages() if event.key.startswith("muon_fsdp.")}
     assert any(name.startswith("muon_fsdp.orthogonalize stage 0 muon") and "20x12" in name for name in names), names

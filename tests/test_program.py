@@ -35,7 +35,7 @@ def test_a_run_leaves_metrics_and_a_checkpoint(text: Path, tmp_path: Path, capsy
     assert "one process, cpu, float32" in printed
     assert "muon on 12 tensors" in printed
     assert re.search(
-        r"Muon   step   12/12  loss \d\.\d+  val \d\.\d+  [\d,]+ tokens/s  optimizer \d+%  0 s left", printed
+        r"Muon   step 12/12  loss \d\.\d+  val \d\.\d+  [\d,]+ tokens/s  optimizer \d+%  0 s left", printed
     )
     found = lines(tmp_path / "out")
     assert [line["kind"] for line in found if line["kind"] != "train"] == ["start", *["validation"] * 4, "end"]

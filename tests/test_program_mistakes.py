@@ -137,7 +137,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         told(2, "torch sees no GPU", "--device", "cuda")
     told(1, "lower the learning rate", "--lr", "1e30", "--rest-lr", "1e30", at=tmp_path / "diverged")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    told(2, 'needs the package tensorboard; install it with: pip install -e ".[integrations]"', "--tensorboard")
+    told(2, 'needs the package tensorboard; install it with: pip install "muon_fsdp[integrations]"', "--tensorboard")
     assert main(flags(text, output, 2)) == 0
     told(2, "already has a checkpoint, step-00000002: pass --resume to continue that run, or another --output")
     told(2, "optimizer is 'muon' in the checkpoint and 'adamw' here", "--resume", "--optimizer", "adamw")

@@ -152,10 +152,10 @@ def test_report_compares_with_the_baseline(capsys: pytest.CaptureFixture[str]) -
     )
     assert report.summarize(slow, baseline=fast)["steps_to_baseline"] is None
 
-    report.print_table([fast, slow], baseline=slow)
+    report.print_comparison([fast, slow], baseline=slow)
     printed = capsys.readouterr().out
     assert "reached Slow's final validation loss of 3.000 after 10 of 20 steps, in 1.0 s" in printed
-    report.print_table([fast, slow], baseline=fast)
+    report.print_comparison([fast, slow], baseline=fast)
     printed = capsys.readouterr().out
     assert "Slow did not reach Fast's final validation loss of 2.000" in printed
     assert "never" in printed

@@ -74,6 +74,7 @@ def test_qk_norm_makes_attention_blind_to_the_size_of_q() -> None:
 def test_presets_have_the_promised_sizes(name: str, millions: float) -> None:
     with torch.device("meta"):
         assert GPT(model.preset(name)).num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
+    assert model.preset(name).num_heads % 2 == 0  # so that --tp 2 works
 
 
 def test_learned_positions_and_a_tied_head() -> None:

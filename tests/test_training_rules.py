@@ -266,7 +266,10 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     own = ["--optimizer", "rs", "--plugin", str(plugin), "--row-beta", "0.5", "--row-sign-steps", "4"]
     command = [sys.executable, "-m", "muon_fsdp.training", *flags, *own, "--steps", "3", "--processes", "2", "--fsdp"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        f"{who}: importing PyTorch ..." for who in ("python -m muon_fsdp.training", "rank 0")
+    ]
     assert "RowSign: demo" in done.stdout
     assert "row_sign on 24 tensors, 1,228,800 parameters, lr 0.003, weight decay 0" in done.stdout
     start = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])

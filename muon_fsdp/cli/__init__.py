@@ -7,6 +7,9 @@ import sys
 from typing import NoReturn
 
 from muon_fsdp.training.ending import end_process
+from muon_fsdp.training.terminal import announce_torch, print_error
+
+WITH_TORCH = ("train", "plan", "bench", "doctor")  # commands that import PyTorch
 
 
 def main() -> int:
@@ -17,14 +20,14 @@ def main() -> int:
     """
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print(
-            f'error: muon-fsdp needs {" and ".join(missing)}; install with: pip install -e ".[cli]"',
-            file=sys.stderr,
-        )
+        print_error(f'muon-fsdp needs {" and ".join(missing)}; install with: pip install "muon_fsdp[cli]"')
         return 2
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in WITH_TORCH and not {"-h", "--help"}.intersection(arguments):
+        announce_torch(f"muon-fsdp {arguments[0]}")  # first, because the import of Typer takes a moment too
     from muon_fsdp.cli.app import call
 
-    return call(sys.argv[1:])
+    return call(arguments)
 
 
 def command() -> NoReturn:

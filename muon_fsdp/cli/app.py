@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 import muon_fsdp
+from muon_fsdp.cli.bench import EPILOG as BENCH_EPILOG
 from muon_fsdp.cli.bench import bench
+from muon_fsdp.cli.compare import EPILOG as COMPARE_EPILOG
+from muon_fsdp.cli.compare import compare
+from muon_fsdp.cli.doctor import EPILOG as DOCTOR_EPILOG
 from muon_fsdp.cli.doctor import doctor
-from muon_fsdp.cli.plan import EPILOG, plan
+from muon_fsdp.cli.output import examples
+from muon_fsdp.cli.plan import EPILOG as PLAN_EPILOG
+from muon_fsdp.cli.plan import plan
 from muon_fsdp.cli.train import OPTIONS, train
+from muon_fsdp.training.terminal import print_error
 
 app = typer.Typer(
     add_completion=False,
@@ -27,19 +34,34 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(
+    epilog=examples(
+        "muon-fsdp doctor",
+        "muon-fsdp train --model small --steps 100",
+        "muon-fsdp compare runs/small-adamw runs/small-muon",
+        "muon-fsdp plan llama-3-70b --mesh 8,64",
+        "muon-fsdp bench --tables step",
+    )
+)
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train with Muon on one device or FSDP2, measure and plan its steps, and check this machine."""
+    """Train with Muon on one device or FSDP2, compare runs, plan and measure steps, and check this machine."""
+
+
+def _add(command: Callable[..., None], epilog: str) -> None:
+    """Add a command, whose docstring is its help; a terminal breaks the lines of a paragraph, not the docstring."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs), epilog=epilog)(command)
 
 
 app.command(**OPTIONS)(train)
-app.command()(bench)
-app.command(epilog=EPILOG)(plan)
-app.command()(doctor)
+_add(compare, COMPARE_EPILOG)
+_add(plan, PLAN_EPILOG)
+_add(bench, BENCH_EPILOG)
+_add(doctor, DOCTOR_EPILOG)
 
 # Typer exports BadParameter but not its base class, which is click's in some versions of Typer and its own in others.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -56,7 +78,7 @@ def call(arguments: Sequence[str]) -> int:
     except UsageError as error:
         where = error.ctx.command_path if error.ctx else "muon-fsdp"
         message = " ".join(error.format_message().split()).rstrip(".")
-        print(f"error: {message} (see {where} --help)", file=sys.stderr)
+        print_error(f"{message} (see {where} --help)")
         return 2
     except typer.Abort:
         return 130

@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muon_fsdp.cli.flags import command_with
-from muon_fsdp.cli.output import fail, print_json
+from muon_fsdp.cli.output import examples, fail, print_json
+from muon_fsdp.training.terminal import import_torch
 
 if TYPE_CHECKING:
     from muon_fsdp.benchmarks.run import Request
 
 TABLES = "orthogonalization,step,pair"
+EPILOG = examples(
+    "muon-fsdp bench",
+    "muon-fsdp bench --tables step --models gpt2-124m --rules normuon",
+    "muon-fsdp bench --tables orthogonalization --shapes 48x768x768,8x2048x2048 --json figures.json",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ def bench(flags: BenchFlags) -> None:
     PyTorch's optimizers are timed beside ours, as are dion and gram_newton_schulz if they are installed. A line on
     stderr shows what is being measured.
     """
+    import_torch("muon-fsdp bench")
     import torch
 
     from muon_fsdp.benchmarks.run import run

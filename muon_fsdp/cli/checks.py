@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.cli.facts import ISA_VARIABLE, backends, best_device
+from muon_fsdp.cli.two_ranks import PREFIX
+from muon_fsdp.elementwise import find_other_muon_optimizer
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import (
     GLUON_VERSIONS,
@@ -85,8 +87,12 @@ def check_torch() -> Finding:
 
 
 def check_settings() -> list[Finding]:
-    """Look for settings that make a GPU slow or leave it unused."""
+    """Look for settings that make a GPU slow or leave it unused, and for a package that hides a module of ours."""
     found = []
+    other = find_other_muon_optimizer()
+    if other is not None:
+        advice = "Import from muon_fsdp.elementwise, or uninstall that package and reinstall muon_fsdp."
+        found.append(Finding("module muon_optimizer", "warning", f"belongs to another package: {other}", advice))
     if not backends()["gloo"]:
         found.append(
             Finding(
@@ -318,7 +324,8 @@ def _two_ranks() -> tuple[float, float, str]:
         if rank.returncode:
             last = errors.strip().splitlines()[-1:] or [_exit(rank.returncode)]
             raise RuntimeError(f"rank {number} failed: {last[0]}")
-    return max(float(out) for out, _ in outputs), 1e-5, "between a sharded step and one on a single device"
+    results = [line.removeprefix(PREFIX) for out, _ in outputs for line in out.splitlines() if line.startswith(PREFIX)]
+    return max(map(float, results)), 1e-5, "between a sharded step and one on a single device"
 
 
 def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: str = REPORT) -> Finding:

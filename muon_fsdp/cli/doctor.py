@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import asdict
@@ -9,7 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from muon_fsdp.cli.output import print_json, print_table, status
+from muon_fsdp.cli.output import examples, print_json, status
+from muon_fsdp.training.terminal import Color, colored, import_torch, print_table
+
+EPILOG = examples("muon-fsdp doctor", "muon-fsdp doctor --quick", "muon-fsdp doctor --json > doctor.json")
+_COLORS: dict[str, Color] = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
 def doctor(
@@ -20,6 +25,7 @@ def doctor(
 
     Each finding says what to do. The exit status is 1 if something is wrong. No network but loopback is used.
     """
+    import_torch("muon-fsdp doctor")
     from muon_fsdp.cli import checks, facts
 
     with status("checking this machine ..."):
@@ -62,13 +68,18 @@ def _show(content: dict[str, Any]) -> None:
         print("\n".join(f"    {product}" for product in those))
     print("\nFindings")
     for finding in content["findings"]:
-        _print_wrapped(f"{finding['status']:8} ", f"{finding['name']}: {finding['detail']}")
+        _print_wrapped(f"{finding['status']:8} ", f"{finding['name']}: {finding['detail']}", _COLORS[finding["status"]])
         if finding["advice"]:
             _print_wrapped("", f"-> {finding['advice']}")
-    print("\nEverything works." if content["ok"] else "\nSomething is wrong: see the lines marked so.")
+    wrong = [finding["name"] for finding in content["findings"] if finding["status"] == "wrong"]
+    if content["ok"]:
+        print(f"\n{colored('Everything works.', 'green', sys.stdout)}")
+    else:
+        print(f"\n{colored('Something is wrong:', 'red', sys.stdout)} {'; '.join(wrong)}")
 
 
-def _print_wrapped(label: str, text: str) -> None:
-    """Print a text after a label, wrapped to 80 columns, with further lines indented."""
+def _print_wrapped(label: str, text: str, color: Color | None = None) -> None:
+    """Print a text after a label, which may be coloured, wrapped to 80 columns, with further lines indented."""
     indent = 9 * " " if label or text.startswith("->") else "  "
-    print(textwrap.fill(text, 80, initial_indent=label or indent, subsequent_indent=indent, break_long_words=False))
+    lines = textwrap.fill(text, 80, initial_indent=label or indent, subsequent_indent=indent, break_long_words=False)
+    print(lines if color is None else colored(label, color, sys.stdout) + lines.removeprefix(label))

@@ -65,6 +65,11 @@ def _by_name(name: str) -> nn.Module:
     models = named_models()
     if name.lower() in models:
         return models[name.lower()]()
+    if name.endswith(".json") or "/" in name or os.sep in name:
+        raise LoadingError(
+            f"no such file or folder: {name}; models are not downloaded: pass the path of a Hugging Face config.json "
+            "or of its folder, package.module:callable, or one of the names, which a wrong name lists"
+        )
     close = difflib.get_close_matches(name.lower(), models, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     raise LoadingError(
@@ -78,6 +83,10 @@ def _from_config(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     try:
         content: Any = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise LoadingError(
+            f"no such file: {file}; pass the folder of a Hugging Face model, or its config.json"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise LoadingError(f"can't read {file}: {getattr(error, 'strerror', None) or error}") from error
     except json.JSONDecodeError as error:
@@ -85,7 +94,9 @@ def _from_config(path: Path) -> nn.Module:
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise LoadingError(f"{file} has no 'model_type', so it is not the configuration of a Hugging Face model")
     if importlib.util.find_spec("transformers") is None:
-        raise LoadingError(f'Transformers is needed to read {file}; install with: pip install -e ".[integrations]"')
+        raise LoadingError(
+            f'Transformers is needed to read {file}; install with: pip install "muon_fsdp[integrations]"'
+        )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes are known without the network
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()  # its advice about training would only distract here

@@ -7,7 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 from muon_fsdp.cli.flags import DTYPES, PlanFlags, command_with
-from muon_fsdp.cli.output import fail, print_json, status
+from muon_fsdp.cli.output import examples, fail, print_json, status
+from muon_fsdp.training.terminal import import_torch
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,11 @@ EPILOG = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
     "--memory-bandwidth, and 0.1 ms for every transfer. FLOPs count symmetric products in full, although only half of "
     "each is computed. Counted this way, one H200 reached 830 to 880 TFLOP/s on the matrices of a 1.3B model and of "
-    "Llama-3 8B, and 560 on those of GPT-2 (docs/performance.md)."
+    "Llama-3 8B, and 560 on those of GPT-2 (docs/performance.md).\n\n"
+) + examples(
+    "muon-fsdp plan llama-3-70b --mesh 8,64",
+    "muon-fsdp plan path/to/config.json --world-size 16 --routing",
+    "muon-fsdp plan my_package.models:build --world-size 8 --rule normuon --json",
 )
 
 
@@ -36,6 +41,7 @@ def plan(flags: PlanFlags) -> None:
     if flags.shard_state and (len(mesh) != 2 or mesh[1] != 1):
         fail("--shard-state is for DDP: pass --mesh REPLICAS,1, for example --mesh 8,1; FSDP2 shards state without it")
     stage_bytes = None if flags.max_stage_bytes is None else _size("--max-stage-bytes", flags.max_stage_bytes)
+    import_torch("muon-fsdp plan")
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
         planned = _plan(flags, mesh, rule, stage_bytes)

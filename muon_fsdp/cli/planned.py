@@ -11,12 +11,12 @@ from torch import nn
 
 from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
-from muon_fsdp.cli.output import print_table
 from muon_fsdp.parameters.routing import RoutingReport
 from muon_fsdp.plan.costs import FIXED_SECONDS
 from muon_fsdp.plan.report import PlanReport
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
+from muon_fsdp.training.terminal import print_table
 
 # What follows the number of stages, by the number of stages in flight.
 _OVERLAP = {
@@ -156,10 +156,17 @@ class PlanOutput:
         rows.append(("all", str(report.num_matrices), "", "", *mean))
         rows.append(("busiest rank", "", "", "", *busiest))
         header = ("shape", "matrices", "strategy", "owners", "gather", "scatter", "TFLOP")
-        print_table("Matrices, means per rank and step", header, rows)
-        print(f"The busiest rank computes {report.balance:.3f} times the least possible.")
+        print_table("Matrices, means per rank and step", header, rows, marked={len(rows) - 1: "yellow"})
         in_flight = min(stage.in_flight for stage in report.stages)
-        print(f"{_numbered(report.num_stages, 'stage')}{_OVERLAP[in_flight] if report.num_stages > 1 else ''}.\n")
+        stages = f"{_numbered(report.num_stages, 'stage')}{_OVERLAP[in_flight] if report.num_stages > 1 else ''}."
+        print(textwrap.fill(f"{stages} {self._busiest()}", 80) + "\n")
+
+    def _busiest(self) -> str:
+        """Return which rank computes most, and how its work compares with that of the best possible assignment."""
+        report = self.report
+        most = [rank for rank, flops in report.flops_by_rank.items() if flops == report.max_flops]
+        others = f" and {_numbered(len(most) - 1, 'other')}" if len(most) > 1 else ""
+        return f"Most work: rank {most[0]}{others}, {report.balance:.3f} times the least possible."
 
     def _show_memory(self) -> None:
         """Print the memory of the fullest rank, with a note if some ranks hold much less."""

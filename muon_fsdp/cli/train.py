@@ -6,7 +6,9 @@ from typing import Any
 
 import typer
 
-# --help is passed on as well, because only the program can list its flags.
+from muon_fsdp.training.terminal import import_torch
+
+# --help is passed on as well, because the flags of rules are known only after their plugins have been imported.
 OPTIONS: dict[str, Any] = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
@@ -15,6 +17,12 @@ OPTIONS: dict[str, Any] = {
 
 def train(context: typer.Context) -> None:
     """Train a GPT with any registered rule on one device, or with DDP, FSDP2, HSDP and tensor parallelism."""
+    import_torch("muon-fsdp train")
+    if {"-h", "--help"}.intersection(context.args):
+        from muon_fsdp.cli.train_help import print_help
+
+        print_help(context.args)
+        return
     from muon_fsdp.training.program import main
 
     raise typer.Exit(main(context.args, prog="muon-fsdp train"))

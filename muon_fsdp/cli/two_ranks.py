@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.training.ending import end_process
 
+PREFIX = "difference: "  # of the line with the result, because gloo in torch 2.10 prints lines of its own
+
 
 def main(rank: int, store: str, world_size: int = 2) -> float:
     """Compare two sharded steps with the same steps on one device. Every rank calls this function.
@@ -53,5 +55,5 @@ def main(rank: int, store: str, world_size: int = 2) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(main(int(sys.argv[1]), sys.argv[2]))
+    print(f"{PREFIX}{main(int(sys.argv[1]), sys.argv[2])}")
     end_process(0)

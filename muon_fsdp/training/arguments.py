@@ -6,8 +6,9 @@ Nothing slow is imported here, so that a program can report a mistake at once.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import NoReturn
+
+from muon_fsdp.training.terminal import print_error
 
 
 class ConfigError(ValueError):
@@ -16,7 +17,7 @@ class ConfigError(ValueError):
 
 def fail(message: str) -> NoReturn:
     """Print an error in one line and exit with code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print_error(message)
     raise SystemExit(2)
 
 

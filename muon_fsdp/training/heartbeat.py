@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from muon_fsdp.training.terminal import colored
 
 _LONGEST_INTERVAL = 5.0  # seconds
 _INTERVALS_OF_A_STORE = 4  # a store that has not answered for this long is taken to be gone
@@ -125,7 +128,8 @@ class Heartbeat:
         with self._ending:
             if self._left.is_set():
                 return
-            message = f"error: rank {self._rank}: {verdict}; the last checkpoint is unchanged\n"
+            error = colored("error:", "red", sys.stderr)
+            message = f"{error} rank {self._rank}: {verdict}; the last checkpoint is unchanged\n"
             threading.Thread(target=lambda: os.write(2, message.encode()), daemon=True).start()
             self._left.wait(2 * self._interval)
             os._exit(1)

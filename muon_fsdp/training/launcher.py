@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from muon_fsdp.training.terminal import print_error
+
 _LAUNCHER = "MUON_FSDP_LAUNCHER_PID"
 _GRACE_SECONDS = 15.0  # that ranks have to end by themselves after another rank has failed
 
@@ -70,14 +72,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     codes = [rank.poll() for rank in ranks]
     for i, code in enumerate(codes):
         if code is None:
-            print(
-                f"error: rank {i} did not end after another rank had failed, and was killed",
-                file=sys.stderr,
-                flush=True,
-            )
+            print_error(f"rank {i} did not end after another rank had failed, and was killed")
     died = [(i, code) for i, code in enumerate(codes) if code is not None and code < 0]
     for i, code in died:
-        print(f"error: rank {i} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        print_error(f"rank {i} was ended by {signal.Signals(-code).name}")
     if died:
         return 1
     return next((code for code in codes if code), 0)

@@ -54,7 +54,7 @@ class GPTConfig:
 # d_model differs from vocab_size on purpose: if they were equal, the head would have the shape of a hidden matrix, and
 # a reader could not see from shapes alone which matrices Muon orthogonalizes.
 PRESETS: dict[str, GPTConfig] = {
-    "demo": GPTConfig(num_layers=4, num_heads=5, d_model=160, sequence_length=128),
+    "demo": GPTConfig(num_layers=4, num_heads=4, d_model=160, sequence_length=128),  # heads for --tp 2 and --tp 4
     "small": GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256),  # 10.8M
     # GPT-2's sizes, and its 50,257 tokens rounded up to a multiple of 64: 124M and 354M parameters.
     "gpt2": GPTConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import sys
@@ -33,10 +34,12 @@ from muon_fsdp.training.loop import Training, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
+from muon_fsdp.training.report import LOSS_PLOT, history, write_loss_plot
 from muon_fsdp.training.results import RunResult, check_tensorboard, describe_groups
 from muon_fsdp.training.run_log import RunLog, open_log, print_start
 from muon_fsdp.training.schedule import make_schedule
 from muon_fsdp.training.stopping import Stop, discard_stdout, stop_on_signals
+from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
 
@@ -71,9 +74,15 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
         resuming.print_changes(manifest, inputs.config)
         print_start(inputs, result)
     with open_log(inputs, result, manifest.get("step"), stop) as log:
-        train(_assemble(inputs, model, optimizer, result, log, stop), result)
+        try:
+            train(_assemble(inputs, model, optimizer, result, log, stop), result)
+        except FloatingPointError:
+            if log is not None:
+                write_loss_plot(inputs.config.folder, result)  # the curve shows how the loss got there
+            raise
         if log is not None:
             log.write_end(result, optimizer, inputs.world.device)
+            write_loss_plot(inputs.config.folder, result)
     return result
 
 
@@ -161,11 +170,17 @@ def _launch(config: TrainConfig, arguments: Sequence[str], processes: int) -> in
 
 
 def _print_end(config: TrainConfig, result: RunResult) -> None:
+    """Print the history of losses, and where everything is."""
     last = checkpoint.checkpoints(config.folder / "checkpoints")[-1]
+    print(f"\n{history(result)}\n")
     if result.stopped:
         print(f"stopped after step {result.num_steps} and saved {last}; pass --resume to continue from there")
     else:
         print(f"validation loss {result.final_validation_loss:.4f}; metrics and checkpoint are in {config.folder}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print('note: there is no plot of the losses; install matplotlib with: pip install "muon_fsdp[cli]"')
+    else:
+        print(f"wrote {config.folder / LOSS_PLOT}")
 
 
 def _report_failure(error: BaseException, config: TrainConfig) -> int | None:
@@ -206,7 +221,7 @@ def _is_main() -> bool:
 def _fail(message: str, code: int, on_one_rank: bool = False) -> int:
     """Print an error on rank 0, or on any rank if it may be the only one that has it; return `code`."""
     if _is_main():
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print_error(message)
     elif on_one_rank:
-        print(f"error: rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
+        print_error(f"rank {os.environ['RANK']}: {message}")
     return code

@@ -1,32 +1,46 @@
-"""Report a comparison of runs as a table, an image of the loss curves and a JSON file.
+"""Report runs: a table and an image that compare several, and the history of losses of one.
 
-The packages `rich` and `matplotlib` are optional, so they are imported where they are used.
+The package `matplotlib` is optional, so it is imported where it is used.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from muon_fsdp.text import plain_table
 from muon_fsdp.training.results import RunResult
+from muon_fsdp.training.terminal import print_table
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # colour-blind readers can tell these apart too
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOSS_PLOT = "loss.png"
+# Colours that colour-blind readers can tell apart too.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_MOST_ROWS = 21  # of a history: a run validates 20 times by default, and once before its first step
 
 
 def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int | None]:
     """Return the figures of one run; `steps_to_baseline` is when it reached the baseline's final validation loss."""
     reached = result.first_reaching(baseline.final_validation_loss)
+    timed = bool(result.times()[0])
     return {
         "final_train_loss": result.final_train_loss,
         "final_validation_loss": result.final_validation_loss,
         "best_validation_loss": result.best_validation_loss,
         "steps_to_baseline": None if reached is None else reached.step,
-        "seconds_to_baseline": None if reached is None else result.training_seconds(reached.step),
-        "milliseconds_per_step": result.milliseconds_per_step,
-        "optimizer_share": result.optimizer_share,
+        "seconds_to_baseline": result.training_seconds(reached.step) if reached is not None and timed else None,
+        "milliseconds_per_step": result.milliseconds_per_step if timed else None,
+        "optimizer_share": result.optimizer_share if timed else None,
     }
 
 
@@ -35,32 +49,36 @@ def largest_distance(one: RunResult, other: RunResult) -> float:
     return max(abs(a - b) for a, b in zip(one.train_losses, other.train_losses, strict=True))
 
 
-def print_table(results: Sequence[RunResult], baseline: RunResult) -> None:
-    """Print a table with one row per run, and below it how each run compares with the baseline."""
-    from rich.console import Console
-    from rich.table import Table
+# ------------------------------------------------------------------------------------------------------- several runs
 
-    table = Table()
-    table.add_column("optimizer", no_wrap=True)
-    # Line breaks by hand, so that the table fits into 80 columns, the width of a pipe.
-    table.add_column("final\ntrain\nloss", justify="right")
-    table.add_column("final\nval.\nloss", justify="right")
-    table.add_column("best\nval.\nloss", justify="right")
-    table.add_column(f"steps to\n{baseline.name}'s final\nval. loss", justify="right")
-    table.add_column("ms per\nstep", justify="right")
-    table.add_column("optimizer\nshare of\nthe step", justify="right")
+
+def print_comparison(results: Sequence[RunResult], baseline: RunResult) -> None:
+    """Print a table with one row per run, and below it how each run compares with the baseline."""
+    goal = baseline.final_validation_loss
+    header = ("run", "steps", "train", "val", "best val", f"steps to {goal:.3f}", "ms/step", "opt")
+    rows = []
     for result in results:
-        reached = result.first_reaching(baseline.final_validation_loss)
-        table.add_row(
-            result.name,
-            f"{result.final_train_loss:.3f}",
-            f"{result.final_validation_loss:.3f}",
-            f"{result.best_validation_loss:.3f}",
-            "never" if reached is None else str(reached.step),
-            f"{result.milliseconds_per_step:.0f}",
-            f"{result.optimizer_share:.0%}",
+        figures = summarize(result, baseline)
+        share = figures["optimizer_share"]
+        rows.append(
+            (
+                result.name,
+                str(result.num_steps),
+                f"{result.final_train_loss:.3f}",
+                f"{result.final_validation_loss:.3f}",
+                f"{result.best_validation_loss:.3f}",
+                "never" if figures["steps_to_baseline"] is None else str(figures["steps_to_baseline"]),
+                "-" if figures["milliseconds_per_step"] is None else f"{figures['milliseconds_per_step']:.0f}",
+                "-" if share is None else f"{share:.0%}",
+            )
         )
-    Console().print(table)
+    best = min(range(len(results)), key=lambda number: results[number].final_validation_loss)
+    print_table(
+        f"Losses, compared with {baseline.name}; opt is the optimizer's share of the time",
+        header,
+        rows,
+        marked={best: "green"},
+    )
     for result in results:
         if result is not baseline:
             print(_comparison(result, baseline))
@@ -70,11 +88,14 @@ def _comparison(result: RunResult, baseline: RunResult) -> str:
     reached, goal = result.first_reaching(baseline.final_validation_loss), baseline.evaluations[-1]
     if reached is None:
         return f"{result.name} did not reach {baseline.name}'s final validation loss of {goal.loss:.3f}."
-    seconds, baseline_seconds = result.training_seconds(reached.step), baseline.training_seconds(goal.step)
-    return (
+    text = (
         f"{result.name} reached {baseline.name}'s final validation loss of {goal.loss:.3f} after {reached.step} of "
-        f"{goal.step} steps, in {seconds:.1f} s of training instead of {baseline_seconds:.1f} s."
+        f"{goal.step} steps"
     )
+    if not (result.times()[0] and baseline.times()[0]):
+        return f"{text}."
+    seconds, baseline_seconds = result.training_seconds(reached.step), baseline.training_seconds(goal.step)
+    return f"{text}, in {seconds:.1f} s of training instead of {baseline_seconds:.1f} s."
 
 
 def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[RunResult], baseline: RunResult) -> None:
@@ -95,27 +116,92 @@ def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[Run
 
 def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: RunResult) -> None:
     """Plot the validation loss over steps and over seconds of training, as a PNG."""
+    with _figure(path, (11, 4.8)) as figure:
+        by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+        for index, (result, color) in enumerate(zip(results, cycle(_COLORS), strict=False)):
+            # The loss before training would squeeze all others into the lower third.
+            trained = result.evaluations[1:] or result.evaluations
+            steps = [evaluation.step for evaluation in trained]
+            losses = [evaluation.loss for evaluation in trained]
+            label = f"{result.name}: {result.final_validation_loss:.3f}"
+            # Each curve is thinner than the one before it, so that curves on top of each other are all visible.
+            width = max(1.0, 4.5 - 1.4 * index)
+            style: dict[str, Any] = {"color": color, "marker": "o", "markersize": width + 1.5, "linewidth": width}
+            by_steps.plot(steps, losses, label=label, **style)
+            if result.times()[0]:
+                by_seconds.plot([result.training_seconds(step) for step in steps], losses, label=label, **style)
+        for axes, quantity in ((by_steps, "step"), (by_seconds, "seconds of training, at the median time per step")):
+            axes.axhline(baseline.final_validation_loss, color="grey", linestyle="--", linewidth=1, zorder=0)
+            axes.set_xlabel(quantity)
+            axes.grid(alpha=0.3)
+            axes.legend(title="final validation loss")
+        by_steps.set_ylabel("validation loss (nats per token)")
+        by_steps.set_title("by steps")
+        by_seconds.set_title("by time")
+        figure.suptitle(title)
+
+
+# ------------------------------------------------------------------------------------------------------------ one run
+
+
+def history(result: RunResult) -> str:
+    """Return a table of the validation losses of a run, each with the mean training loss since the one before."""
+    shown = _spread(len(result.evaluations), result.evaluations.index(min(result.evaluations, key=lambda e: e.loss)))
+    rows = []
+    for number, evaluation in enumerate(result.evaluations):
+        if number not in shown:
+            continue
+        before = result.evaluations[number - 1].step if number else 0
+        first, last = (max(0, step - result.num_steps_lost) for step in (before, evaluation.step))
+        losses = result.train_losses[first:last]
+        mark = "lowest" if evaluation.loss == result.best_validation_loss else ""
+        train_loss = f"{sum(losses) / len(losses):.4f}" if losses else ""
+        rows.append((str(evaluation.step), train_loss, f"{evaluation.loss:.4f}", mark))
+    left_out = len(result.evaluations) - len(rows)
+    more = f"\n({left_out} more are in metrics.jsonl)" if left_out else ""
+    return plain_table(("step", "train loss", "val loss", ""), rows, left=0) + more
+
+
+def _spread(count: int, kept: int) -> set[int]:
+    """Return which of `count` rows are shown: all, or some at even distances, with the first, the last and `kept`."""
+    if count <= _MOST_ROWS:
+        return set(range(count))
+    even = {round(index * (count - 1) / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)}
+    return even | {kept}
+
+
+def write_loss_plot(folder: Path, result: RunResult) -> Path | None:
+    """Plot training and validation loss of a run over its steps, as `loss.png` in its folder.
+
+    Returns:
+        The path of the image, or None if matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    with _figure(folder / LOSS_PLOT, (7.2, 4.4)) as figure:
+        axes = figure.subplots()
+        first = result.num_steps_lost + 1
+        steps = range(first, first + len(result.train_losses))
+        axes.plot(steps, result.train_losses, color=_COLORS[0], linewidth=0.8, alpha=0.6, label="training")
+        points = [(evaluation.step, evaluation.loss) for evaluation in result.evaluations]
+        label = f"validation: {result.final_validation_loss:.3f} at the end"
+        axes.plot(*zip(*points, strict=True), color=_COLORS[1], marker="o", markersize=4, label=label)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats per token)")
+        axes.set_title(result.name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return folder / LOSS_PLOT
+
+
+@contextmanager
+def _figure(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
+    """Yield an empty figure, and write it as a PNG of that name afterwards."""
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it reports that it looks for fonts
     from matplotlib.figure import Figure  # not pyplot, which needs a window system and has global state
 
-    figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
-    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-    for index, (result, color) in enumerate(zip(results, _COLORS, strict=False)):
-        trained = result.evaluations[1:]  # the loss before training would squeeze all others into the lower third
-        steps = [evaluation.step for evaluation in trained]
-        losses = [evaluation.loss for evaluation in trained]
-        label = f"{result.name}: {result.final_validation_loss:.3f}"
-        # Each curve is thinner than the one before it, so that curves on top of each other are all visible.
-        width = max(1.0, 4.5 - 1.4 * index)
-        style = {"color": color, "marker": "o", "markersize": width + 1.5, "linewidth": width}
-        by_steps.plot(steps, losses, label=label, **style)
-        by_seconds.plot([result.training_seconds(step) for step in steps], losses, label=label, **style)
-    for axes, quantity in ((by_steps, "step"), (by_seconds, "seconds of training, at the median time per step")):
-        axes.axhline(baseline.final_validation_loss, color="grey", linestyle="--", linewidth=1, zorder=0)
-        axes.set_xlabel(quantity)
-        axes.grid(alpha=0.3)
-        axes.legend(title="final validation loss")
-    by_steps.set_ylabel("validation loss (nats per byte)")
-    by_steps.set_title("by steps")
-    by_seconds.set_title("by time")
-    figure.suptitle(title)
-    figure.savefig(path)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    yield figure
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a name may have letters that the font does not
+        figure.savefig(path, format="png")

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from muon_fsdp.training.arguments import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -193,7 +194,7 @@ def check_tensorboard() -> None:
     """Raise ConfigError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            '--tensorboard needs the package tensorboard; install it with: pip install -e ".[integrations]"'
+            '--tensorboard needs the package tensorboard; install it with: pip install "muon_fsdp[integrations]"'
         )
 
 
@@ -207,6 +208,12 @@ def read_result(folder: Path, until: int | None = None) -> RunResult:
     """Return the result that `metrics.jsonl` records, up to step `until`."""
     path = folder / METRICS_FILE
     return _result_of(_lines_until(path, 2**63 if until is None else until), path)
+
+
+def read_start(folder: Path) -> dict[str, Any]:
+    """Return the last "start" line of `metrics.jsonl`: configuration, model, ranks and groups of the run."""
+    starts = [line for line in _lines_until(folder / METRICS_FILE, 0) if line.get("kind") == "start"]
+    return starts[-1] if starts else {}
 
 
 def read_result_until(folder: Path, manifest: Mapping[str, Any]) -> RunResult:

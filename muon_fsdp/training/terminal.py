@@ -1,0 +1,115 @@
+"""Print for people: colours, errors, tables, and a first line before PyTorch is imported.
+
+Nothing slow is imported here. The package `rich` is optional, so it is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal, TextIO
+
+from muon_fsdp.text import plain_table
+
+Color = Literal["red", "yellow", "green"]
+_CODES: dict[Color, str] = {"red": "31", "yellow": "33", "green": "32"}
+
+
+def colored(text: str, color: Color, stream: TextIO) -> str:
+    """Return a text in a colour, or unchanged where `stream` shows no colours.
+
+    Files and pipes show none, nor do terminals that call themselves "dumb". A user turns colours off with NO_COLOR.
+    """
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[1;{_CODES[color]}m{text}\x1b[0m"
+
+
+def print_error(message: str) -> None:
+    """Print an error in one line on stderr."""
+    _announcement.erase()
+    print(f"{colored('error:', 'red', sys.stderr)} {message}", file=sys.stderr, flush=True)
+
+
+class _Announcement:
+    """The line on stderr that says what a command waits for; a terminal erases it afterwards."""
+
+    def __init__(self) -> None:
+        self._length = 0  # of the line that a terminal shows now
+
+    def show(self, prog: str) -> None:
+        """Show the line, unless it is on the terminal already."""
+        line = f"{prog}: importing PyTorch ..."
+        if not sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+        elif not self._length:
+            print(line, end="", file=sys.stderr, flush=True)
+            self._length = len(line)
+
+    def erase(self) -> None:
+        """Remove the line from a terminal."""
+        if self._length:
+            print(f"\r{' ' * self._length}\r", end="", file=sys.stderr, flush=True)
+            self._length = 0
+
+
+_announcement = _Announcement()
+
+
+def announce_torch(prog: str) -> None:
+    """Announce on a terminal that PyTorch is being imported, before the arguments of a command are parsed.
+
+    Elsewhere `import_torch` says so after they have been parsed: there nobody waits, the line cannot be erased, and a
+    mistake in the arguments stays the only line.
+    """
+    if "torch" not in sys.modules and sys.stderr.isatty():
+        _announcement.show(prog)
+
+
+def import_torch(prog: str) -> None:
+    """Import PyTorch, which takes seconds, and say so first.
+
+    Args:
+        prog: the command that the line names.
+    """
+    if "torch" in sys.modules:
+        return
+    _announcement.show(prog)
+    try:
+        import torch  # noqa: F401
+    finally:
+        _announcement.erase()
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    marked: Mapping[int, Color] | None = None,
+) -> None:
+    """Print a table, drawn by Rich on a terminal and in plain text elsewhere.
+
+    Args:
+        title: the line above the table.
+        header: the names of the columns.
+        rows: the cells, row by row.
+        left: how many of the first columns hold words. The other columns hold numbers and are aligned to the right.
+        marked: the colours of rows that a reader should see first, by the number of the row.
+    """
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        print(f"{title}\n{plain_table(header, rows, left=left)}\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < left else "right", overflow="fold")
+    for number, row in enumerate(rows):
+        color = (marked or {}).get(number)
+        table.add_row(*row, style=f"bold {color}" if color else None)
+    Console(markup=False, highlight=False).print(table)
