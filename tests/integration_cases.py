@@ -80,6 +80,25 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): whole(p).clone() for name, p in model.named_parameters()}
 
 
+def by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]], rates: list[float]
+) -> list[float]:
+    """Run the loop of Trainer by hand: clip, step, and multiply every learning rate by a factor."""
+    data, losses = sequences(), []
+    initial = [group["lr"] for group in optimizer.param_groups]
+    for indices, rate in zip(rows, rates, strict=True):
+        for group, lr in zip(optimizer.param_groups, initial, strict=True):
+            group["lr"] = lr * rate
+        tokens = torch.stack([data[index]["input_ids"] for index in indices])
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Set the environment variables of torchrun; afterwards remove them and reset the state that libraries keep."""

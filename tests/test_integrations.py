@@ -26,23 +26,6 @@ def assert_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Te
     assert_near(actual, expected, "weights", **tolerance)
 
 
-def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]], rates: list[float]):
-    """Run the loop of Trainer by hand: clip, step, and multiply every learning rate by a factor."""
-    data, losses = cases.sequences(), []
-    initial = [group["lr"] for group in optimizer.param_groups]
-    for indices, rate in zip(rows, rates, strict=True):
-        for group, lr in zip(optimizer.param_groups, initial, strict=True):
-            group["lr"] = lr * rate
-        tokens = torch.stack([data[index]["input_ids"] for index in indices])
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 # ----------------------------------------------------------------------------------------------------- Transformers
 
 
@@ -62,7 +45,7 @@ def test_trainer_with_an_optimizer_and_a_scheduler_is_the_plain_loop(make_model,
     run = cases.trainer(model, tmp_path, {"optimizers": (optimizer, scheduler)}, save_strategy="no")
     run.train()
     rows = np.arange(48).reshape(6, 8).tolist()
-    expected = by_hand(other, MuonOptimizer(other, **cases.OPTIONS), rows, [0.9**step for step in range(6)])
+    expected = cases.by_hand(other, MuonOptimizer(other, **cases.OPTIONS), rows, [0.9**step for step in range(6)])
     np.testing.assert_allclose(cases.history(run), expected, rtol=1e-6)
     assert_weights(cases.weights_of(model), cases.weights_of(other), rtol=1e-5, atol=1e-6)
 
