@@ -1,14 +1,15 @@
-"""Training libraries drive the optimizers: Transformers' Trainer, Accelerate, Lightning."""
+"""Training libraries drive the optimizers: Transformers' Trainer, Accelerate, Lightning and its Fabric."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, create_hybrid_optimizer
 from muon_fsdp.integrations import trainer_optimizer
+from tests import fabric_cases
 from tests import integration_cases as cases
 from tests.comparisons import assert_near, assert_same
 from tests.pool import RankPool
@@ -82,6 +83,12 @@ def test_trainer_given_the_class_knows_no_modules(tmp_path):
     with pytest.warns(UserWarning, match="embedding or output head"):
         rows = run.create_optimizer().routing_report().rows
     assert sum(row.rule == "muon" for row in rows) == 16  # the embedding and the head too
+
+
+def test_names_of_optimizers_in_trainer_are_a_closed_list(tmp_path):
+    """docs/integrations.md says that `optim` can't name our optimizers. If this changes, the page has to."""
+    with pytest.raises(ValueError, match="muon_fsdp is not a valid OptimizerNames"):
+        TrainingArguments(str(tmp_path), optim="muon_fsdp")
 
 
 def test_trainer_without_factories_is_refused():
@@ -163,6 +170,7 @@ def test_accelerate(ranks: RankPool, kind, name, tmp_path):
         assert result["sharded"] == (kind == "fsdp")
         assert result["ranks"] == 2
         assert result["scales"] == expected["scales"]
+        assert result["report after prepare"] == result["report before prepare"]
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
         assert_weights(result["weights"], expected["weights"], rtol=1e-3, atol=1e-4)
         assert result["resumed"] == result["losses"]
@@ -191,3 +199,20 @@ def test_lightning_on_ranks(ranks: RankPool, kind, tmp_path):
         assert_weights(result["weights"], expected["weights"], rtol=1e-3, atol=1e-4)
         assert result["resumed"] == result["losses"]
         assert_weights(result["resumed weights"], result["weights"])
+
+
+@pytest.mark.parametrize("kind", ["one", "ddp", "fsdp"])
+def test_fabric(ranks: RankPool, kind, tmp_path):
+    expected = fabric_cases.fabric_run(str(tmp_path / "alone"), "one")
+    assert expected["losses"][5] < expected["losses"][0]
+    assert expected["muon"] == [(8, 24), (24, 8)]
+    on_ranks = [] if kind == "one" else ranks.run(2, fabric_cases.fabric_on_ranks, str(tmp_path / "ranks"), kind)
+    for result in [expected, *on_ranks]:
+        assert result["resumed"] == result["losses"]
+        assert_same(result["resumed weights"], result["weights"], "resumed weights")
+    for result in on_ranks:
+        assert result["sharded"] == (kind == "fsdp")
+        assert result["ranks"] == 2
+        assert result["muon"] == expected["muon"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
+        assert_near(result["weights"], expected["weights"], "weights", rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Adapters for axolotl and torchtitan, beside the interfaces that these publish and, if installed, beside themselves."""
+"""Run the adapters for axolotl and torchtitan beside the interfaces that these publish, and the real ones if installed."""
 
 from __future__ import annotations
 
