@@ -1,4 +1,4 @@
-"""Run the adapters for axolotl and torchtitan beside the interfaces that these publish, and the real ones if installed."""
+"""Run the adapters for axolotl and torchtitan beside the interfaces that these publish, or beside themselves."""
 
 from __future__ import annotations
 

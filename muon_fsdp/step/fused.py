@@ -106,13 +106,13 @@ class FusedStep:
         now = self._tensors(inputs.states)
         if len(now) != len(self.states) or not all(map(is_, now, [known() for known in self.states])):
             return False
-        # A tensor can be moved by assigning to its `data`.
-        return list(map(Tensor.get_device, now)) == self.devices
+        # A tensor can be moved by assigning to its `data`. A DTensor does not notice that its local tensor was moved.
+        return _devices(now) == self.devices
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Remember the tensors of state, which `fits` compares."""
         now = self._tensors(states)
-        self.states, self.devices = [ref(value) for value in now], list(map(Tensor.get_device, now))
+        self.states, self.devices = [ref(value) for value in now], _devices(now)
 
     @staticmethod
     def _tensors(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -145,6 +145,11 @@ class FusedStep:
     def variant(self) -> object:
         """Return what launches depend on besides the tables."""
         return tuple(each.tensors.aligned for each in self.lists)
+
+
+def _devices(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of the devices where tensors, or the local tensors of DTensors, are; -1 for the CPU."""
+    return [local(tensor).get_device() for tensor in tensors]
 
 
 def signature_of(
