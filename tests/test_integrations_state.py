@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests import state_cases as cases
 from tests.comparisons import assert_same
