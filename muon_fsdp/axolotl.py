@@ -30,7 +30,7 @@ class MuonPlugin(BasePlugin):
         return f"{MuonArguments.__module__}.{MuonArguments.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Let the trainer build the optimizer from its model; lr and weight decay default to axolotl's settings."""
+        """Make the trainer build the optimizer from its model; lr and weight decay default to axolotl's."""
         given = [name for name in _GROUP_SETTINGS if getattr(trainer.args, name, None) is not None]
         if given:
             raise ValueError(
