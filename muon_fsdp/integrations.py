@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 __all__ = ["trainer_optimizer"]
 
@@ -19,6 +20,8 @@ def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[...
 
     Trainer passes groups of tensors to an optimizer class, and without the model, embeddings and the output head look
     like any other matrix. It treats anything that is not a class as a factory, and calls `factory()(model, **options)`.
+    Trainers that derive from it, such as those of TRL and axolotl, do the same. If one does not have the argument, set
+    the attribute `optimizer_cls_and_kwargs` before `train()`.
 
     Args:
         make: what builds the optimizer from a model: one of our classes, `create_hybrid_optimizer`, or your own
@@ -29,6 +32,9 @@ def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[...
         The factory and the options, for `Trainer(optimizer_cls_and_kwargs=...)`.
     """
 
+    def build(model: nn.Module, training_arguments: object = None, **options: Any) -> torch.optim.Optimizer:
+        return make(model, **options)  # axolotl's trainers pass their training arguments too
+
     def factory(*groups: object, **_: object) -> MakeOptimizer:
         if groups:  # older releases of Transformers call the factory as they call a class
             raise TypeError(
@@ -36,6 +42,6 @@ def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[...
                 "Transformers, or build the optimizer yourself: "
                 "Trainer(..., optimizers=(MuonOptimizer(model, ...), None))"
             )
-        return make
+        return build
 
     return factory, options

@@ -80,6 +80,25 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): whole(p).clone() for name, p in model.named_parameters()}
 
 
+def by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]], rates: list[float]
+) -> list[float]:
+    """Run the loop of Trainer by hand: clip, step, and multiply every learning rate by a factor."""
+    data, losses = sequences(), []
+    initial = [group["lr"] for group in optimizer.param_groups]
+    for indices, rate in zip(rows, rates, strict=True):
+        for group, lr in zip(optimizer.param_groups, initial, strict=True):
+            group["lr"] = lr * rate
+        tokens = torch.stack([data[index]["input_ids"] for index in indices])
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Set the environment variables of torchrun; afterwards remove them and reset the state that libraries keep."""
@@ -195,6 +214,7 @@ def accelerate_run(folder: str, kind: str, name: str) -> dict[str, Any]:
         group = dist.group.WORLD if kind == "ddp" and dist.get_world_size() > 1 else None
         bare = FSDPMuonOptimizer(model, replicate_group=group, **OPTIONS)
         scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(bare, 12)
+        report = str(bare.routing_report())
         model, optimizer, scheduler = accelerator.prepare(model, bare, scheduler)
         before = accelerate_steps(accelerator, model, optimizer, scheduler, range(3))
         accelerator.save_state(folder)
@@ -212,6 +232,8 @@ def accelerate_run(folder: str, kind: str, name: str) -> dict[str, Any]:
             "unsharded weights": unsharded,
             "sharded": all(isinstance(p, DTensor) for group in bare.param_groups for p in group["params"]),
             "ranks": bare.plan_report().num_ranks,
+            "report before prepare": report,
+            "report after prepare": str(optimizer.optimizer.routing_report()),
             "scales": {row.name: row.scale for row in bare.routing_report().rows if row.rule == "muon"},
         }
 

@@ -1,14 +1,15 @@
-"""Training libraries drive the optimizers: Transformers' Trainer, Accelerate, Lightning."""
+"""Training libraries drive the optimizers: Transformers' Trainer, Accelerate, Lightning and its Fabric."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, create_hybrid_optimizer
 from muon_fsdp.integrations import trainer_optimizer
+from tests import fabric_cases
 from tests import integration_cases as cases
 from tests.comparisons import assert_near, assert_same
 from tests.pool import RankPool
@@ -24,23 +25,6 @@ pytestmark = [
 
 def assert_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
     assert_near(actual, expected, "weights", **tolerance)
-
-
-def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int]], rates: list[float]):
-    """Run the loop of Trainer by hand: clip, step, and multiply every learning rate by a factor."""
-    data, losses = cases.sequences(), []
-    initial = [group["lr"] for group in optimizer.param_groups]
-    for indices, rate in zip(rows, rates, strict=True):
-        for group, lr in zip(optimizer.param_groups, initial, strict=True):
-            group["lr"] = lr * rate
-        tokens = torch.stack([data[index]["input_ids"] for index in indices])
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ----------------------------------------------------------------------------------------------------- Transformers
@@ -62,7 +46,7 @@ def test_trainer_with_an_optimizer_and_a_scheduler_is_the_plain_loop(make_model,
     run = cases.trainer(model, tmp_path, {"optimizers": (optimizer, scheduler)}, save_strategy="no")
     run.train()
     rows = np.arange(48).reshape(6, 8).tolist()
-    expected = by_hand(other, MuonOptimizer(other, **cases.OPTIONS), rows, [0.9**step for step in range(6)])
+    expected = cases.by_hand(other, MuonOptimizer(other, **cases.OPTIONS), rows, [0.9**step for step in range(6)])
     np.testing.assert_allclose(cases.history(run), expected, rtol=1e-6)
     assert_weights(cases.weights_of(model), cases.weights_of(other), rtol=1e-5, atol=1e-6)
 
@@ -99,6 +83,12 @@ def test_trainer_given_the_class_knows_no_modules(tmp_path):
     with pytest.warns(UserWarning, match="embedding or output head"):
         rows = run.create_optimizer().routing_report().rows
     assert sum(row.rule == "muon" for row in rows) == 16  # the embedding and the head too
+
+
+def test_names_of_optimizers_in_trainer_are_a_closed_list(tmp_path):
+    """docs/integrations.md says that `optim` can't name our optimizers. If this changes, the page has to."""
+    with pytest.raises(ValueError, match="muon_fsdp is not a valid OptimizerNames"):
+        TrainingArguments(str(tmp_path), optim="muon_fsdp")
 
 
 def test_trainer_without_factories_is_refused():
@@ -180,6 +170,7 @@ def test_accelerate(ranks: RankPool, kind, name, tmp_path):
         assert result["sharded"] == (kind == "fsdp")
         assert result["ranks"] == 2
         assert result["scales"] == expected["scales"]
+        assert result["report after prepare"] == result["report before prepare"]
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
         assert_weights(result["weights"], expected["weights"], rtol=1e-3, atol=1e-4)
         assert result["resumed"] == result["losses"]
@@ -208,3 +199,20 @@ def test_lightning_on_ranks(ranks: RankPool, kind, tmp_path):
         assert_weights(result["weights"], expected["weights"], rtol=1e-3, atol=1e-4)
         assert result["resumed"] == result["losses"]
         assert_weights(result["resumed weights"], result["weights"])
+
+
+@pytest.mark.parametrize("kind", ["one", "ddp", "fsdp"])
+def test_fabric(ranks: RankPool, kind, tmp_path):
+    expected = fabric_cases.fabric_run(str(tmp_path / "alone"), "one")
+    assert expected["losses"][5] < expected["losses"][0]
+    assert expected["muon"] == [(8, 24), (24, 8)]
+    on_ranks = [] if kind == "one" else ranks.run(2, fabric_cases.fabric_on_ranks, str(tmp_path / "ranks"), kind)
+    for result in [expected, *on_ranks]:
+        assert result["resumed"] == result["losses"]
+        assert_same(result["resumed weights"], result["weights"], "resumed weights")
+    for result in on_ranks:
+        assert result["sharded"] == (kind == "fsdp")
+        assert result["ranks"] == 2
+        assert result["muon"] == expected["muon"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
+        assert_near(result["weights"], expected["weights"], "weights", rtol=1e-3, atol=1e-4)

@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import unusable
@@ -83,6 +84,7 @@ class FusedStep:
     # The state of all parameters at the last step. Weak references, so that state moved to the CPU frees its memory.
     states: Sequence[ReferenceType[Tensor]] = ()
     devices: Sequence[int] = ()  # of these tensors
+    sharded: Sequence[int] = ()  # the indices of DTensors among them
     tables: Tables | None = None
 
     @property
@@ -106,13 +108,21 @@ class FusedStep:
         now = self._tensors(inputs.states)
         if len(now) != len(self.states) or not all(map(is_, now, [known() for known in self.states])):
             return False
-        # A tensor can be moved by assigning to its `data`.
-        return list(map(Tensor.get_device, now)) == self.devices
+        # A tensor can be moved by assigning to its `data`. A DTensor does not notice that its local tensor was moved.
+        return self._devices_of(now) == self.devices
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Remember the tensors of state, which `fits` compares."""
         now = self._tensors(states)
-        self.states, self.devices = [ref(value) for value in now], list(map(Tensor.get_device, now))
+        self.sharded = [index for index, value in enumerate(now) if isinstance(value, DTensor)]
+        self.states, self.devices = [ref(value) for value in now], self._devices_of(now)
+
+    def _devices_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the numbers of the devices where the tensors are, -1 for the CPU; of a DTensor, its local tensor."""
+        tensors = list(tensors)
+        for index in self.sharded:
+            tensors[index] = local(tensors[index])
+        return list(map(Tensor.get_device, tensors))
 
     @staticmethod
     def _tensors(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
