@@ -20,6 +20,8 @@ ONE_DEVICE_BYTES = 256 * 2**20
 SCRATCH_STAGES = 4
 # A step may take this much longer than the fastest one to save memory.
 HARDLY_LONGER = 1.02
+# No larger stage is tried, unless a parameter is larger: planning takes seconds for models of that size.
+LARGEST_STAGE = 4 * 2**30
 # With this many stages, all but a few percent of the transfers are hidden. More are tried only to save memory.
 ENOUGH_STAGES = 64
 ASSUMED = Speeds()
@@ -152,6 +154,8 @@ def choose_staging(loads: Sequence[Load], num_ranks: int) -> Staging:
     spared = sum(load.spared for load in loads)
     least, bound = smallest_bound(loads), _bound_of_one_stage(loads)
     uneven = least * 9 // 8  # uneven shards of one unit per rank may be a little larger together than one unit
+    while bound > LARGEST_STAGE and bound // 2 >= uneven:
+        bound //= 2
     found: list[_Candidate] = []
     fits = False
     while True:
@@ -203,11 +207,12 @@ def cut(loads: Sequence[Load], max_bytes: int) -> list[list[int]]:
         For every stage the indices of its parameters.
     """
     needs = [(load.shard, load.by_owner) for load in loads]
-    limit = max(max_bytes, max((max((shard, *computed.values())) for shard, computed in needs), default=0))
+    limit = max(max_bytes, smallest_bound(loads))
     stages: list[list[int]] = []
     held, by_rank = 0, dict[int | None, int]()
     for index, (shard, computed) in enumerate(needs):
-        if not stages or max((held + shard, *(by_rank.get(who, 0) + size for who, size in computed.items()))) > limit:
+        is_full = held + shard > limit or any(by_rank.get(who, 0) + size > limit for who, size in computed.items())
+        if not stages or is_full:
             stages.append([])
             held, by_rank = 0, {}
         stages[-1].append(index)
@@ -227,15 +232,18 @@ def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
     matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
     copies = 1
     for load in loads:
-        for unit in load.units:
-            units[unit.owner] += unit.bytes
-            flops[unit.owner] += unit.flops
-            received[unit.owner] += unit.received
-            sent[unit.owner] += unit.sent
-            forwarded[unit.replica] += unit.forwarded
-            copies = max(copies, unit.copies)
-            for count, rows, cols in unit.blocks:
-                matrices[(unit.owner, rows, cols)] += count
+        # Unpacked at once, because plans have ten thousands of units.
+        for owner, size, work, brought, returned, unit_copies, passed_on, replica, blocks in load.units:
+            units[owner] += size
+            flops[owner] += work
+            received[owner] += brought
+            sent[owner] += returned
+            if passed_on:
+                forwarded[replica] += passed_on
+            if unit_copies > copies:
+                copies = unit_copies
+            for count, rows, cols in blocks:
+                matrices[(owner, rows, cols)] += count
     return StageCost(
         flops_by_rank=flops,
         shards=sum(load.shard for load in loads),
