@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from muon_fsdp.plan.costs import Speeds
@@ -41,8 +40,7 @@ class UnitLoad(NamedTuple):
     blocks: tuple[tuple[int, int, int], ...]  # number, rows and columns of its matrices
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What one parameter costs in a stage.
 
     Args:
@@ -54,6 +52,8 @@ class Load:
         units: its units.
         travels: whether it lies on more than one rank.
         spared: bytes by which its state on a rank is smaller than that of AdamW.
+        by_owner: the ranks that compute its units, and the bytes of these.
+        largest: bytes that it needs on a rank: those of its shard, or of the units that one rank computes.
     """
 
     shard: int
@@ -64,14 +64,18 @@ class Load:
     units: tuple[UnitLoad, ...]
     travels: bool
     spared: int
+    by_owner: tuple[tuple[int | None, int], ...]
+    largest: int
 
-    @cached_property
-    def by_owner(self) -> Mapping[int | None, int]:
-        """Return the bytes of its units, by the rank that computes them."""
-        computed: dict[int | None, int] = defaultdict(int)
-        for unit in self.units:
-            computed[unit.owner] += unit.bytes
-        return computed
+
+def bytes_by_owner(units: Sequence[UnitLoad]) -> tuple[tuple[int | None, int], ...]:
+    """Return the ranks that compute units, and the bytes of all units of each."""
+    if len(units) == 1:  # most parameters: planning makes ten thousands of these
+        return ((units[0].owner, units[0].bytes),)
+    computed: dict[int | None, int] = defaultdict(int)
+    for unit in units:
+        computed[unit.owner] += unit.bytes
+    return tuple(computed.items())
 
 
 @dataclass(frozen=True)
@@ -185,13 +189,13 @@ class _Candidate(NamedTuple):
 
 def smallest_bound(loads: Sequence[Load]) -> int:
     """Return the most bytes that one parameter needs on a rank: no stage can be smaller."""
-    return max((max((load.shard, *load.by_owner.values())) for load in loads), default=0)
+    return max((load.largest for load in loads), default=0)
 
 
 def _bound_of_one_stage(loads: Sequence[Load]) -> int:
     computed: dict[int | None, int] = defaultdict(int)
     for load in loads:
-        for who, size in load.by_owner.items():
+        for who, size in load.by_owner:
             computed[who] += size
     return max((sum(load.shard for load in loads), *computed.values()))
 
@@ -206,18 +210,19 @@ def cut(loads: Sequence[Load], max_bytes: int) -> list[list[int]]:
     Returns:
         For every stage the indices of its parameters.
     """
-    needs = [(load.shard, load.by_owner) for load in loads]
     limit = max(max_bytes, smallest_bound(loads))
     stages: list[list[int]] = []
     held, by_rank = 0, dict[int | None, int]()
-    for index, (shard, computed) in enumerate(needs):
-        is_full = held + shard > limit or any(by_rank.get(who, 0) + size > limit for who, size in computed.items())
+    for index, load in enumerate(loads):
+        is_full = held + load.shard > limit
+        for who, size in load.by_owner:
+            is_full = is_full or by_rank.get(who, 0) + size > limit
         if not stages or is_full:
             stages.append([])
             held, by_rank = 0, {}
         stages[-1].append(index)
-        held += shard
-        for who, size in computed.items():
+        held += load.shard
+        for who, size in load.by_owner:
             by_rank[who] = by_rank.get(who, 0) + size
     return stages
 
