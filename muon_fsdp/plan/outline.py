@@ -19,7 +19,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.costs import BYTES_PER_SECOND, FIXED_SECONDS, FLOPS_PER_SECOND
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.staging import Load, Staging, UnitLoad, choose_staging, cut
+from muon_fsdp.plan.staging import Load, Staging, UnitLoad, bytes_by_owner, choose_staging, cut
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -121,6 +121,7 @@ def make_outline(
         if spec.view is not None:
             by_set[set_of[id(spec.layout)]].append(spec)
     owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()})
+    place = {position: number for number, position in enumerate(owned)}  # owners were assigned to the largest first
     outlines = []
     for (number, _, rule, *_), members in by_kind.items():
         ranks = rank_sets[number]
@@ -128,7 +129,8 @@ def make_outline(
         units = [unit for many in work.values() for unit in many]
         if len(ranks) > 1 and _replicates(units, members, strategy):
             work = {position: tuple(replace(unit, owner=None) for unit in many) for position, many in work.items()}
-        largest_first = sorted(members, key=lambda spec: _order(spec, work[spec.position]))
+        has_owners = members[0].view is not None
+        largest_first = sorted(members, key=lambda s: place[s.position]) if has_owners else sorted(members, key=_order)
         loads = [_load(spec, work[spec.position]) for spec in largest_first]
         # Decide only by parameters of this set, as for owners.
         staging = choose_staging(loads, len(ranks)) if max_stage_bytes is None else Staging(max_stage_bytes)
@@ -140,8 +142,8 @@ def make_outline(
     return outlines
 
 
-def _order(spec: ParameterSpec, units: Sequence[Unit]) -> tuple[object, ...]:
-    """Return a sort key: largest first, as owners are assigned, so that every stage uses all ranks; then by shape."""
+def _order(spec: ParameterSpec, units: Sequence[Unit] = ()) -> tuple[object, ...]:
+    """Return a sort key for owners and stages: largest first, so that every stage uses all ranks; then by shape."""
     return (-max((unit.flops for unit in units), default=0.0), spec.shape, repr(spec.options), spec.position)
 
 
@@ -311,8 +313,9 @@ def _load(spec: ParameterSpec, units: Sequence[Unit]) -> Load:
     loads = [_unit_load(unit, spec) for unit in units]
     replicated = num_ranks > 1 and any(unit.owner is None for unit in units)
     shard_sent = largest * others * spec.wire_bytes
+    shard, by_owner = largest * spec.bytes_per_element, bytes_by_owner(loads)
     return Load(
-        shard=largest * spec.bytes_per_element,
+        shard=shard,
         # With owners, only those of its own replica get its shard, and it is one of them itself.
         shard_sent=(shard_sent if replicated else shard_sent // num_ranks) if any(u.received for u in loads) else 0,
         # Its slice, from the owners in its own replica.
@@ -323,6 +326,8 @@ def _load(spec: ParameterSpec, units: Sequence[Unit]) -> Load:
         units=tuple(loads),
         travels=num_ranks > 1,
         spared=spec.spared_bytes,
+        by_owner=by_owner,
+        largest=max((shard, *(size for _, size in by_owner))),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from muon_fsdp.plan.costs import Speeds
@@ -20,6 +19,8 @@ ONE_DEVICE_BYTES = 256 * 2**20
 SCRATCH_STAGES = 4
 # A step may take this much longer than the fastest one to save memory.
 HARDLY_LONGER = 1.02
+# No larger stage is tried, unless a parameter is larger: planning takes seconds for models of that size.
+LARGEST_STAGE = 4 * 2**30
 # With this many stages, all but a few percent of the transfers are hidden. More are tried only to save memory.
 ENOUGH_STAGES = 64
 ASSUMED = Speeds()
@@ -36,8 +37,7 @@ class UnitLoad(NamedTuple):
     blocks: tuple[tuple[int, int, int], ...]  # number, rows and columns of its matrices
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What one parameter costs in a stage.
 
     Args:
@@ -50,6 +50,8 @@ class Load:
         units: its units.
         travels: whether it lies on more than one rank.
         spared: bytes by which its state on a rank is smaller than that of AdamW.
+        by_owner: the ranks that compute its units, and the bytes of these.
+        largest: bytes that it needs on a rank: those of its shard, or of the units that one rank computes.
     """
 
     shard: int
@@ -61,14 +63,18 @@ class Load:
     units: tuple[UnitLoad, ...]
     travels: bool
     spared: int
+    by_owner: tuple[tuple[int | None, int], ...]
+    largest: int
 
-    @cached_property
-    def by_owner(self) -> Mapping[int | None, int]:
-        """Return the bytes of its units, by the rank that computes them."""
-        computed: dict[int | None, int] = defaultdict(int)
-        for unit in self.units:
-            computed[unit.owner] += unit.bytes
-        return computed
+
+def bytes_by_owner(units: Sequence[UnitLoad]) -> tuple[tuple[int | None, int], ...]:
+    """Return the ranks that compute units, and the bytes of all units of each."""
+    if len(units) == 1:  # most parameters: planning makes ten thousands of these
+        return ((units[0].owner, units[0].bytes),)
+    computed: dict[int | None, int] = defaultdict(int)
+    for unit in units:
+        computed[unit.owner] += unit.bytes
+    return tuple(computed.items())
 
 
 @dataclass(frozen=True)
@@ -160,10 +166,12 @@ def choose_staging(loads: Sequence[Load], num_ranks: int) -> Staging:
     spared = sum(load.spared for load in loads)
     least, bound = smallest_bound(loads), _bound_of_one_stage(loads)
     uneven = least * 9 // 8  # uneven shards of one unit per rank may be a little larger together than one unit
+    while bound > LARGEST_STAGE and bound // 2 >= uneven:
+        bound //= 2
     found: list[_Candidate] = []
     fits = False
     while True:
-        costs = [stage_cost([loads[i] for i in stage], Staging(bound)) for stage in _cut_within(loads, bound)]
+        costs = [stage_cost([loads[i] for i in stage], Staging(bound)) for stage in cut(loads, bound)]
         for in_flight in (3, 2, 1) if len(costs) > 1 else (3,):
             stages = [replace(cost, in_flight=in_flight) for cost in costs]
             found.append(_Candidate(pipeline_seconds(stages, ASSUMED), peak_bytes(stages), Staging(bound, in_flight)))
@@ -189,13 +197,13 @@ class _Candidate(NamedTuple):
 
 def smallest_bound(loads: Sequence[Load]) -> int:
     """Return the most bytes that one parameter needs on a rank: no stage can be smaller."""
-    return max((max((load.shard, *load.by_owner.values())) for load in loads), default=0)
+    return max((load.largest for load in loads), default=0)
 
 
 def _bound_of_one_stage(loads: Sequence[Load]) -> int:
     computed: dict[int | None, int] = defaultdict(int)
     for load in loads:
-        for who, size in load.by_owner.items():
+        for who, size in load.by_owner:
             computed[who] += size
     return max((sum(load.shard for load in loads), *computed.values()))
 
@@ -210,24 +218,19 @@ def cut(loads: Sequence[Load], max_bytes: int) -> list[list[int]]:
     Returns:
         For every stage the indices of its parameters.
     """
-    return _cut_within(loads, max(max_bytes, smallest_bound(loads)))
-
-
-def _cut_within(loads: Sequence[Load], limit: int) -> list[list[int]]:
-    """Cut parameters into stages within a bound that is at least as large as `smallest_bound`."""
+    limit = max(max_bytes, smallest_bound(loads))
     stages: list[list[int]] = []
     held, by_rank = 0, dict[int | None, int]()
-    for index, load in enumerate(loads):  # thousands of parameters, for several bounds: this must be fast
-        computed = load.by_owner
-        is_full = not stages or held + load.shard > limit
-        if not is_full:
-            is_full = any(by_rank.get(who, 0) + size > limit for who, size in computed.items())
-        if is_full:
+    for index, load in enumerate(loads):
+        is_full = held + load.shard > limit
+        for who, size in load.by_owner:
+            is_full = is_full or by_rank.get(who, 0) + size > limit
+        if not stages or is_full:
             stages.append([])
             held, by_rank = 0, {}
         stages[-1].append(index)
         held += load.shard
-        for who, size in computed.items():
+        for who, size in load.by_owner:
             by_rank[who] = by_rank.get(who, 0) + size
     return stages
 
@@ -240,13 +243,14 @@ def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
     sent: dict[int | None, int] = defaultdict(int)
     matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
     for load in loads:
-        for unit in load.units:
-            units[unit.owner] += unit.bytes
-            flops[unit.owner] += unit.flops
-            received[unit.owner] += unit.received
-            sent[unit.owner] += unit.sent
-            for count, rows, cols in unit.blocks:
-                matrices[(unit.owner, rows, cols)] += count
+        # Unpacked at once, because plans have ten thousands of units.
+        for owner, size, work, brought, returned, blocks in load.units:
+            units[owner] += size
+            flops[owner] += work
+            received[owner] += brought
+            sent[owner] += returned
+            for count, rows, cols in blocks:
+                matrices[(owner, rows, cols)] += count
     return StageCost(
         flops_by_rank=flops,
         shards=sum(load.shard for load in loads),
