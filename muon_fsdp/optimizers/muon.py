@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, overload
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
-from muon_fsdp.comm.process_groups import Ranks, is_pretended, num_ranks
-from muon_fsdp.comm.transfers import layouts_of, local
+from muon_fsdp.comm.process_groups import is_pretended, num_ranks
+from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -33,16 +33,16 @@ from muon_fsdp.parameters.state_dict import (
 from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layouts, make_report
-from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Settings
+from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
+from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement
-from muon_fsdp.text import first_names
+from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
 
 
 @show_options(DEFAULT_RULE)
@@ -95,13 +95,14 @@ class MuonOptimizer(GroupedOptimizer):
         comm_dtype: torch.dtype | None = None,
         max_stage_bytes: int = 256 * 2**20,
         cuda_graph: CudaGraph = "auto",
+        overlap: Overlap = "step",
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
         agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph)
+        self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, overlap)
         if replicate_group is None:
             replicate_group = replicate_group_of(params)
         for name, group in (("replicate_group", replicate_group), ("agreement_group", agreement_group)):
@@ -111,6 +112,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
         self._skipped_steps = 0
+        self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
+        self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
@@ -148,6 +151,7 @@ class MuonOptimizer(GroupedOptimizer):
         has_begun = any(group[STARTED] for group in self.param_groups)
         if has_begun and self._still_accumulates():
             return loss
+        self._complete_early_stages()  # first of all: if this rank fails, others still wait for its transfers
         planned, found = self._prepare()
         agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
@@ -166,26 +170,24 @@ class MuonOptimizer(GroupedOptimizer):
             planned = self._current_plan()
             if self._watch is not None:
                 self._watch.check(planned.records)
+            if planned.overlap is not None:
+                refuse_grad_scaler()
             return planned, Gradients(planned.records, self._other_rule.name)
         except Exception as error:
             if not self._agreement.fail(error) and num_ranks() > 1 and not is_pretended():
                 with suppress(Exception):  # finding the ranks may fail for the same reason
-                    report_failure(self._shared_ranks(), error)
+                    ranks = shared_ranks(self._parameters(), self._replica_ranks, self._agreement_group)
+                    report_failure(ranks, error)
             raise
-
-    def _shared_ranks(self) -> set[Ranks]:
-        """Return the sets of ranks that share parameters with this one."""
-        layouts = layouts_of(self._parameters(), self._replica_ranks)
-        ranks = {tuple(sorted(layout.ranks)) for layout in layouts}
-        if self._agreement_group is not None:
-            ranks.add(tuple(sorted(dist.get_process_group_ranks(self._agreement_group))))
-        return {each for each in ranks if len(each) > 1}
 
     def _update(self, planned: PlannedStep, found: Gradients, agreed: Agreed) -> None:
         """Update the parameters for which some rank has a gradient."""
-        codes = planned.shared.by_position(agreed)
+        codes = planned.shared.by_position(agreed.codes)
         gradients = found.in_layout(codes)
         planned.make_groups()
+        early = {}
+        if planned.overlap is not None:
+            early = planned.overlap.settle(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=self.param_groups,
             shards=[record.tensor if record.is_plain else local(record.tensor) for record in planned.records],
@@ -198,9 +200,14 @@ class MuonOptimizer(GroupedOptimizer):
         devices = [shard.device for shard in inputs.shards]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         with on_device(device), without_autocast(device.type):
-            planned.run(inputs)
+            planned.run(inputs, early)
             if planned.matrices is not None:
                 planned.matrices.count(self._totals)
+
+    def _complete_early_stages(self) -> None:
+        """Start the stages that other ranks may have started in backward."""
+        if self._planned is not None and self._planned.overlap is not None:
+            self._planned.overlap.complete()
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`, and return whether gradients still accumulate."""
@@ -243,13 +250,16 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere."""
-        not_finite = self._settings.nonfinite != "propagate" and not _are_finite(found.here().values())
+        not_finite = self._settings.nonfinite != "propagate" and not found.are_finite()
+        self._objections = (
+            planned.overlap.objections(self.param_groups, self.state) if planned.overlap is not None else {}
+        )
         if self._checks_for_twins:
             self._checks_for_twins = False
             if self._agreement_group is None:
                 warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         return self._agreement.before_step(
-            planned.shared, self.param_groups, found.codes, inert=inert, not_finite=not_finite
+            planned.shared, self.param_groups, found.codes, self._objections, inert=inert, not_finite=not_finite
         )
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
@@ -259,17 +269,9 @@ class MuonOptimizer(GroupedOptimizer):
             Whether to continue with this step.
         """
         if self._settings.nonfinite == "raise":
-            raise RuntimeError(self._not_finite_message(found, rank))
+            raise RuntimeError(found.not_finite_message(rank))
         self._skipped_steps += 1
         return False
-
-    def _not_finite_message(self, found: Gradients, rank: int) -> str:
-        names = [route.name for route in self._all_routes()]
-        bad = [names[position] for position, grad in found.here().items() if not _are_finite([grad])]
-        where = f"of {len(bad)} parameter(s) is not finite: {first_names(bad)}"
-        if not bad:
-            where = f"on another rank ({rank}) is not finite"
-        return f"The gradient {where}. Nothing was changed. Pass nonfinite='skip' to skip such steps."
 
     # ---------------------------------------------------------------- clipping
 
@@ -307,7 +309,7 @@ class MuonOptimizer(GroupedOptimizer):
             self._complete_groups()
             key = self._plan_key(parameters)
             if self._planned is not None:
-                self._planned.captured.forget()
+                self._planned.abandon()
             self._planned = PlannedStep(
                 key,
                 self._records(),
@@ -315,6 +317,7 @@ class MuonOptimizer(GroupedOptimizer):
                 self._accumulation_steps,
                 self._replicate_group,
                 self._agreement_group,
+                self._stage_counts,
             )
         return self._planned
 
@@ -334,17 +337,21 @@ class MuonOptimizer(GroupedOptimizer):
         about parameters that `fully_shard` distributes over that many ranks, which needs neither processes nor memory
         (the model may be on the meta device). `mesh` is the shape of the mesh, (replicas, shards) for HSDP.
 
-        Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why.
+        Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why; and with
+        `overlap="backward"`, how many stages start in backward.
         """
         records = self._records()
-        graph = ""
+        graph = overlap = ""
         if not world_size and not mesh:
             planned = self._planned
             graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
+            if planned is not None and planned.overlap is not None:
+                overlap = planned.overlap.status
         else:
             layouts = fsdp_layouts([record.tensor for record in records], world_size, mesh)
             records = [replace(record, layout=layout) for record, layout in zip(records, layouts, strict=True)]
-        return replace(make_report(parameter_specs(records, self._settings), self._settings), cuda_graph=graph)
+        report = make_report(parameter_specs(records, self._settings), self._settings)
+        return replace(report, cuda_graph=graph, overlap=overlap)
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
@@ -355,12 +362,16 @@ class MuonOptimizer(GroupedOptimizer):
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
+            overlapped_stages: with `overlap="backward"`, stages that ran in backward, and whose updates were used.
+            discarded_stages: those whose updates were not used, and that ran again in `step()`.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
                 if there is no sample: before the first step, or if other ranks compute all matrices.
             update_rms: the mean over the sample of lr times the root mean square of the update. Absent in the same
                 cases.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
+        if self._settings.overlap == "backward":
+            numbers |= {name: float(self._stage_counts[name]) for name in ("overlapped_stages", "discarded_stages")}
         planned = self._current_plan()
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
@@ -418,6 +429,8 @@ class MuonOptimizer(GroupedOptimizer):
             "_routes",
             "_frozen_rows",
             "_skipped_steps",
+            "_stage_counts",
+            "_objections",
             "_accumulation_steps",
         )
         # Process groups can't be copied. A copy that needs one must be built anew.
@@ -431,13 +444,3 @@ class MuonOptimizer(GroupedOptimizer):
             "_watch": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
-
-
-def _are_finite(gradients: Iterable[Tensor]) -> bool:
-    """Return whether all gradients are finite; this waits for the device."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in gradients:
-        if grad.numel() > 0:
-            by_device[grad.device].append(grad)
-    largest = [torch.stack(torch._foreach_norm(many, ord=torch.inf)) for many in by_device.values()]
-    return all(bool(values.isfinite().all()) for values in largest)

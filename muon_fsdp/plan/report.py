@@ -111,6 +111,7 @@ class PlanReport:
         traffic: bytes that travel in a step, by rank.
         stages: memory and work of every stage.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
+        overlap: how many stages start in backward; empty with `overlap="step"`.
     """
 
     num_ranks: int
@@ -121,6 +122,7 @@ class PlanReport:
     traffic: Traffic
     stages: tuple[StageReport, ...]
     cuda_graph: str = ""
+    overlap: str = ""
 
     @property
     def num_matrices(self) -> int:
@@ -181,7 +183,8 @@ class PlanReport:
             f"mean {self.mean_flops:.3g}; busiest over lower bound {self.balance:.3f}"
         )
         graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
-        return f"{plain_table(header, rows)}\n{totals}{graph}"
+        overlap = f"\nOverlap with backward: {self.overlap}" if self.overlap else ""
+        return f"{plain_table(header, rows)}\n{totals}{graph}{overlap}"
 
 
 def fsdp_layouts(parameters: Sequence[Tensor], world_size: int | None, mesh: Sequence[int] | None) -> list[Layout]:

@@ -11,6 +11,7 @@ from muon_fsdp.declarations.option import Option, flag, integer
 from muon_fsdp.plan.outline import STRATEGIES, Strategy
 
 NonFinite = Literal["propagate", "skip", "raise"]
+Overlap = Literal["step", "backward"]
 CudaGraph: TypeAlias = Literal["auto"] | bool
 
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
@@ -71,6 +72,15 @@ SETTINGS = (
         check=_graph_mode,
     ),
     Option(
+        "overlap",
+        "step",
+        'when matrices are gathered and orthogonalized: in "step", or in "backward" once the gradients of a stage have '
+        "arrived. Results are the same: `step()` writes momentum and weights. What was started is discarded if "
+        "gradients change after backward, as by clipping. The updates stay in memory until `step()`, and the step is "
+        "not captured as a CUDA graph",
+        choices=get_args(Overlap),
+    ),
+    Option(
         "strict",
         False,
         "raise an error instead of a warning if routing is a guess or in doubt, or if no parameter is a matrix",
@@ -99,10 +109,21 @@ class Settings:
     strategy: Strategy
     comm_dtype: torch.dtype | None
     cuda_graph: CudaGraph = "auto"
+    overlap: Overlap = "step"
 
     def __post_init__(self) -> None:
         for option in SETTINGS:
             option.validate(getattr(self, option.name))
+        if self.overlap == "backward" and self.nonfinite != "propagate":
+            raise ValueError(
+                f"overlap='backward' can't be combined with nonfinite={self.nonfinite!r}, which must see all gradients "
+                "before anything starts: leave one of them out"
+            )
+        if self.overlap == "backward" and self.cuda_graph is True:
+            raise ValueError(
+                "overlap='backward' can't be combined with cuda_graph=True: a part of the step runs in backward and is "
+                "not captured. Leave one of them out"
+            )
 
     def staging_dtype(self, device_type: str, working: torch.dtype) -> torch.dtype:
         """Return the precision of stage buffers and transfers: bfloat16 on GPUs, float32 on CPUs, float64 for float64.

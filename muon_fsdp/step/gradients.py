@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.transfers import layout_of, local, local_gradient
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
+from muon_fsdp.text import first_names
 
 LIKE_PARAMETER = 1  # code of a gradient with its parameter's placements; larger codes encode its own
 _FIRST_CODE = 2
@@ -52,6 +54,18 @@ class Gradients:
         """Return the local tensors of the gradients, partial sums included."""
         return {position: local(grad) for position, grad in self._found.items()}
 
+    def are_finite(self) -> bool:
+        """Return whether all gradients of this rank are finite; this waits for the device."""
+        return _are_finite(self.here().values())
+
+    def not_finite_message(self, rank: int) -> str:
+        """Return the error for gradients that are not finite; `rank` has one, if this rank has none."""
+        bad = [self._records[position].name for position, grad in self.here().items() if not _are_finite([grad])]
+        where = f"of {len(bad)} parameter(s) is not finite: {first_names(bad)}"
+        if not bad:
+            where = f"on another rank ({rank}) is not finite"
+        return f"The gradient {where}. Nothing was changed. Pass nonfinite='skip' to skip such steps."
+
     def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
         """Return the local gradients in the layouts of their parameters; redistribute those with other placements.
 
@@ -62,6 +76,16 @@ class Gradients:
             if code > LIKE_PARAMETER and position not in self._found:
                 self._found[position] = _zeros(self._records[position].tensor, code)
         return {i: local_gradient(self._records[i].tensor, self._found[i]) for i in sorted(self._found)}
+
+
+def _are_finite(gradients: Iterable[Tensor]) -> bool:
+    """Return whether all gradients are finite; this waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for grad in gradients:
+        if grad.numel() > 0:
+            by_device[grad.device].append(grad)
+    largest = [torch.stack(torch._foreach_norm(many, ord=torch.inf)) for many in by_device.values()]
+    return all(bool(values.isfinite().all()) for values in largest)
 
 
 def _code(name: str, parameter: Tensor, grad: Tensor) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.process_groups import Ranks, make_group, my_rank
+from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import working_dtype
@@ -22,11 +24,13 @@ from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.step.early_round import PURPOSE
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.shared_sets import SharedSets
 
@@ -44,6 +48,7 @@ class PlannedStep:
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together.
+        stage_counts: counts the stages that started in backward.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class PlannedStep:
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
+        stage_counts: Counter[str],
     ) -> None:
         self.key = key
         self.records = records
@@ -80,6 +86,11 @@ class PlannedStep:
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
         self.captured = CapturedStep(settings.cuda_graph)
+        self.overlap: BackwardOverlap | None = None
+        if settings.overlap == "backward":
+            self.overlap = BackwardOverlap(
+                records, self.plan.stages, settings, self.samples, self._dtypes, stage_counts
+            )
         self._positions = [
             frozenset(position for _, positions in stage.positions_by_group for position in positions)
             for stage in self.plan.stages
@@ -90,10 +101,18 @@ class PlannedStep:
         """Return the CUDA graph of the step, once it has been captured."""
         return self.captured.graph
 
+    def abandon(self) -> None:
+        """Free the memory of a captured step, and end what was started in backward; another plan follows."""
+        self.captured.forget()
+        if self.overlap is not None:
+            self.overlap.abandon()
+
     def make_groups(self) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
         for ranks, device in self._group_devices:
-            make_group(ranks, device, self.shared.like(ranks))
+            for context in (nullcontext(), groups_for(PURPOSE)) if self.overlap is not None else (nullcontext(),):
+                with context:
+                    make_group(ranks, device, self.shared.like(ranks))
 
     def _find_group_devices(self) -> list[tuple[Ranks, torch.device]]:
         devices: dict[tuple[Ranks, str], torch.device] = {}
@@ -107,8 +126,13 @@ class PlannedStep:
                 devices[(tuple(sorted(own.ranks)), device.type)] = device
         return [(ranks, device) for (ranks, _), device in sorted(devices.items(), key=lambda item: item[0])]
 
-    def run(self, inputs: StepInputs) -> None:
-        """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for."""
+    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], Tensor]]) -> None:
+        """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
+
+        Args:
+            inputs: the tensors and options of the step.
+            early: for stages that ran in backward, by number: returns their updates.
+        """
         fused = self._fuse(inputs)
         for position, grad in inputs.gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
@@ -124,9 +148,8 @@ class PlannedStep:
             if self.matrices is not None:
                 self.matrices.begin(inputs.shards, recorder)
             samples = self.samples if takes_samples else None
-            run_stages(
-                stages, StepContext(inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
-            )
+            shared = (inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
+            run_stages(stages, StepContext(*shared, early=early))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
 
@@ -140,7 +163,10 @@ class PlannedStep:
             device=lambda: fused.device,
             eager=takes_samples or is_cold or not stages,  # a captured step takes no samples
         )
-        self.samples.end_step(took_samples=takes_samples)
+        takes_samples = takes_samples and (self.overlap is None or self.overlap.took_samples)
+        self.samples.end_step(inputs.groups, took_samples=takes_samples)
+        if self.overlap is not None:
+            self.overlap.begin(inputs, fused)
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
         """Return the stages with a parameter to update.
@@ -167,7 +193,10 @@ class PlannedStep:
                 self._fused.accept(inputs.states)  # new tensors, same launches: every step writes their addresses
             else:
                 self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
-                self.captured.start_over(capture_obstacle(self.records, inputs, self._unfusable()))
+                obstacle = capture_obstacle(self.records, inputs, self._unfusable())
+                if self.overlap is not None:
+                    obstacle = "overlap='backward' runs a part of the step in backward"
+                self.captured.start_over(obstacle)
         return self._fused
 
     def _single_updates(self, fused: FusedStep, inputs: StepInputs) -> dict[int, SingleUpdate]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
+from muon_fsdp.comm.transfers import layouts_of
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
@@ -75,12 +76,12 @@ class SharedSets:
         """Return a process group whose backend serves the parameters of these ranks."""
         return self._likes.get(ranks)
 
-    def by_position(self, agreed: Agreed) -> dict[int, int]:
-        """Return the codes of gradients that ranks have agreed on, by the position of their parameter."""
+    def by_position(self, of_sets: Mapping[Ranks, Sequence[int]]) -> dict[int, int]:
+        """Return what ranks have agreed on, one number per parameter of every set, by the position of the parameter."""
         return {
-            position: code
+            position: number
             for ranks, positions in self.positions.items()
-            for position, code in zip(positions, agreed.codes[ranks], strict=True)
+            for position, number in zip(positions, of_sets[ranks], strict=True)
         }
 
     def hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
@@ -118,7 +119,14 @@ class StepAgreement:
         self._agreement: Agreement | None = None
 
     def before_step(
-        self, shared: SharedSets, groups: Sequence[Group], codes: Mapping[int, int], *, inert: bool, not_finite: bool
+        self,
+        shared: SharedSets,
+        groups: Sequence[Group],
+        codes: Mapping[int, int],
+        early: Mapping[int, int],
+        *,
+        inert: bool,
+        not_finite: bool,
     ) -> Agreed:
         """Tell the other ranks about this rank's gradients, and find out about theirs.
 
@@ -126,6 +134,7 @@ class StepAgreement:
             shared: the parameters that other ranks hold too.
             groups: the parameter groups, whose options must be equal.
             codes: by position, the code of every gradient that this rank has.
+            early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
         """
@@ -141,16 +150,21 @@ class StepAgreement:
         def describe(ranks: Ranks) -> list[Line]:
             return shared.describe(ranks, groups)
 
-        by_ranks = {
-            ranks: [codes.get(position, NO_GRADIENT) for position in positions]
-            for ranks, positions in shared.positions.items()
-        }
+        by_ranks, early_by_ranks = (
+            {
+                ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
+                for ranks, positions in shared.positions.items()
+            }
+            for numbers in (codes, early)
+        )
         agreed = None
         while agreed is None:
             if self._agreement is None:
                 like = shared.like(max(shared.positions, key=len))
                 self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
-            agreed = self._agreement.before_step(hashes, by_ranks, describe, inert=inert, not_finite=not_finite)
+            agreed = self._agreement.before_step(
+                hashes, by_ranks, early_by_ranks, describe, inert=inert, not_finite=not_finite
+            )
             if agreed is None:  # another rank has other parameters than before
                 self._agreement = None
         return agreed
@@ -165,6 +179,16 @@ class StepAgreement:
             return False
         self._agreement.fail(error)
         return True
+
+
+def shared_ranks(
+    parameters: Sequence[Tensor], replica_ranks: Ranks | None, agreement_group: dist.ProcessGroup | None
+) -> set[Ranks]:
+    """Return the sets of ranks that share parameters with this one, or decide about steps with it."""
+    ranks = {tuple(sorted(layout.ranks)) for layout in layouts_of(parameters, replica_ranks)}
+    if agreement_group is not None:
+        ranks.add(tuple(sorted(dist.get_process_group_ranks(agreement_group))))
+    return {each for each in ranks if len(each) > 1}
 
 
 def _options(group: Group) -> tuple[object, ...]:
