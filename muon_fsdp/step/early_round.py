@@ -197,7 +197,8 @@ class Round:
         if stage.number in self._failures:
             self._set_exception(stage, self._failures[stage.number])
             return
-        event = self._context.stream.record_event() if self._context is not None and self._context.stream else None
+        stream = self._context.stream if self._context is not None else None
+        event = stream.record_event() if stream is not None else None
         self._results[stage.number].set_result((updates, event))
 
     def fail(self, stage: Stage, error: Exception) -> None:
