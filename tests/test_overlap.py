@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from muon_fsdp import MuonOptimizer
 from muon_fsdp.step import overlap
 from muon_fsdp.step.early_round import Round
 from tests import overlap_cases as cases
 from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT, backward
+from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
 from tests.pool import RankPool
 
 LAYOUTS = [
@@ -139,6 +142,26 @@ def test_same_bits_in_one_process():
     assert optimizer.plan_report().overlap == "1 of 1 stage(s) start in the next backward"
     assert "Overlap with backward: 1 of 1" in str(optimizer.plan_report())
     assert optimizer.plan_report().cuda_graph == "not captured: overlap='backward' runs a part of the step in backward"
+
+
+def test_same_bits_by_kernels(kernels_everywhere):
+    """Kernels read the copies of the state through tables of their own, and leave the norms of matrices."""
+    found, launched = [], []
+    for setting in ("step", "backward"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((8, 16), (5, 7), (3,))]
+        optimizer = MuonOptimizer(params, lr=0.05, ns_steps=1, overlap=setting, cuda_graph=False)
+        for _ in range(3):
+            sum((p * (1 + i)).square().sum() for i, p in enumerate(params)).backward()
+            if optimizer._planned is not None and optimizer._planned.overlap is not None:
+                optimizer._planned.overlap._round.wait()  # Triton's interpreter runs one kernel at a time
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(params + [value for p in params for value in optimizer.state[p].values()])
+        launched.append(kernels_everywhere.count("_muon_prepare_kernel"))
+    assert_same(*found)
+    assert cases.counts(optimizer) == (1, 0)
+    assert launched == [3, 3 + 4]  # once more for the stage that ran in backward
 
 
 def test_metrics_sample_what_was_computed_in_backward():

@@ -82,6 +82,7 @@ class Round:
         self.stages = tuple(stages)
         self._context = context
         self._positions = {stage.number: positions_of(stage) for stage in stages}
+        self._stage_of = {position: stage for stage in stages for position in self._positions[stage.number]}
         self._changed = Condition()  # guards all that follows
         self._arrivals: dict[int, Arrival] = {}
         self._is_complete = self._is_cancelled = False
@@ -100,7 +101,7 @@ class Round:
         """
         with self._changed:
             self._arrivals[position] = arrival
-            ready = any(position in self._positions[s.number] and self._is_ready(s) for s in self.stages)
+            ready = position in self._stage_of and self._is_ready(self._stage_of[position])
             if ready:
                 self._changed.notify_all()
         return ready

@@ -64,16 +64,17 @@ class BackwardOverlap:
         self._records, self._settings, self._samples, self._dtypes = records, settings, samples, dtypes
         self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
         self._obstacles = {stage.number: obstacle_of(stage, records) for stage in stages}
-        devices = {stage.number: _device_of(stage, records) for stage in stages if not self._obstacles[stage.number]}
-        for number, device in devices.items():
-            if self._obstacles[number] is None and device != next(iter(devices.values())):
-                self._obstacles[number] = "it lies on another device than the first stage"
+        able = [stage for stage in stages if self._obstacles[stage.number] is None]
+        for stage in able:
+            if _device_of(stage, records) != _device_of(able[0], records):
+                self._obstacles[stage.number] = "it lies on another device than the first stage"
         self._stages = [stage for stage in stages if self._obstacles[stage.number] is None]
         watched = {position for stage in self._stages for position in positions_of(stage)}
         self._rounds = [Round()]  # the present one; a list, because the finalizer below must not keep this object alive
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_serving = self._is_running = False
         self._arrivals: Counter[int] = Counter()  # since the last step, by position
+        self._num_arrivals = 0
         self._order: dict[int, int] = {}  # by position, how many gradients had arrived before it
         self._expected: Mapping[int, int] | None = None  # arrivals before the last step; None before the first
         self._next: Sequence[Stage] = ()
@@ -106,7 +107,8 @@ class BackwardOverlap:
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # a replay will change the gradient without calling this
         self._arrivals[position] += 1
-        self._order[position] = min(self._arrivals.total(), CHANGED) - 1
+        self._order[position] = min(self._num_arrivals, CHANGED - 1)
+        self._num_arrivals += 1
         if not self._round.stages or not self._is_last(position):
             return
         with torch.no_grad():
@@ -156,11 +158,11 @@ class BackwardOverlap:
             states: the state of every parameter.
 
         Returns:
-            For every parameter whose stage could start in backward, 0, `CHANGED` or `UNREADY` plus the number of its
-            gradient in backward.
+            For every parameter 0, `CHANGED` or `UNREADY`, plus the number of its gradient in backward.
         """
         running = {stage.number for stage in self._round.stages}
-        numbers: dict[int, int] = {}
+        # Another rank may be able to start a stage that this one can't.
+        numbers = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
             of_stage = {
                 position: self._objection(position, stage.number in running) for position in positions_of(stage)
@@ -203,7 +205,8 @@ class BackwardOverlap:
                 for stage in self._stages
             },
         )
-        self._expected, self._arrivals, self._order = dict(self._arrivals), Counter(), {}
+        self._expected, self._arrivals = dict(self._arrivals), Counter()
+        self._num_arrivals, self._order = 0, {}
         self.took_samples = round_.took_samples or not used
         self._new_round(Round())
         return {stage.number: partial(round_.updates, stage) for stage in used}
