@@ -9,8 +9,9 @@ that decides about a step.
    sets, of the sets that overlap with these, and so on: together they are the ranks that one step connects. The store
    is used because a rank that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
-   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and a code
-   for every gradient. Every rank gets the same `Agreed` back and decides from that alone.
+   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and for
+   every parameter a code of its gradient and whether its stage may start in backward. Every rank gets the same `Agreed`
+   back and decides from that alone.
 3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
    raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
    and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
@@ -24,7 +25,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import IntEnum
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -75,6 +75,7 @@ class Agreed:
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
     compares: bool = False  # some rank wants to compare replicas, which needs all of them
+    early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
 
 
 class Agreement:
@@ -108,7 +109,7 @@ class Agreement:
         self._size = len(_Flag)
         for ranks, count in self._known.items():
             self._starts[ranks] = self._size
-            self._size += 2 + 2 * count
+            self._size += 2 + 3 * count
         self._reports = f"reports/{_next_name(self.ranks)}"
         self._num_reports = 0
         self._stream: Any = None
@@ -164,6 +165,7 @@ class Agreement:
         self,
         hashes: Hashes,
         codes: Mapping[Ranks, Sequence[int]],
+        early: Mapping[Ranks, Sequence[int]],
         describe: Describe,
         *,
         inert: bool,
@@ -176,6 +178,7 @@ class Agreement:
             hashes: a hash for every set; if they differ between ranks, all ranks raise.
             codes: for every set, one code per parameter: `NO_GRADIENT`, or a positive number that stands for the
                 layout of its gradient.
+            early: for every set, one number per parameter, of which all ranks get the largest.
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
@@ -199,7 +202,7 @@ class Agreement:
             start = self._starts[ranks]
             # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
             # are equal if the smallest is the largest; the same holds for codes.
-            numbers[start : start + 2 + 2 * count] = [hashes[ranks], -hashes[ranks], *of_set, *inverse]
+            numbers[start : start + 2 + 3 * count] = [hashes[ranks], -hashes[ranks], *of_set, *inverse, *early[ranks]]
         largest = self._largest(numbers)
         if largest[_Flag.LEAVES]:
             return None
@@ -209,8 +212,12 @@ class Agreement:
                 raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), hashes, describe)
         rank = largest[_Flag.NOT_FINITE] - 1
         found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
+        parts = {
+            ranks: (start + 2 + 2 * self._known[ranks], self._known[ranks]) for ranks, start in self._starts.items()
+        }
+        largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
         is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
-        return Agreed(is_inert, rank if rank >= 0 else None, found, compares)
+        return Agreed(is_inert, rank if rank >= 0 else None, found, compares, largest_early)
 
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""
@@ -257,6 +264,17 @@ class Agreement:
         return largest
 
     def _reduce(self, numbers: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum of the vectors of all ranks; raise if another rank can't be reached."""
+        try:
+            return self._all_reduce(numbers)
+        except RuntimeError as error:
+            others = [rank for rank in self.ranks if rank != my_rank()]
+            raise RuntimeError(
+                f"Rank {my_rank()} waited for ranks {others} to agree about a step, and one of them can't be reached: "
+                f"{error}. Look at its output for the first error"
+            ) from error
+
+    def _all_reduce(self, numbers: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of the vectors of all ranks, by an all-reduce.
 
         The host waits for the result. On a GPU the all-reduce has its own stream, so the host does not wait for the
@@ -363,27 +381,6 @@ def _next_name(ranks: Ranks) -> str:
     """Return a prefix for keys of the store that the ranks of a set have not used before; the same on all of them."""
     name = name_of(ranks)
     return f"{name}/{next_meeting(name)}"
-
-
-def twin(values: object, gradients: object) -> tuple[int, bool] | None:
-    """Compare values and gradients with those of one other rank: rank 0, or rank 1 on rank 0.
-
-    Returns:
-        The other rank, and whether its gradients are equal too; None if its values differ, or if it does not answer
-        within a second.
-    """
-    if is_pretended():
-        return None
-    store, me = shared_store(), my_rank()
-    number, own = next_meeting("twins"), (str(fingerprint(values)), str(fingerprint(gradients)))
-    store.set(f"twins/{number}/{me}", json.dumps(own))
-    other = 1 if me == 0 else 0
-    try:
-        store.wait([f"twins/{number}/{other}"], timedelta(seconds=1))
-    except RuntimeError:
-        return None
-    theirs = json.loads(store.get(f"twins/{number}/{other}"))
-    return (other, theirs[1] == own[1]) if theirs[0] == own[0] else None
 
 
 # -------------------------------------------------------------------------------------------------------- messages

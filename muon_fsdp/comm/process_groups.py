@@ -2,14 +2,17 @@
 
 We use none of the groups that others have made: FSDP2 uses its communicators at times of its own choosing. We do not
 call `dist.new_group` either: it names a group by the number of groups that this rank has made before, so ranks with
-different histories would wait for each other forever. Our groups are named by their ranks alone.
+different histories would wait for each other forever. Our groups are named by their ranks alone, and by their purpose:
+the stages that run beside backward have groups of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
@@ -23,18 +26,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
 
 Ranks: TypeAlias = tuple[int, ...]  # in ascending order
+# Ranks, type of device, the purpose that the caller names, and that of `groups_for`.
+_GroupKey: TypeAlias = tuple[Ranks, str, str, str]
 
 
 @dataclass
 class _World:
     """The process groups and counters that belong to one `init_process_group`."""
 
-    # By ranks, type of device and purpose.
-    groups: dict[tuple[Ranks, str, str], dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[_GroupKey, dist.ProcessGroup] = field(default_factory=dict)
     meetings: Counter[str] = field(default_factory=Counter)  # calls of `next_meeting`, by name
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
+_purpose: ContextVar[str] = ContextVar("purpose", default="")
 
 
 def my_rank() -> int:
@@ -57,9 +62,26 @@ def name_of(ranks: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:24]
 
 
+@contextmanager
+def groups_for(purpose: str) -> Iterator[None]:
+    """Switch `make_group` and `group_of` to process groups for this purpose inside the block, in this thread only.
+
+    Two threads that used one group would start its collectives in an order that differs between ranks.
+    """
+    token = _purpose.set(purpose)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
+
+
 def group_of(ranks: Ranks, device: torch.device, purpose: str = "") -> dist.ProcessGroup:
     """Return the process group that `make_group` has made for these ranks, this type of device and this purpose."""
-    return _this_world().groups[(tuple(sorted(ranks)), device.type, purpose)]
+    return _this_world().groups[_key(ranks, device, purpose)]
+
+
+def _key(ranks: Ranks, device: torch.device, purpose: str) -> _GroupKey:
+    return tuple(sorted(ranks)), device.type, purpose, _purpose.get()
 
 
 def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | None, purpose: str = "") -> None:
@@ -74,10 +96,10 @@ def make_group(ranks: Ranks, device: torch.device, like: dist.ProcessGroup | Non
         like: a process group; ours gets the backend that it has for such devices. None for the default group.
         purpose: groups of the same ranks with different purposes need not issue collectives in a common order.
     """
-    key = (tuple(sorted(ranks)), device.type, purpose)
+    key = _key(ranks, device, purpose)
     groups = _this_world().groups
     if key not in groups:
-        name = "/".join(["muon_fsdp", name_of(key[0]), device.type, *filter(None, [purpose])])
+        name = "/".join(filter(None, ("muon_fsdp", name_of(key[0]), *key[1:])))
         groups[key] = _new_group(key[0], name, _backend(device, like))
 
 

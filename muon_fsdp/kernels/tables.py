@@ -111,7 +111,7 @@ class Tables:
 
     def __init__(self, specs: Sequence[ListSpec], device: torch.device) -> None:
         self.device = device
-        self._specs = specs
+        self.specs = specs
         sizes = [(spec.layout.num_rows + 1) * spec.num_tensors for spec in specs]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         num_scalars = [len(spec.layout.all_scalars) for spec in specs]
@@ -124,7 +124,7 @@ class Tables:
         refuse_capture(self.device)
         ints: list[int] = []
         scalars: list[float] = []
-        for spec, tensors, value in zip(self._specs, self.lists, values, strict=True):
+        for spec, tensors, value in zip(self.specs, self.lists, values, strict=True):
             addresses = [0 if grad is None else grad.data_ptr() for grad in value.gradients]
             addresses += [tensor.data_ptr() for tensor in value.parameters]
             addresses += [tensor.data_ptr() for row in value.states for tensor in row]

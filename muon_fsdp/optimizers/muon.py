@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
-from muon_fsdp.comm.process_groups import Ranks, is_pretended, num_ranks
+from muon_fsdp.comm.process_groups import is_pretended, num_ranks
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -27,21 +28,23 @@ from muon_fsdp.parameters.state_dict import (
     check_and_complete,
     create_missing,
     fitting_state,
+    has_all_state,
     loading_hooks,
     what_was_not_loaded,
 )
 from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
-from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Settings
+from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
+from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement
+from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
 
 
 @show_options(DEFAULT_RULE)
@@ -98,6 +101,7 @@ class MuonOptimizer(GroupedOptimizer):
         max_stage_bytes: int | None = None,
         cuda_graph: CudaGraph = "auto",
         shard_state: bool = False,
+        overlap: Overlap = "step",
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
@@ -105,7 +109,9 @@ class MuonOptimizer(GroupedOptimizer):
         agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._settings = Settings(nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state)
+        self._settings = Settings(
+            nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap
+        )
         if agreement_group is not None and dist.get_rank(agreement_group) < 0:
             raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
         if replicate_group is None:
@@ -114,6 +120,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
         self._skipped_steps = 0
+        self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
+        self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
         self._planned: PlannedStep | None = None
@@ -151,6 +159,8 @@ class MuonOptimizer(GroupedOptimizer):
         has_begun = any(group[STARTED] for group in self.param_groups)
         if has_begun and self._still_accumulates():
             return loss
+        if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
+            self._planned.complete_early()
         planned, found = self._prepare()
         agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
@@ -169,26 +179,22 @@ class MuonOptimizer(GroupedOptimizer):
             planned = self._current_plan()
             if self._watch is not None:
                 self._watch.check(planned.records)
+            if planned.overlap is not None:
+                refuse_grad_scaler()
             return planned, Gradients(planned.records, self._other_rule.name)
         except Exception as error:
             if not self._agreement.fail(error) and num_ranks() > 1 and not is_pretended():
                 with suppress(Exception):  # finding the ranks may fail for the same reason
-                    report_failure(self._shared_ranks(), error)
+                    layouts = layouts_of_groups(self.param_groups, self._routes, self._replicas)
+                    report_failure(shared_ranks(layouts, self._replicas, self._agreement_group), error)
             raise
-
-    def _shared_ranks(self) -> set[Ranks]:
-        """Return the sets of ranks that share parameters with this one."""
-        layouts = layouts_of_groups(self.param_groups, self._routes, self._replicas)
-        ranks = self._replicas.mesh_ranks | {tuple(sorted(layout.ranks)) for layout, _ in layouts}
-        if self._agreement_group is not None:
-            ranks.add(tuple(sorted(dist.get_process_group_ranks(self._agreement_group))))
-        return {each for each in ranks if len(each) > 1}
 
     def _update(self, planned: PlannedStep, found: Gradients, agreed: Agreed) -> None:
         """Update the parameters for which some rank has a gradient."""
-        codes = planned.shared.by_position(agreed)
+        codes = planned.shared.by_position(agreed.codes)
         gradients = found.in_layout(codes)
         planned.make_groups()
+        early = planned.early_updates(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=self.param_groups,
             shards=[record.part() for record in planned.records],
@@ -197,11 +203,9 @@ class MuonOptimizer(GroupedOptimizer):
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
         )
-        # Kernels launch on the current device. The first parameter may be on the CPU although others are on a GPU.
-        devices = [shard.device for shard in inputs.shards]
-        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        device = inputs.device
         with on_device(device), without_autocast(device.type):
-            planned.run(inputs)
+            planned.run(inputs, early)
             if planned.matrices is not None:
                 planned.matrices.count(self._totals)
 
@@ -232,29 +236,22 @@ class MuonOptimizer(GroupedOptimizer):
         if planned is None:
             self._complete_groups()
             create_missing(self._records(), self.state)
-        elif not (planned.has_state and self._has_all_state()):
+        elif not (planned.has_state and has_all_state(self.param_groups, self.state)):
             create_missing(planned.records, self.state)
             planned.has_state = True
-
-    def _has_all_state(self) -> bool:
-        """Return whether no parameter lacks state: it may have been dropped since the last step."""
-        for group in self.param_groups:
-            names = {spec.name for spec in RULES[group["rule"]].all_state}
-            if not all(names <= self.state[parameter].keys() for parameter in group["params"]):
-                return False
-        return True
 
     def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere."""
         not_finite = self._settings.nonfinite != "propagate" and not are_finite(found.here().values())
-        if self._checks_for_twins:
-            self._checks_for_twins = False
-            if self._agreement_group is None:
-                warn_about_twin(planned.records, has_sharded=bool(planned.shared))
+        self._objections = planned.objections(self.param_groups, self.state)
+        if self._checks_for_twins and self._agreement_group is None:
+            warn_about_twin(planned.records, has_sharded=bool(planned.shared))
+        self._checks_for_twins = False
         agreed = self._agreement.before_step(
             planned.shared,
             self.param_groups,
             found.codes,
+            self._objections,
             inert=inert,
             not_finite=not_finite,
             compares=planned.compares_replicas,
@@ -263,7 +260,7 @@ class MuonOptimizer(GroupedOptimizer):
         if not agreed.compares or agreed.inert:
             return agreed
         with self._agreement.reporting():
-            planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed)))
+            planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
@@ -313,7 +310,7 @@ class MuonOptimizer(GroupedOptimizer):
             self._complete_groups()
             key = self._plan_key(parameters)
             if self._planned is not None:
-                self._planned.captured.forget()
+                self._planned.abandon()
             self._planned = PlannedStep(
                 key,
                 self._records(),
@@ -321,6 +318,7 @@ class MuonOptimizer(GroupedOptimizer):
                 self._accumulation_steps,
                 self._replicas.group,
                 self._agreement_group,
+                self._stage_counts,
             )
         return self._planned
 
@@ -340,18 +338,22 @@ class MuonOptimizer(GroupedOptimizer):
         about parameters that `fully_shard` distributes over that many ranks, which needs neither processes nor memory
         (the model may be on the meta device). `mesh` is the shape of the mesh, (replicas, shards) for HSDP.
 
-        Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why.
+        Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why; and with
+        `overlap="backward"`, how many stages start in backward.
         """
         records = self._records()
-        graph = ""
+        graph = overlap = ""
         if not world_size and not mesh:
             planned = self._planned
             graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
+            if planned is not None and planned.overlap is not None:
+                overlap = planned.overlap.status
         else:
             layout = fsdp_layout(world_size, mesh)
             rows = state_layout(layout, shard_state=self._settings.shard_state)
             records = [replace(r, layout=layout, step_layout=rows if r.shape else layout) for r in records]
-        return replace(make_report(parameter_specs(records, self._settings), self._settings), cuda_graph=graph)
+        report = make_report(parameter_specs(records, self._settings), self._settings)
+        return replace(report, cuda_graph=graph, overlap=overlap)
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
@@ -362,12 +364,16 @@ class MuonOptimizer(GroupedOptimizer):
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
+            overlapped_stages: with `overlap="backward"`, stages that ran in backward, and whose updates were used.
+            discarded_stages: those whose updates were not used, and that ran again in `step()`.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
                 if there is no sample: before the first step, or if other ranks compute all matrices.
             update_rms: the mean over the sample of lr times the root mean square of the update. Absent in the same
                 cases.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
+        if self._settings.overlap == "backward":
+            numbers |= {name: float(self._stage_counts[name]) for name in ("overlapped_stages", "discarded_stages")}
         planned = self._current_plan()
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
@@ -427,6 +433,8 @@ class MuonOptimizer(GroupedOptimizer):
             "_routes",
             "_frozen_rows",
             "_skipped_steps",
+            "_stage_counts",
+            "_objections",
             "_accumulation_steps",
         )
         # Process groups can't be copied. A copy that needs one must be built anew.

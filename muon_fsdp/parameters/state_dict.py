@@ -14,6 +14,7 @@ from torch import Tensor
 from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
+from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.settings import STARTED
@@ -39,6 +40,15 @@ def loading_hooks(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def has_all_state(groups: Sequence[Group], states: Mapping[Tensor, State]) -> bool:
+    """Return whether no parameter lacks state: it may have been dropped since the last step."""
+    for group in groups:
+        names = {spec.name for spec in RULES[group["rule"]].all_state}
+        if not all(names <= states[parameter].keys() for parameter in group["params"]):
+            return False
+    return True
 
 
 def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Tensor, State]) -> None:

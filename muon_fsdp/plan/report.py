@@ -104,6 +104,7 @@ class PlanReport:
         weight_buffers: bytes of the buffers in which weights are all-gathered with `shard_state=True`.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
         repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
+        overlap: how many stages start in backward; empty with `overlap="step"`.
     """
 
     num_ranks: int
@@ -118,6 +119,7 @@ class PlanReport:
     weight_buffers: int = 0
     cuda_graph: str = ""
     repeated: Repeated | None = None
+    overlap: str = ""
 
     @property
     def num_matrices(self) -> int:
@@ -172,7 +174,8 @@ class PlanReport:
         gathered = f"\nWeights that a rank receives after a step: {format_bytes(weights)}" if weights else ""
         graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
         repeated = f"\n{self.repeated}" if self.repeated is not None else ""
-        return f"{plain_table(header, rows)}\n{totals}{gathered}{repeated}{graph}"
+        overlap = f"\nOverlap with backward: {self.overlap}" if self.overlap else ""
+        return f"{plain_table(header, rows)}\n{totals}{gathered}{repeated}{graph}{overlap}"
 
 
 def fsdp_layout(world_size: int | None, mesh: Sequence[int] | None) -> Layout:

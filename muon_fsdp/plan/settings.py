@@ -12,6 +12,7 @@ from muon_fsdp.plan.outline import STRATEGIES, Strategy
 from muon_fsdp.plan.staging import ONE_DEVICE_BYTES
 
 NonFinite = Literal["propagate", "skip", "raise"]
+Overlap = Literal["step", "backward"]
 CudaGraph: TypeAlias = Literal["auto"] | bool
 
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
@@ -80,6 +81,15 @@ SETTINGS = (
         check=flag,
     ),
     Option(
+        "overlap",
+        "step",
+        'when matrices are gathered and orthogonalized: in "step", or in "backward" once the gradients of a stage have '
+        "arrived. Results are the same: `step()` writes momentum and weights. What was started is discarded if "
+        "gradients change after backward, as by clipping. The updates stay in memory until `step()`, and the step is "
+        "not captured as a CUDA graph",
+        choices=get_args(Overlap),
+    ),
+    Option(
         "strict",
         False,
         "raise an error instead of a warning if routing is a guess or in doubt, or if no parameter is a matrix",
@@ -110,10 +120,21 @@ class Settings:
     comm_dtype: torch.dtype | None
     cuda_graph: CudaGraph = "auto"
     shard_state: bool = False
+    overlap: Overlap = "step"
 
     def __post_init__(self) -> None:
         for option in SETTINGS:
             option.validate(getattr(self, option.name))
+        if self.overlap == "backward" and self.nonfinite != "propagate":
+            raise ValueError(
+                f"overlap='backward' can't be combined with nonfinite={self.nonfinite!r}, which must see all gradients "
+                "before anything starts: leave one of them out"
+            )
+        if self.overlap == "backward" and self.cuda_graph is True:
+            raise ValueError(
+                "overlap='backward' can't be combined with cuda_graph=True: a part of the step runs in backward and is "
+                "not captured. Leave one of them out"
+            )
 
     @property
     def bucket_bytes(self) -> int:

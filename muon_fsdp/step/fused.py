@@ -86,6 +86,7 @@ class FusedStep:
     devices: Sequence[int] = ()  # of these tensors
     sharded: Sequence[int] = ()  # the indices of DTensors among them
     tables: Tables | None = None
+    _early_tables: dict[int, Tables] = field(default_factory=dict)  # by number of the stage
 
     @property
     def device(self) -> torch.device:
@@ -131,30 +132,43 @@ class FusedStep:
 
     def fill_tables(self, inputs: StepInputs) -> None:
         """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device."""
-        if self.tables is None:
-            return
-        values = []
-        for each in self.lists:
-            group = inputs.groups[each.group]
-            kernels = RULES[group["rule"]].fused
-            assert kernels is not None
-            scalars = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / inputs.divisor}
-            values.append(
-                ListValues(
-                    [inputs.gradients.get(position) for position in each.positions],
-                    [position in inputs.updated for position in each.positions],
-                    [inputs.shards[position] for position in each.positions],
-                    [[local(inputs.states[p][name]) for p in each.positions] for name in kernels.layout.states],
-                    group["lr"],
-                    scalars | kernels.scalars(group),
-                )
-            )
-        self.tables.fill(values)
+        if self.tables is not None:
+            self.tables.fill([_values_of(each, inputs) for each in self.lists])
+
+    def early_stage(self, stage: Stage, inputs: StepInputs) -> FusedStage:
+        """Return the fused lists of one stage with tables of their own, for kernels that run beside backward."""
+        own = self.stages[stage.number]
+        if self.tables is None or not own.lists:
+            return own
+        if stage.number not in self._early_tables:
+            first = sum(len(other.lists) for other in self.stages[: stage.number])
+            specs = self.tables.specs[first : first + len(own.lists)]
+            self._early_tables[stage.number] = Tables(specs, self.tables.device)
+        tables = self._early_tables[stage.number]
+        tables.fill([_values_of(each, inputs) for each in own.lists])
+        lists = [replace(each, tensors=tensors) for each, tensors in zip(own.lists, tables.lists, strict=True)]
+        return replace(own, lists=tuple(lists))
 
     @property
     def variant(self) -> object:
         """Return what launches depend on besides the tables."""
         return tuple(each.tensors.aligned for each in self.lists)
+
+
+def _values_of(each: FusedList, inputs: StepInputs) -> ListValues:
+    """Return the tensors and numbers of a list in a step."""
+    group = inputs.groups[each.group]
+    kernels = RULES[group["rule"]].fused
+    assert kernels is not None
+    scalars = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / inputs.divisor}
+    return ListValues(
+        [inputs.gradients.get(position) for position in each.positions],
+        [position in inputs.updated for position in each.positions],
+        [inputs.shards[position] for position in each.positions],
+        [[local(inputs.states[p][name]) for p in each.positions] for name in kernels.layout.states],
+        group["lr"],
+        scalars | kernels.scalars(group),
+    )
 
 
 def signature_of(

@@ -37,6 +37,12 @@ class StepInputs:
     updated: Collection[int]
     divisor: int
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which kernels launch. The first parameter may be on the CPU, and others on a GPU."""
+        devices = [shard.device for shard in self.shards]
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
 
 class SingleUpdate(NamedTuple):  # a dataclass takes three times as long to make, for thousands of parameters a step
     """One parameter that is updated in a step by lists of tensors, outside fused launches."""

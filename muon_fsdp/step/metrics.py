@@ -42,6 +42,7 @@ class Samples:
             if not _is_whole(stage, batch, records)
         }
         self._found: dict[tuple[int, int], Sample] = {}
+        self._taken: dict[tuple[int, int], tuple[int, Tensor, Tensor | None]] = {}  # of a step that has not ended
         self._steps, self._asked = STEPS_BETWEEN, True
 
     def wanted(self, *, rarely: bool) -> bool:
@@ -53,25 +54,32 @@ class Samples:
         self._asked = True
         return list(self._found.values())
 
-    def end_step(self, *, took_samples: bool) -> None:
-        """Count a step, and note whether it has taken samples."""
+    def end_step(self, groups: Sequence[Mapping[str, Any]], *, took_samples: bool) -> None:
+        """Count a step with these parameter groups, and note whether it has taken samples."""
         if took_samples:
             self._steps, self._asked = 0, False
+            for key, (group, size, residual) in self._taken.items():
+                self._found[key] = Sample(size, residual, _kept(groups[group]["lr"]))
+        self._taken = {}
         self._steps += 1
 
-    def take(self, stage: Stage, index: int, batch: MatrixBatch, groups: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, stage: Stage, index: int, batch: MatrixBatch) -> None:
         """Sample the first matrix of a batch, after `direction` has written its updates."""
         if (stage.number, index) in self._sampled:
             position = stage.units[stage.batches[index].members[0].unit].position
-            lr = next(groups[group]["lr"] for group, positions in stage.positions_by_group if position in positions)
+            group = next(group for group, positions in stage.positions_by_group if position in positions)
             first = MatrixBatch(batch.matrices[:1], batch.update[:1], batch.options)
-            self._found[(stage.number, index)] = measure(RULES[stage.rule], first, lr)
+            self._taken[(stage.number, index)] = (group, *_measure(RULES[stage.rule], first))
 
 
-def measure(rule: Rule, batch: MatrixBatch, lr: float | Tensor) -> Sample:
-    """Return the sample of a batch of one."""
-    size = batch.update.double().square().mean().sqrt()
-    return Sample(size, rule.residual(batch), lr.clone() if isinstance(lr, Tensor) else lr)
+def _measure(rule: Rule, batch: MatrixBatch) -> tuple[Tensor, Tensor | None]:
+    """Return the size of the update of a batch of one, and its residual."""
+    return batch.update.double().square().mean().sqrt(), rule.residual(batch)
+
+
+def _kept(lr: float | Tensor) -> float | Tensor:
+    """Return the lr of a sample, which schedulers must not change."""
+    return lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def whole_samples(
@@ -98,7 +106,7 @@ def whole_samples(
             }
             of_one = MatrixBatch(momentum, torch.empty_like(momentum), batch.options, numbers)
             rule.direction(of_one)
-            yield measure(rule, of_one, records[unit.position].group["lr"])
+            yield Sample(*_measure(rule, of_one), _kept(records[unit.position].group["lr"]))
 
 
 def numbers_of(samples: Sequence[Sample]) -> dict[str, float]:

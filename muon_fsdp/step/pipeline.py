@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 
 
+class Keeper(Protocol):
+    """Keeps the updates of stages that run beside backward, until `step()` applies them."""
+
+    def keep(self, stage: Stage, updates: Tensor) -> None:
+        """Keep the updates of a stage, (stage.shard_numel,)."""
+
+    def fail(self, stage: Stage, error: Exception) -> None:
+        """Note that a stage has no updates, because its rule has raised an error."""
+
+
 @dataclass(frozen=True)
 class StepContext:
     """Everything that the stages of one step share.
@@ -35,6 +45,8 @@ class StepContext:
         recorder: notes what the host does between launches, for a CUDA graph.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None in most steps.
+        keeper: keeps the updates of stages that run beside backward; None in `step()`, which applies them.
+        early: for stages that ran beside backward, by number: returns the updates that were kept.
     """
 
     inputs: StepInputs
@@ -44,10 +56,14 @@ class StepContext:
     recorder: Recorder
     matrices: MatrixStates | None = None
     samples: Samples | None = None
+    keeper: Keeper | None = None
+    early: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)
 
 
-def run_stages(stages: Sequence[Stage], context: StepContext) -> None:
+def run_stages(stages: Iterable[Stage], context: StepContext) -> None:
     """Run these stages, and overlap their transfers with computation as far as the plan allows it.
+
+    `stages` may wait before it yields one. The order of transfers never depends on when it does.
 
     While one stage computes, the next is being gathered and the one before it scattered. Where several ranks hold the
     same shards, the one before that is being forwarded among them. `Staging.in_flight` says which stages overlap less,
@@ -146,7 +162,8 @@ class _StageRun:
             self.positions = {i for _, positions in stage.positions_by_group for i in positions}
         else:
             self.positions = {i for _, positions in self._lists for i in positions} | self.fused.positions
-        self.travels = exchange is not None and (exchange.gathers or exchange.scatters)
+        self._early = context.early.get(stage.number)
+        self.travels = self._early is None and exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
         self.in_flight = stage.in_flight
@@ -157,33 +174,60 @@ class _StageRun:
         self._updates: dict[int, Tensor] = {}  # of an element-wise rule
 
     def start(self, number: int) -> None:
-        """Prepare the shards and start gathering them; `number` counts the stages that travel."""
+        """Prepare the shards and start gathering them; `number` counts the stages that travel.
+
+        Of a stage that ran beside backward only the state is written: its updates are taken, and what `prepare` leaves
+        in the buffer is dropped. They are waited for first, because that stage has read the state too.
+        """
+        early = self._early() if self._early is not None else None
+        if self.rule.needs_matrices:
+            self._buffer = self._staging()
         with _profiled("prepare", self.stage):
-            if self.rule.needs_matrices:
-                self._buffer = self._staging()
-                # Shards that travel without being updated are zeroed: garbage makes some directions raise.
-                idle = self.positions - self._single.keys() - self.fused.positions
-                if idle:
-                    torch._foreach_zero_([self.stage.shard_slots[i].of(self._buffer) for i in idle])
-            partials = self.fused.new_partials()
-            for each in self.fused.lists:
-                assert self.rule.fused is not None
-                self.rule.fused.prepare(self._groups[each.group], each.tensors, self._buffer, partials)
-            if partials is not None:
-                self._inverse_norms = self.fused.inverse_norms(partials)
-            for options, positions in self._lists:
-                updates = [self._single[i] for i in positions]
-                gradients = [update.working_gradient() for update in updates]
-                prepared = self.rule.prepare(options, gradients, [update.state for update in updates])
-                if self.rule.needs_matrices:
-                    torch._foreach_copy_(self.stage.shards_in(self._buffer, positions), prepared)
-                else:
-                    self._updates.update(zip(positions, prepared, strict=True))
-        if self.stage.exchange is not None:
+            self._attempt(self._prepare, self._buffer)
+        if early is not None:
+            self._buffer = early
+        elif self.stage.exchange is not None:
             with _profiled("gather", self.stage):
                 self._exchange = StageExchange(self.stage, self._buffer, self._context.recorder, number)
                 self._exchange.start_gather()
             self._buffer = torch.empty(0)
+
+    def _prepare(self) -> None:
+        """Update the moments, and write what is to be orthogonalized to the buffer."""
+        if self.rule.needs_matrices:
+            # Shards that travel without being updated are zeroed: garbage makes some directions raise.
+            idle = self.positions - self._single.keys() - self.fused.positions
+            if idle:
+                torch._foreach_zero_([self.stage.shard_slots[i].of(self._buffer) for i in idle])
+        partials = self.fused.new_partials()
+        for each in self.fused.lists:
+            assert self.rule.fused is not None
+            self.rule.fused.prepare(self._groups[each.group], each.tensors, self._buffer, partials)
+        if partials is not None:
+            self._inverse_norms = self.fused.inverse_norms(partials)
+        for options, positions in self._lists:
+            updates = [self._single[i] for i in positions]
+            gradients = [update.working_gradient() for update in updates]
+            prepared = self.rule.prepare(options, gradients, [update.state for update in updates])
+            if self.rule.needs_matrices:
+                torch._foreach_copy_(self.stage.shards_in(self._buffer, positions), prepared)
+            else:
+                self._updates.update(zip(positions, prepared, strict=True))
+
+    def _attempt(self, work: Callable[[], None], result: Tensor) -> None:
+        """Call what a rule computes. Beside backward, an error leaves zeros in `result` and is kept for `step()`.
+
+        The gradients may be changing there, so that the stage will be discarded anyway. A rank that left out the
+        transfers of the stage would make the others wait.
+        """
+        keeper = self._context.keeper
+        try:
+            work()
+        except Exception as error:
+            if keeper is None:
+                raise
+            keeper.fail(self.stage, error)
+            result.zero_()
 
     def _staging(self) -> Tensor:
         single = (self._single[i].shard for i in self.positions if i in self._single)
@@ -193,7 +237,7 @@ class _StageRun:
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize the units of this rank, and start scattering the results."""
-        if not self.rule.needs_matrices:
+        if not self.rule.needs_matrices or self._early is not None:
             return
         units = self._buffer
         if self._exchange is not None:
@@ -201,7 +245,7 @@ class _StageRun:
                 units = self._exchange.finish_gather()
         results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
         with _profiled("orthogonalize", self.stage):
-            self._directions(units, results)
+            self._attempt(lambda: self._directions(units, results), results)
         if self._exchange is not None:
             with _profiled("scatter", self.stage):
                 self._exchange.start_scatter(results)
@@ -215,11 +259,18 @@ class _StageRun:
                 self._exchange.finish_scatter()
 
     def finish(self) -> None:
-        """Wait for the last transfer, and apply the updates to the shards."""
+        """Wait for the last transfer, and apply the updates to the shards; or keep them, beside backward."""
         if self._exchange is not None:
             with _profiled("forwarded", self.stage):
                 self._buffer = self._exchange.finish_forward()
             self._exchange = None
+        if self._context.keeper is not None:
+            self._context.keeper.keep(self.stage, self._buffer)
+        else:
+            self._apply()
+        self._buffer, self._updates = torch.empty(0), {}
+
+    def _apply(self) -> None:
         if self._matrices is not None:  # statistics read the weights that change now
             self._matrices.wait()
         with _profiled("apply", self.stage):
@@ -241,7 +292,6 @@ class _StageRun:
                     self.rule.apply(options, shards, updates, list(of_shards))
                 else:
                     self.rule.apply(options, shards, updates)
-        self._buffer, self._updates = torch.empty(0), {}
 
     def _update_dtype(self, units: Tensor) -> torch.dtype:
         """Return the precision of updates: on GPUs float16, in which the iteration runs, if the rule allows it."""
@@ -266,7 +316,7 @@ class _StageRun:
                 owner = self.stage.units[part.members[0].unit].owner
                 self._matrices.take(self.stage, owner, part.place, part.batch)
             if self._context.samples is not None:
-                self._context.samples.take(self.stage, part.number, part.batch, self._groups)
+                self._context.samples.take(self.stage, part.number, part.batch)
             if part.pieces:
                 sizes = [len(piece) for piece in part.pieces]
                 torch._foreach_copy_(part.pieces, list(torch.split(part.batch.update, sizes)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,22 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.process_groups import Ranks, make_group, my_rank
+from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import PlannedOptions
-from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
+from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord, state_bytes
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.step.early_round import PURPOSE
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
@@ -46,6 +50,7 @@ class PlannedStep:
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together.
+        stage_counts: counts the stages that started in backward.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class PlannedStep:
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
+        stage_counts: Counter[str],
     ) -> None:
         self.key = key
         self.records = records
@@ -84,6 +90,11 @@ class PlannedStep:
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
         self.captured = CapturedStep(settings.cuda_graph)
+        self.overlap: BackwardOverlap | None = None
+        if settings.overlap == "backward":
+            self.overlap = BackwardOverlap(
+                records, self.plan.stages, settings, self.samples, self._dtypes, stage_counts
+            )
         self._positions = [
             frozenset(position for _, positions in stage.positions_by_group for position in positions)
             for stage in self.plan.stages
@@ -108,10 +119,31 @@ class PlannedStep:
         compare_replicas(self.records, states, gradients, self.shared.like)
         self.compares_replicas = False
 
+    def abandon(self) -> None:
+        """Free the memory of a captured step, and end what was started in backward; another plan follows."""
+        self.captured.forget()
+        if self.overlap is not None:
+            self.overlap.abandon()
+
+    def complete_early(self) -> None:
+        """Start the stages that other ranks may have started in backward."""
+        if self.overlap is not None:
+            self.overlap.complete()
+
+    def objections(self, groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[int, int]:
+        """Return what this rank objects to about stages that started in backward, by position of their parameters."""
+        return self.overlap.objections(groups, states) if self.overlap is not None else {}
+
+    def early_updates(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], Tensor]]:
+        """Return, for the stages whose updates from backward all ranks use, by number, what returns these updates."""
+        return self.overlap.settle(agreed) if self.overlap is not None else {}
+
     def make_groups(self) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
-        for ranks, device, purpose, shared_by in self._groups:
-            make_group(ranks, device, self.shared.like(shared_by), purpose)
+        for purpose_of_all in ("", PURPOSE) if self.overlap is not None else ("",):
+            with groups_for(purpose_of_all):
+                for ranks, device, purpose, shared_by in self._groups:
+                    make_group(ranks, device, self.shared.like(shared_by), purpose)
 
     def _find_groups(self) -> list[tuple[Ranks, torch.device, str, Ranks]]:
         """Find the process groups that this rank needs.
@@ -140,8 +172,13 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs) -> None:
-        """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for."""
+    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], Tensor]]) -> None:
+        """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
+
+        Args:
+            inputs: the tensors and options of the step.
+            early: for stages that ran in backward, by number: returns their updates.
+        """
         fused = self._fuse(inputs)
         for position, grad in inputs.gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
@@ -158,9 +195,8 @@ class PlannedStep:
             if self.matrices is not None:
                 self.matrices.begin(inputs.shards, recorder)
             samples = self.samples if takes_samples else None
-            run_stages(
-                stages, StepContext(inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
-            )
+            shared = (inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
+            run_stages(stages, StepContext(*shared, early=early))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
             self.weights.run(buckets, recorder)
@@ -175,7 +211,10 @@ class PlannedStep:
             device=lambda: fused.device,
             eager=takes_samples or is_cold or not stages,  # a captured step takes no samples
         )
-        self.samples.end_step(took_samples=takes_samples)
+        takes_samples = takes_samples and (self.overlap is None or self.overlap.took_samples)
+        self.samples.end_step(inputs.groups, took_samples=takes_samples)
+        if self.overlap is not None:
+            self.overlap.begin(inputs, fused)
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
         """Return the stages with a parameter to update.
@@ -202,7 +241,10 @@ class PlannedStep:
                 self._fused.accept(inputs.states)  # new tensors, same launches: every step writes their addresses
             else:
                 self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
-                self.captured.start_over(capture_obstacle(self.records, inputs, self._unfusable()))
+                obstacle = capture_obstacle(self.records, inputs, self._unfusable())
+                if self.overlap is not None:
+                    obstacle = "overlap='backward' runs a part of the step in backward"
+                self.captured.start_over(obstacle)
         return self._fused
 
     def _single_updates(self, fused: FusedStep, inputs: StepInputs) -> dict[int, SingleUpdate]:

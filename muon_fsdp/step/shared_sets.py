@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -16,6 +16,8 @@ from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.replicas import Replicas
+from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.rules import RULES
 
@@ -76,12 +78,12 @@ class SharedSets:
         """Return a process group whose backend serves the parameters of these ranks."""
         return self._likes.get(ranks)
 
-    def by_position(self, agreed: Agreed) -> dict[int, int]:
-        """Return the codes of gradients that ranks have agreed on, by the position of their parameter."""
+    def by_position(self, of_sets: Mapping[Ranks, Sequence[int]]) -> dict[int, int]:
+        """Return what ranks have agreed on, one number per parameter of every set, by the position of the parameter."""
         return {
-            position: code
+            position: number
             for ranks, positions in self.positions.items()
-            for position, code in zip(positions, agreed.codes[ranks], strict=True)
+            for position, number in zip(positions, of_sets[ranks], strict=True)
         }
 
     def hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
@@ -123,6 +125,7 @@ class StepAgreement:
         shared: SharedSets,
         groups: Sequence[Group],
         codes: Mapping[int, int],
+        early: Mapping[int, int],
         *,
         inert: bool,
         not_finite: bool,
@@ -134,6 +137,7 @@ class StepAgreement:
             shared: the parameters that other ranks hold too.
             groups: the parameter groups, whose options must be equal.
             codes: by position, the code of every gradient that this rank has.
+            early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
             compares: whether replicas are still to be compared.
@@ -150,17 +154,20 @@ class StepAgreement:
         def describe(ranks: Ranks) -> list[Line]:
             return shared.describe(ranks, groups)
 
-        by_ranks = {
-            ranks: [codes.get(position, NO_GRADIENT) for position in positions]
-            for ranks, positions in shared.positions.items()
-        }
+        by_ranks, early_by_ranks = (
+            {
+                ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
+                for ranks, positions in shared.positions.items()
+            }
+            for numbers in (codes, early)
+        )
         agreed = None
         while agreed is None:
             if self._agreement is None:
                 like = shared.like(max(shared.positions, key=len))
                 self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
             agreed = self._agreement.before_step(
-                hashes, by_ranks, describe, inert=inert, not_finite=not_finite, compares=compares
+                hashes, by_ranks, early_by_ranks, describe, inert=inert, not_finite=not_finite, compares=compares
             )
             if agreed is None:  # another rank has other parameters than before
                 self._agreement = None
@@ -185,6 +192,19 @@ class StepAgreement:
         except Exception as error:
             self.fail(error)
             raise
+
+
+def shared_ranks(
+    layouts: Iterable[tuple[Layout, object]], replicas: Replicas, agreement_group: dist.ProcessGroup | None
+) -> set[Ranks]:
+    """Return the sets of ranks that share parameters with this one, or decide about steps with it.
+
+    `layouts` are those of `layouts_of_groups`.
+    """
+    ranks = replicas.mesh_ranks | {tuple(sorted(layout.ranks)) for layout, _ in layouts}
+    if agreement_group is not None:
+        ranks.add(tuple(sorted(dist.get_process_group_ranks(agreement_group))))
+    return {each for each in ranks if len(each) > 1}
 
 
 def _options(group: Group) -> tuple[object, ...]:

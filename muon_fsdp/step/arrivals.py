@@ -1,0 +1,191 @@
+"""Note the gradients that arrive in backward, and find out later whether they have changed since."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp.comm.transfers import local
+from muon_fsdp.declarations.state import State
+from muon_fsdp.parameters.records import ParameterRecord
+
+
+class Receiver(Protocol):
+    """An object that is told about gradients."""
+
+    def arrived(self, position: int, parameter: Tensor) -> None:
+        """Note that backward has written the gradient of a parameter."""
+
+
+def watch(records: Iterable[ParameterRecord], receiver: Receiver) -> None:
+    """Call `receiver.arrived` in backward whenever the gradient of a parameter is complete, as long as it exists.
+
+    FSDP2 calls these hooks after it has reduced the gradient, on the stream of the reduction. They must not launch
+    anything there, because later reductions would wait for it.
+    """
+    known = weakref.ref(receiver)
+
+    def hook_of(position: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            alive = known()
+            if alive is not None:
+                alive.arrived(position, parameter)
+
+        return hook
+
+    handles = []
+    for record in records:
+        hook = hook_of(record.position)
+        handles.append(record.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    weakref.finalize(receiver, _remove, handles)
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def is_usable(parameter: Tensor, grad: Tensor | None) -> bool:
+    """Return whether a gradient can be read in backward: dense, complete, and in the layout of its parameter."""
+    if grad is None or grad.layout != torch.strided:
+        return False
+    if isinstance(parameter, DTensor) and not (isinstance(grad, DTensor) and grad.placements == parameter.placements):
+        return False
+    return type(local(grad)) in (Tensor, nn.Parameter)  # an AsyncCollectiveTensor is still being reduced
+
+
+class Arrival:
+    """A gradient as it was when backward had written it.
+
+    On a CPU its values are copied when they are used, and compared later. PyTorch counts changes to a tensor, but not
+    all of them: `torch.nn.utils.clip_grad_norm_` changes the gradients of FSDP2 on a CPU without being counted. On a
+    GPU a comparison would make the host wait, so there the counts decide.
+
+    Args:
+        grad: `p.grad`, kept alive as long as this object.
+    """
+
+    def __init__(self, grad: Tensor) -> None:
+        self._grad, self._part = grad, local(grad)
+        self._stamp = _stamp(grad)
+        self._copy: Tensor | None = None
+        self._event: Any = None
+        if self._part.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(self._part.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._part.dtype
+
+    def read(self) -> Tensor:
+        """Return the local gradient. On a GPU the current stream waits for it; on a CPU it is a copy."""
+        if self._event is None:
+            self._copy = self._part.clone()
+            return self._copy
+        stream = torch.cuda.current_stream(self._part.device)
+        stream.wait_event(self._event)
+        self._part.record_stream(stream)  # the user may drop it while this stream still reads it
+        return self._part
+
+    def is_unchanged(self, grad: Tensor | None) -> bool:
+        """Return whether `grad`, the present gradient, is the one that was read, or will be read, with its values."""
+        if grad is not self._grad or local(grad) is not self._part:
+            return False
+        if self._event is not None:
+            return _stamp(grad) == self._stamp
+        return self._copy is None or torch.equal(self._copy, self._part)
+
+
+class StateCopies:
+    """Copies of the state of some parameters, which `prepare` may change, and the tensors that they were made from.
+
+    Args:
+        states: the state of each parameter by position.
+        shards: the local part of every parameter.
+    """
+
+    def __init__(self, states: Mapping[int, State], shards: Mapping[int, Tensor]) -> None:
+        self._sources = {
+            position: {name: (value, _stamp(value)) for name, value in state.items() if isinstance(value, Tensor)}
+            for position, state in states.items()
+        }
+        self.copies: dict[int, State] = {
+            position: {name: _copied(local(value), shards[position].device) for name, (value, _) in state.items()}
+            for position, state in self._sources.items()
+        }
+
+    def are_current(self, states: Mapping[int, State]) -> bool:
+        """Return whether these states are the tensors that were copied, unchanged."""
+        for position, sources in self._sources.items():
+            now = {name: value for name, value in states[position].items() if isinstance(value, Tensor)}
+            if now.keys() != sources.keys():
+                return False
+            for name, (value, stamp) in sources.items():
+                if now[name] is not value or _stamp(value) != stamp:
+                    return False
+        return True
+
+
+class NotedOptions(Mapping[str, Any]):
+    """The options of a parameter group, which notes those that are read.
+
+    Args:
+        group: the parameter group.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._group = group
+        self._read: dict[str, tuple[Any, object]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._group[name]
+        self._read[name] = (value, _stamp(value) if isinstance(value, Tensor) else None)
+        return value
+
+    def __iter__(self) -> Any:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def forget(self, *names: str) -> None:
+        """Remove the notes that these options have been read."""
+        for name in names:
+            self._read.pop(name, None)
+
+    def are_current(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a group has the same values of all options that were read."""
+        for name, (value, stamp) in self._read.items():
+            now = group.get(name)
+            if isinstance(value, Tensor):
+                is_same = now is value and _stamp(now) == stamp
+            else:
+                is_same = not isinstance(now, Tensor) and now == value
+            if not is_same:
+                return False
+        return True
+
+
+def _stamp(tensor: Tensor) -> tuple[int, ...]:
+    """Return numbers that differ after a tensor has been written to or moved, if PyTorch counts the change.
+
+    A change through a DTensor is counted there, and one of its local tensor in that.
+    """
+    part = local(tensor)
+    versions = [0 if each.is_inference() else each._version for each in (tensor, part)]
+    return (*versions, part.data_ptr())
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a tensor of state. If it was moved off the device, kernels could not read it there."""
+    if value.ndim == 0 or value.device == device:
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+        return value.clone()
+    return value.to(device)

@@ -1,0 +1,288 @@
+"""Run stages beside one backward, in a thread of their own, and keep their updates for `step()`.
+
+Nothing here writes parameters or state. `prepare` works on copies of the state; `step()` calls it again on the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from threading import Condition
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.comm.process_groups import groups_for, my_rank
+from muon_fsdp.declarations.state import State
+from muon_fsdp.kernels import on_device
+from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.stages import Stage
+from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
+from muon_fsdp.step.fused import FusedStep
+from muon_fsdp.step.inputs import SingleUpdate, StepInputs
+from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.text import first_names
+
+PURPOSE = "backward"  # of the process groups that these stages use
+
+
+@dataclass(frozen=True)
+class EarlyContext:
+    """What the stages of a round need besides gradients.
+
+    Args:
+        records: one per parameter.
+        dtypes: the working precision of every parameter.
+        settings: the settings of the whole optimizer.
+        samples: takes samples of updates for `metrics()`.
+        inputs: those of the last step, without gradients; groups and states are live.
+        fused: the fused lists of the last step.
+        device: where the stages run.
+        stream: the CUDA stream on which they run; None on a CPU.
+        written: a CUDA event after the last step, which has written the state; None on a CPU.
+    """
+
+    records: Sequence[ParameterRecord]
+    dtypes: Sequence[torch.dtype]
+    settings: Settings
+    samples: Samples
+    inputs: StepInputs
+    fused: FusedStep
+    device: torch.device
+    stream: Any = None
+    written: Any = None
+
+
+@dataclass
+class _Loaded:
+    """What a stage has read: copies of state, and options by group."""
+
+    state: StateCopies
+    options: Mapping[int, NotedOptions]
+
+
+class Round:
+    """The stages that run beside one backward. Every rank runs all of them, in the same order.
+
+    A stage starts when all of its gradients have arrived and the stages before it have started. After `complete`, it
+    starts with zeros in the place of those that have not arrived, because other ranks may wait for it.
+
+    Args:
+        stages: the stages, in an order that is the same on all ranks.
+        context: what they need besides gradients; None if there are no stages.
+    """
+
+    def __init__(self, stages: Sequence[Stage] = (), context: EarlyContext | None = None) -> None:
+        self.stages = tuple(stages)
+        self._context = context
+        self._positions = {stage.number: positions_of(stage) for stage in stages}
+        self._stage_of = {position: stage for stage in stages for position in self._positions[stage.number]}
+        self._changed = Condition()  # guards all that follows
+        self._arrivals: dict[int, Arrival] = {}
+        self._is_complete = self._is_cancelled = False
+        self._loaded: dict[int, _Loaded] = {}
+        self._results: dict[int, Future[tuple[Tensor, Any]]] = {stage.number: Future() for stage in stages}
+        self._failures: dict[int, Exception] = {}
+        self.took_samples = False
+
+    # ------------------------------------------------------------------------------------------- called in backward
+
+    def arrive(self, position: int, arrival: Arrival) -> bool:
+        """Note a gradient.
+
+        Returns:
+            Whether a stage has become complete.
+        """
+        with self._changed:
+            self._arrivals[position] = arrival
+            ready = position in self._stage_of and self._is_ready(self._stage_of[position])
+            if ready:
+                self._changed.notify_all()
+        return ready
+
+    # --------------------------------------------------------------------------------------------- called in step()
+
+    def complete(self) -> None:
+        """Allow all stages to start, with zeros for gradients that have not arrived."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Start no further stage, unless all were told to start: other ranks wait for those."""
+        with self._changed:
+            self._is_cancelled = not self._is_complete
+            self._changed.notify_all()
+
+    def has_read(self, position: int, grad: Tensor | None) -> bool:
+        """Return whether a stage has used, or will use, the present gradient of a parameter."""
+        with self._changed:
+            arrival = self._arrivals.get(position)
+            return arrival is not None and arrival.is_unchanged(grad)
+
+    def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
+        """Return whether a stage has read the present state and options, or has not read them yet."""
+        assert self._context is not None
+        records = self._context.records
+        with self._changed:
+            loaded = self._loaded.get(stage.number)
+            if loaded is None:  # it will read what it finds now, unless others were put in their place
+                inputs = self._context.inputs
+                same_groups = all(groups[group] is inputs.groups[group] for group, _ in stage.positions_by_group)
+                positions = self._positions[stage.number]
+                return same_groups and all(states[records[i].tensor] is inputs.states[i] for i in positions)
+        now = {position: states[records[position].tensor] for position in self._positions[stage.number]}
+        of_groups = all(options.are_current(groups[group]) for group, options in loaded.options.items())
+        return of_groups and loaded.state.are_current(now)
+
+    def updates(self, stage: Stage) -> Tensor:
+        """Wait for the updates of a stage and return them, once; on a GPU the current stream waits, not the host.
+
+        Raises:
+            RuntimeError: another rank can't be reached; the message says what was waited for.
+        """
+        updates, event = self._results[stage.number].result()
+        del self._results[stage.number]
+        if event is not None:
+            stream = torch.cuda.current_stream(updates.device)
+            stream.wait_event(event)
+            updates.record_stream(stream)  # it was allocated on another stream, which must not reuse it too early
+        return updates
+
+    def wait(self) -> None:
+        """Wait until all stages have run or failed; nothing is raised. On a GPU the current stream waits too."""
+        for future in self._results.values():
+            future.exception()
+        if self._context is not None and self._context.stream is not None:
+            torch.cuda.current_stream(self._context.device).wait_stream(self._context.stream)
+
+    # ----------------------------------------------------------------------------------------- called in the thread
+
+    def run(self) -> None:
+        """Run the stages, each as soon as it may start."""
+        context = self._context
+        assert context is not None
+        self._inputs = StepInputs(
+            groups=list(context.inputs.groups),
+            shards=context.inputs.shards,
+            states=list(context.inputs.states),
+            gradients={},
+            updated=range(len(context.records)),
+            divisor=context.inputs.divisor,
+        )
+        self._single: dict[int, SingleUpdate] = {}
+        self._fused = list(context.fused.stages)
+        self.took_samples = context.samples.wanted(rarely=False)
+        samples = context.samples if self.took_samples else None
+        shared = StepContext(
+            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=samples, keeper=self
+        )
+        try:
+            with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
+                if context.stream is not None:
+                    context.stream.wait_event(context.written)
+                run_stages(self._when_due(), shared)
+        except Exception as error:
+            for stage in self.stages:
+                if stage.number in self._results:
+                    self._set_exception(stage, self._lost(stage, error))
+
+    def keep(self, stage: Stage, updates: Tensor) -> None:
+        """Keep the updates of a stage."""
+        if stage.number in self._failures:
+            self._set_exception(stage, self._failures[stage.number])
+            return
+        stream = self._context.stream if self._context is not None else None
+        event = stream.record_event() if stream is not None else None
+        self._results[stage.number].set_result((updates, event))
+
+    def fail(self, stage: Stage, error: Exception) -> None:
+        """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
+        self._failures.setdefault(stage.number, error)
+
+    def _set_exception(self, stage: Stage, error: Exception) -> None:
+        with suppress(Exception):  # the stage has a result already, or nobody wants it
+            self._results[stage.number].set_exception(error)
+
+    def _lost(self, stage: Stage, error: Exception) -> Exception:
+        """Return the error of a stage that another rank did not finish."""
+        if stage.exchange is None:
+            return error
+        assert self._context is not None
+        others = [rank for rank in stage.exchange.ranks if rank != my_rank()]
+        names = [self._context.records[position].name for position in sorted(self._positions[stage.number])]
+        return RuntimeError(
+            f"Rank {my_rank()} waited for ranks {others} to exchange the matrices of {stage.label}, which started in "
+            f"backward ({first_names(names)}), and one of them can't be reached: {error}. Look at its output for the "
+            "first error"
+        )
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        stream = self._context.stream if self._context is not None else None
+        return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+    def _is_ready(self, stage: Stage) -> bool:
+        return self._positions[stage.number] <= self._arrivals.keys()
+
+    def _when_due(self) -> Iterator[Stage]:
+        """Yield the stages, and wait for each until it may start."""
+        for stage in self.stages:
+            with self._changed:
+                while not (self._is_ready(stage) or self._is_complete or self._is_cancelled):
+                    self._changed.wait()
+                if self._is_cancelled:
+                    return
+                self._load(stage)
+            yield stage
+            for position in self._positions[stage.number]:  # `prepare` was called: free the copies of the state
+                self._single.pop(position, None)
+                self._inputs.gradients.pop(position, None)
+                self._inputs.states[position] = {}  # type: ignore[index]
+            self._loaded[stage.number].state.copies.clear()
+
+    def _load(self, stage: Stage) -> None:
+        """Read gradients, and copy the state that the stage needs."""
+        assert self._context is not None
+        context, inputs, positions = self._context, self._inputs, sorted(self._positions[stage.number])
+        states = StateCopies(
+            {position: context.inputs.states[position] for position in positions},
+            {position: context.inputs.shards[position] for position in positions},
+        )
+        options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
+        for group, noted in options.items():
+            inputs.groups[group] = noted  # type: ignore[index]
+        for position in positions:
+            grad, shard = self._read(position), context.inputs.shards[position]
+            inputs.states[position] = states.copies[position]  # type: ignore[index]
+            if context.fused.signature[position] is None:
+                self._single[position] = SingleUpdate(
+                    shard, states.copies[position], context.dtypes[position], grad, inputs.divisor
+                )
+            elif grad is not None:
+                inputs.gradients[position] = grad.contiguous()
+        self._fused[stage.number] = context.fused.early_stage(stage, inputs)
+        for noted in options.values():
+            noted.forget(
+                "lr", "weight_decay"
+            )  # the tables have them too, and the kernels of `prepare` do not read them
+        self._loaded[stage.number] = _Loaded(states, options)
+
+    def _read(self, position: int) -> Tensor | None:
+        """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
+        assert self._context is not None
+        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
+        if arrival is None or (kinds is not None and arrival.dtype is not kinds[1]):
+            self._arrivals.pop(position, None)  # `step()` finds that it was not used
+            return None
+        return arrival.read()
+
+
+def positions_of(stage: Stage) -> frozenset[int]:
+    """Return the positions of all parameters of a stage."""
+    return frozenset(position for _, positions in stage.positions_by_group for position in positions)

@@ -1,0 +1,322 @@
+"""Start stages in backward, and decide in `step()` which of their updates can be used."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from queue import SimpleQueue
+from threading import Thread
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muon_fsdp.comm.process_groups import num_ranks
+from muon_fsdp.declarations.state import State
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.stages import Stage
+from muon_fsdp.rules import RULES
+from muon_fsdp.step.arrivals import Arrival, is_usable, watch
+from muon_fsdp.step.early_round import EarlyContext, Round, positions_of
+from muon_fsdp.step.fused import FusedStep
+from muon_fsdp.step.inputs import StepInputs
+from muon_fsdp.step.metrics import Samples
+
+# What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
+# largest of all ranks counts, so that all of them know who objects and which gradients come last.
+CHANGED = 2**20  # what was started in backward is not what `step()` would compute
+UNREADY = 2**21  # backward has not delivered the gradient in a form that can be used, so nothing should start next time
+
+
+class BackwardOverlap:
+    """Starts stages in backward for one plan.
+
+    All ranks start the same stages between two steps, each once and in the same order. Both are agreed on in the step
+    before: the stages of whose parameters every rank has got a gradient in backward, in the order of these gradients.
+
+    Args:
+        records: one per parameter.
+        stages: the stages of the plan.
+        settings: the settings of the whole optimizer.
+        samples: takes samples of updates for `metrics()`.
+        dtypes: the working precision of every parameter.
+        counts: counts the stages whose updates are used, and those that are discarded, for `metrics()`.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[ParameterRecord],
+        stages: Sequence[Stage],
+        settings: Settings,
+        samples: Samples,
+        dtypes: Sequence[torch.dtype],
+        counts: Counter[str],
+    ) -> None:
+        self._records, self._settings, self._samples, self._dtypes = records, settings, samples, dtypes
+        self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
+        self._obstacles = {stage.number: obstacle_of(stage, records) for stage in stages}
+        able = [stage for stage in stages if self._obstacles[stage.number] is None]
+        for stage in able:
+            if _device_of(stage, records) != _device_of(able[0], records):
+                self._obstacles[stage.number] = "it lies on another device than the first stage"
+        self._stages = [stage for stage in stages if self._obstacles[stage.number] is None]
+        watched = {position for stage in self._stages for position in positions_of(stage)}
+        self._rounds = [Round()]  # the present one; a list, because the finalizer below must not keep this object alive
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_serving = self._is_running = False
+        self._arrivals: Counter[int] = Counter()  # since the last step, by position
+        self._num_arrivals = 0
+        self._order: dict[int, int] = {}  # by position, how many gradients had arrived before it
+        self._expected: Mapping[int, int] | None = None  # arrivals before the last step; None before the first
+        self._next: Sequence[Stage] = ()
+        self._stream: Any = None
+        self._world = _world()
+        self._found_changes = self._has_warned = False
+        self.took_samples = True  # whether the stages that were used have taken samples for `metrics()`
+        self._counts = counts
+        weakref.finalize(self, _stop, self._rounds, self._calls)
+        watch([record for record in records if record.position in watched], self)
+
+    @property
+    def status(self) -> str:
+        """Return how many stages start in backward, and why others do not."""
+        reasons = Counter(reason for reason in self._obstacles.values() if reason)
+        others = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+        return f"{len(self._round.stages)} of {self._num_stages} stage(s) start in the next backward{others}"
+
+    @property
+    def _round(self) -> Round:
+        return self._rounds[0]
+
+    # ------------------------------------------------------------------------------------------------- in backward
+
+    def arrived(self, position: int, parameter: Tensor) -> None:
+        """Note that backward has written the gradient of a parameter. No kernel is launched here.
+
+        If several backwards came before the last step, as many are waited for before this one.
+        """
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a replay will change the gradient without calling this
+        self._arrivals[position] += 1
+        self._order[position] = min(self._num_arrivals, CHANGED - 1)
+        self._num_arrivals += 1
+        if not self._round.stages or not self._is_last(position):
+            return
+        with torch.no_grad():
+            grad = parameter.grad
+            if grad is not None and is_usable(parameter, grad) and self._round.arrive(position, Arrival(grad)):
+                self._start()
+
+    def _is_last(self, position: int) -> bool:
+        """Return whether a gradient has arrived as often as before the last step."""
+        return self._expected is not None and self._arrivals[position] == self._expected.get(position)
+
+    def _start(self) -> None:
+        """Run this round in the thread, unless it runs there already."""
+        if self._is_running or not self._round.stages:
+            return
+        self._is_running = True
+        if not self._is_serving:
+            self._is_serving = True
+            # A daemon, because a program that ends after an error must not wait for other ranks.
+            Thread(target=_serve, args=(self._calls,), name="muon_fsdp backward", daemon=True).start()
+        self._calls.put(self._round.run)
+
+    # -------------------------------------------------------------------------------------------------- in step()
+
+    def complete(self) -> None:
+        """Start all stages of this round that have not started, because other ranks may have started them."""
+        if self._world() is not _world()():  # torch.distributed was initialized anew: there is nobody to wait for
+            self._new_round(Round())
+        self._round.complete()
+        self._start()
+
+    def abandon(self) -> None:
+        """Discard this round, because another plan takes the place of this one."""
+        self.complete()
+        self._counts["discarded_stages"] += len(self._round.stages)
+
+    def finish(self) -> None:
+        """Wait until everything that was started has ended. All ranks must call this."""
+        self.complete()
+        self._round.wait()
+
+    def objections(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> dict[int, int]:
+        """Return, by position, whether the updates of a parameter can be used and may be started next time.
+
+        Args:
+            groups: the parameter groups.
+            states: the state of every parameter.
+
+        Returns:
+            For every parameter 0, `CHANGED` or `UNREADY`, plus the number of its gradient in backward.
+        """
+        running = {stage.number for stage in self._round.stages}
+        # Another rank may be able to start a stage that this one can't.
+        numbers = {record.position: UNREADY for record in self._records}
+        for stage in self._stages:
+            of_stage = {
+                position: self._objection(position, stage.number in running) for position in positions_of(stage)
+            }
+            if stage.number in running and not self._round.is_current(stage, groups, states):
+                of_stage = {position: max(number, CHANGED) for position, number in of_stage.items()}
+            numbers |= {position: number + self._order.get(position, 0) for position, number in of_stage.items()}
+        return numbers
+
+    def _objection(self, position: int, is_running: bool) -> int:
+        parameter = self._records[position].tensor
+        if not self._arrivals[position] or not is_usable(parameter, parameter.grad):
+            return UNREADY
+        if self._expected is None:  # this object may have been made in the middle of an accumulation
+            return UNREADY
+        if not is_running or self._round.has_read(position, parameter.grad):
+            return 0
+        if self._is_last(position):  # else there was another backward
+            self._found_changes = True
+        return CHANGED
+
+    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], Tensor]]:
+        """Finish the round, and choose the stages that start in the next backward.
+
+        Args:
+            numbers: the objections that ranks have agreed on, by position.
+
+        Returns:
+            For the stages whose updates are used, by number: a function that waits for the updates and returns them.
+        """
+        round_ = self._round
+        largest = {stage.number: max(numbers[position] for position in positions_of(stage)) for stage in self._stages}
+        used = [stage for stage in round_.stages if largest[stage.number] < CHANGED]
+        self._counts["overlapped_stages"] += len(used)
+        self._counts["discarded_stages"] += len(round_.stages) - len(used)
+        self._next = early_order(
+            [stage for stage in self._stages if largest[stage.number] < UNREADY],
+            {
+                stage.number: max(numbers[position] % CHANGED for position in positions_of(stage))
+                for stage in self._stages
+            },
+        )
+        self._expected, self._arrivals = dict(self._arrivals), Counter()
+        self._num_arrivals, self._order = 0, {}
+        self.took_samples = round_.took_samples or not used
+        self._new_round(Round())
+        return {stage.number: partial(round_.updates, stage) for stage in used}
+
+    def begin(self, inputs: StepInputs, fused: FusedStep) -> None:
+        """Prepare the next backward, after a step with these inputs.
+
+        Args:
+            inputs: the tensors and options of the step.
+            fused: its fused lists.
+        """
+        self._warn()
+        if not self._next:
+            return
+        device = _device_of(self._next[0], self._records)
+        written = None
+        if device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            written = torch.cuda.current_stream(device).record_event()
+        context = EarlyContext(
+            self._records,
+            self._dtypes,
+            self._settings,
+            self._samples,
+            replace(inputs, gradients={}),
+            fused,
+            device,
+            self._stream,
+            written,
+        )
+        self._world = _world()
+        self._new_round(Round(self._next, context))
+
+    def _new_round(self, round_: Round) -> None:
+        self._rounds[0], self._is_running = round_, False
+
+    def _warn(self) -> None:
+        if not self._found_changes or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "overlap='backward' gains nothing: gradients of matrices have changed after backward, so what was started "
+            "there is discarded and computed again. Clip only other parameters, with "
+            "optimizer.clip_grad_norm_(max_norm, rules=('adamw',)), or pass overlap='step'",
+            stacklevel=2,
+        )
+
+
+def early_order(stages: Sequence[Stage], completed: Mapping[int, int]) -> list[Stage]:
+    """Return stages in the order in which they start in backward, which is the same on all of their ranks.
+
+    Only stages of the same ranks are reordered. If stages of different sets of ranks alternated, ranks would start the
+    transfers of one set in different orders.
+
+    Args:
+        stages: in the order of the plan.
+        completed: by number of the stage, when its last gradient arrives.
+    """
+    ordered: list[Stage] = []
+    for _, run in groupby(stages, key=lambda stage: stage.exchange.ranks if stage.exchange is not None else ()):
+        ordered += sorted(run, key=lambda stage: completed[stage.number])
+    return ordered
+
+
+def obstacle_of(stage: Stage, records: Sequence[ParameterRecord]) -> str | None:
+    """Return why a stage can't start in backward; None if it can, empty for an element-wise rule, which has no need."""
+    rule = RULES[stage.rule]
+    if not rule.needs_matrices:
+        return ""
+    if rule.has_matrix_numbers:
+        return f"rule {rule.name!r} keeps or computes numbers per matrix, which are known in step() only"
+    members = [records[position] for position in positions_of(stage)]
+    if not members:
+        return ""
+    if any(record.is_plain for record in members) and num_ranks() > 1:
+        return "plain tensors get their gradients before these are reduced over the ranks, as DDP does"
+    if not all(record.tensor.requires_grad and record.tensor.is_leaf for record in members):
+        return "a parameter is frozen or not a leaf"
+    return None
+
+
+def _device_of(stage: Stage, records: Sequence[ParameterRecord]) -> torch.device:
+    return next((records[position].tensor.device for position in positions_of(stage)), torch.device("cpu"))
+
+
+def refuse_grad_scaler() -> None:
+    """Raise if a GradScaler calls `step()`: it changes all gradients after backward, and skips steps by itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            raise RuntimeError(
+                "overlap='backward' can't be combined with GradScaler, which unscales gradients after backward: train "
+                "in bfloat16 without a scaler, or pass overlap='step'"
+            )
+        frame = frame.f_back
+
+
+def _world() -> Callable[[], object]:
+    """Return a weak reference to the default process group; one to nothing without torch.distributed."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return weakref.ref(world) if world is not None else lambda: None
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run calls in their order until there is a None."""
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it would keep its tensors alive until the next one
+
+
+def _stop(rounds: Sequence[Round], calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    rounds[0].cancel()
+    calls.put(None)

@@ -1,0 +1,66 @@
+"""Stages that start in backward on a GPU: the same bits, and a gather that ends before backward does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer
+from tests.comparisons import assert_same
+from tests.gpu import overlap_cases as cases
+from tests.pool import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[RankPool]:
+    pool = RankPool("nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_same_bits(nccl: RankPool, world_size):
+    for used, discarded in nccl.run(world_size, cases.same_bits, None):
+        assert used > 10
+        assert discarded == 0
+
+
+@pytest.mark.filterwarnings("ignore:overlap='backward' gains nothing")
+def test_clipped_gradients_are_noticed(nccl: RankPool):
+    for used, discarded in nccl.run(2, cases.same_bits, 5):
+        assert used > 10
+        assert discarded > 2
+
+
+def test_a_gather_ends_before_backward_does(nccl: RankPool):
+    for gathered, still_in_backward, threads in nccl.run(2, cases.gathered_before_backward_ends):
+        assert gathered, "no stage was gathered while the device computed gradients"
+        assert still_in_backward, "backward had ended before the gather"
+        assert threads == {"muon_fsdp backward"}
+
+
+def train(overlap: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], MuonOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256, device="cuda", dtype=dtype) for _ in range(6)))
+    optimizer = MuonOptimizer(model, lr=0.05, nesterov=True, max_stage_bytes=2**18, overlap=overlap, cuda_graph=False)
+    for step in range(6):
+        x = torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).to("cuda", dtype)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [p.detach().clone() for p in model.parameters()]
+    return values + [value.clone() for p in model.parameters() for value in optimizer.state[p].values()], optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_same_bits_in_one_process(dtype):
+    expected, _ = train("step", dtype)
+    found, optimizer = train("backward", dtype)
+    assert_same(found, expected)
+    assert optimizer.metrics()["overlapped_stages"] > 4
+    assert optimizer.metrics()["discarded_stages"] == 0

@@ -1,0 +1,376 @@
+"""Training with `overlap="step"` and `overlap="backward"` on ranks, for tests/test_overlap.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.comm.transfers import StageExchange, local
+from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.step.overlap import BackwardOverlap
+from tests.comparisons import assert_same
+from tests.distributed_cases import OPTIONS, batch, lay_out, make_model, train
+from tests.fault_cases import backward as backward_alone
+from tests.fault_cases import error_of, net
+
+THREAD = "muon_fsdp backward"
+Case = Callable[[nn.Module, FSDPMuonOptimizer, int], None]  # one training step: model, optimizer, number
+
+
+def counts(optimizer: MuonOptimizer) -> tuple[int, int]:
+    """Return the stages that were used, and those that were discarded."""
+    metrics = optimizer.metrics()
+    return int(metrics["overlapped_stages"]), int(metrics["discarded_stages"])
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return this rank's part of all weights and state."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = local(p).detach().clone()
+        found |= {f"{name} {key}": local(value).clone() for key, value in optimizer.state[p].items()}
+    return found
+
+
+def both(layout: str, options: dict[str, Any], model_options: dict[str, int], steps: int = 5) -> tuple[int, int, str]:
+    """Train with both settings, and check that losses, weights and state are equal bit for bit.
+
+    Returns:
+        The stages that were used, those that were discarded, and what the report says.
+    """
+    found = []
+    for overlap in ("step", "backward"):
+        module, data_rank, data_size = lay_out(make_model(**model_options), layout)
+        optimizer = FSDPMuonOptimizer(module, **{**OPTIONS, "max_stage_bytes": 600, "overlap": overlap, **options})
+        losses = train(module, optimizer, range(steps), data_rank, data_size)
+        found.append((losses, contents(module, optimizer)))
+    (losses, expected), (overlapped, result) = found
+    assert overlapped == losses
+    assert_same(result, expected)
+    return *counts(optimizer), optimizer.plan_report().overlap
+
+
+def train_alone(setting: str, *, steps: int = 5, **options: Any) -> tuple[nn.Module, MuonOptimizer]:
+    model = net()
+    optimizer = MuonOptimizer(model, lr=0.1, nesterov=True, overlap=setting, **options)
+    for step in range(steps):
+        backward_alone(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def sharded_training(overlap: str, steps: int, case: Case, **options: Any) -> tuple[nn.Module, FSDPMuonOptimizer]:
+    module, _, _ = lay_out(make_model(), "fsdp")
+    given = {**OPTIONS, "max_stage_bytes": 600, "overlap": overlap, **options}
+    optimizer = FSDPMuonOptimizer(module, **given)
+    for step in range(steps):
+        case(module, optimizer, step)
+    return module, optimizer
+
+
+def backward(model: nn.Module, number: int) -> None:
+    tokens, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(number))
+    nn.functional.cross_entropy(model(tokens), targets).backward()
+
+
+def by_hand(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    for micro in range(3):
+        backward(model, 3 * step + micro)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_reductions(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        backward(model, 3 * step + micro)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_the_optimizer(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    for micro in range(3):
+        backward(model, 3 * step + micro)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def one_more_in_step_3(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    for micro in range(2 if step == 3 else 1):
+        backward(model, step + 100 * micro)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_less_in_step_3(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    for micro in range(1 if step == 3 else 2):
+        backward(model, step + 100 * micro)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def dropped_in_step_3(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    backward(model, step)
+    if step != 3:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def changed_in_step_3(change: str) -> Case:
+    def case(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+        backward(model, step)
+        if step == 3:
+            overlap = optimizer._planned.overlap
+            if overlap is not None:  # so that the same stages have read what is changed now in every run
+                overlap._round.wait()
+            CHANGES[change](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return case
+
+
+def _clip(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _clip_by_optimizer(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    optimizer.clip_grad_norm_(1e-3)
+
+
+def _clip_others(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    optimizer.clip_grad_norm_(1e-3, rules=("adamw",))
+
+
+def _double_one(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    model.blocks[0].up.weight.grad.mul_(2)
+
+
+def _double_one_through_data(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    model.blocks[0].up.weight.grad.data.mul_(2)
+
+
+def _average_one_by_hand(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    dist.all_reduce(model.blocks[0].down.weight.grad.to_local())  # whose shards are equally large
+
+
+def _double_one_on_rank_1(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    if dist.get_rank() == 1:
+        local(model.blocks[0].up.weight.grad).mul_(2)
+
+
+def _replace_one(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    weight = model.blocks[0].up.weight
+    weight.grad = 2 * weight.grad
+
+
+def _remove_one(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    model.blocks[0].up.weight.grad = None
+
+
+def _remove_one_on_rank_1(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    if dist.get_rank() == 1:
+        model.blocks[0].up.weight.grad = None
+
+
+def _change_momentum_buffer(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p]["momentum_buffer"].zero_()
+
+
+def _load(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    state = optimizer.state_dict()
+    for value in state["state"].values():
+        value["momentum_buffer"] = 0.5 * value["momentum_buffer"]
+    optimizer.load_state_dict(state)
+
+
+def _set_momentum(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.5
+
+
+def _set_lr(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5 * group["lr"]
+
+
+def _plan_anew(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    optimizer.param_groups[0]["ns_steps"] = 4
+
+
+def _nothing(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    """Look at everything, and change nothing."""
+    optimizer.state_dict()
+    optimizer.metrics()
+    with optimizer.unshard_params():
+        pass
+
+
+CHANGES: dict[str, Callable[[nn.Module, FSDPMuonOptimizer], None]] = {
+    "clip": _clip,
+    "clip by optimizer": _clip_by_optimizer,
+    "clip others": _clip_others,
+    "double one": _double_one,
+    "double one through data": _double_one_through_data,
+    "average one by hand": _average_one_by_hand,
+    "double one on rank 1": _double_one_on_rank_1,
+    "replace one": _replace_one,
+    "remove one": _remove_one,
+    "remove one on rank 1": _remove_one_on_rank_1,
+    "momentum buffer": _change_momentum_buffer,
+    "load": _load,
+    "momentum": _set_momentum,
+    "lr": _set_lr,
+    "plan": _plan_anew,
+    "nothing": _nothing,
+}
+CASES: dict[str, Case] = {
+    "by hand": by_hand,
+    "without reductions": without_reductions,
+    "by the optimizer": by_the_optimizer,
+    "one more in step 3": one_more_in_step_3,
+    "one less in step 3": one_less_in_step_3,
+    "dropped in step 3": dropped_in_step_3,
+}
+
+
+def same_in(name: str, steps: int = 6, **options: Any) -> tuple[int, int, int]:
+    """Run a case with both settings, and check that weights and state are equal bit for bit.
+
+    Returns:
+        The stages that were used, those that were discarded, and the number of stages of a step.
+    """
+    case = CASES[name] if name in CASES else changed_in_step_3(name)
+    expected = contents(*sharded_training("step", steps, case, **options))
+    model, optimizer = sharded_training("backward", steps, case, **options)
+    assert_same(contents(model, optimizer), expected)
+    planned = optimizer._current_plan()
+    return *counts(optimizer), sum(RULES[stage.rule].needs_matrices for stage in planned.plan.stages)
+
+
+def same_in_all(names: list[str]) -> dict[str, tuple[int, int, int]]:
+    """Run several cases, because a process group for each takes time."""
+    found = {name: same_in(name) for name in names if name != "by the optimizer"}
+    if "by the optimizer" in names:
+        found["by the optimizer"] = same_in("by the optimizer", gradient_accumulation_steps=3)
+    return found
+
+
+class Tower(nn.Module):
+    """Matrices of which each rank may leave out some, distributed without FSDP2."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weights = [torch.randn(6, 6, generator=generator) for _ in range(depth)]
+        self.weights = nn.ParameterList(
+            [nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])) for weight in weights]
+        )
+
+    def forward(self, skipped: set[int]) -> Tensor:
+        used = [weight.to_local() * (1 + i) for i, weight in enumerate(self.weights) if i not in skipped]
+        return sum((part.square().sum() for part in used), torch.zeros((), requires_grad=True))
+
+
+def missing_on_some_ranks(overlap: str) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Train while ranks leave out different matrices in different steps."""
+    model = Tower()
+    optimizer = MuonOptimizer(model.named_parameters(), lr=0.1, max_stage_bytes=60, overlap=overlap)
+    skipped = {3: {0: {1}, 1: set()}, 4: {0: {0}, 1: {2}}, 6: {0: {0, 1, 2, 3}, 1: {0}}, 8: {0: {2}, 1: {2}}}
+    for step in range(11):
+        model(skipped.get(step, {}).get(dist.get_rank(), set())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = contents(model, optimizer)
+    return found, counts(optimizer) if overlap == "backward" else (0, 0)
+
+
+def missing_gradients() -> tuple[int, int]:
+    expected, _ = missing_on_some_ranks("step")
+    found, used = missing_on_some_ranks("backward")
+    assert_same(found, expected)
+    return used
+
+
+def random_delays(seeds: range) -> int:
+    """Train while gradients arrive after random delays and stages take random times, and compare with "step"."""
+    expected = contents(*sharded_training("step", 5, changed_in_step_3("nothing")))
+    arrived, direction = BackwardOverlap.arrived, type(RULES["muon"]).direction
+    used = 0
+    for seed in seeds:
+        delays = random.Random(1000 * seed + dist.get_rank())
+
+        def slow_arrival(self: BackwardOverlap, position: int, parameter: Tensor) -> None:
+            time.sleep(delays.choice([0, 0, 0.003]))  # noqa: B023
+            arrived(self, position, parameter)
+
+        def slow_direction(self: Any, batch: MatrixBatch) -> None:
+            time.sleep(delays.choice([0, 0, 0.003]))  # noqa: B023
+            direction(self, batch)
+
+        with (
+            patch.object(BackwardOverlap, "arrived", slow_arrival),
+            patch.object(type(RULES["muon"]), "direction", slow_direction),
+        ):
+            model, optimizer = sharded_training("backward", 5, changed_in_step_3("nothing"))
+        assert_same(contents(model, optimizer), expected, f"seed {seed}")
+        used += counts(optimizer)[0]
+    return used
+
+
+def gathered_before_backward_ends() -> tuple[bool, list[str]]:
+    """Return whether a stage was gathered while backward still ran, and the threads in which stages were."""
+    model, optimizer = sharded_training("backward", 3, changed_in_step_3("nothing"))
+    gathered, threads, in_time = threading.Event(), [], []
+    finish_gather = StageExchange.finish_gather
+
+    def noted(self: StageExchange) -> Tensor:
+        units = finish_gather(self)
+        threads.append(threading.current_thread().name)
+        gathered.set()
+        return units
+
+    with patch.object(StageExchange, "finish_gather", noted):
+        # Called before the gradients of this block are reduced.
+        handle = model.blocks[0].register_full_backward_hook(lambda *_: in_time.append(gathered.wait(20)))
+        backward(model, 3)
+        handle.remove()
+        optimizer.step()
+    return in_time == [True], threads
+
+
+def dies(when: str) -> str:
+    """Return the error of rank 0 after rank 1 has died, before it agrees on the step or while it exchanges matrices."""
+    dist.distributed_c10d._get_default_store().add("left", int(dist.get_rank() == 1))  # rank 0 need not wait for it
+    model, optimizer = sharded_training("backward", 3, changed_in_step_3("nothing"))
+    direction = type(RULES["muon"]).direction
+
+    def stuck(self: Any, batch: MatrixBatch) -> None:
+        if threading.current_thread().name == THREAD:
+            time.sleep(100)
+        direction(self, batch)
+
+    def die(*_: object) -> None:
+        os._exit(1)
+
+    if dist.get_rank() == 1:
+        method = {"before it agrees": "objections", "in an exchange": "settle"}[when]
+        with patch.object(BackwardOverlap, method, die), patch.object(type(RULES["muon"]), "direction", stuck):
+            backward(model, 3)
+            optimizer.step()
+    backward(model, 3)
+    return error_of(optimizer.step)

@@ -1,0 +1,137 @@
+"""Stages that start in backward (`overlap="backward"`)."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer
+from tests import overlap_cases as cases
+from tests.fault_cases import LIMIT, backward, net
+from tests.pool import RankError, RankPool
+from tests.promises import promise
+
+ACCUMULATED = ["by hand", "without reductions", "by the optimizer"]
+DISCARDING = ["one more in step 3", "one less in step 3", "dropped in step 3", "clip", "clip by optimizer"]
+DISCARDING_SOME = ["double one", "double one through data", "average one by hand", "double one on rank 1"]
+DISCARDING_SOME += ["replace one", "remove one", "remove one on rank 1"]
+
+
+@promise(
+    'With `overlap="backward"`, gradients are accumulated over several backwards',
+    'Stages start in the last one; the results are those of `overlap="step"`',
+)
+def test_accumulation_starts_stages_in_the_last_backward(ranks: RankPool):
+    for found in ranks.run(2, cases.same_in_all, ACCUMULATED, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (4 * stages, 0), name  # the first two of six steps find out what comes
+
+
+@promise(
+    'With `overlap="backward"`, there is another backward, or none, or gradients are clipped before `step()`',
+    'What was started is discarded, and counted in `metrics()`; the results are those of `overlap="step"`',
+)
+@pytest.mark.filterwarnings("ignore:overlap='backward' gains nothing")
+def test_what_no_longer_counts_is_discarded(ranks: RankPool):
+    for found in ranks.run(2, cases.same_in_all, DISCARDING, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            rounds = 3 if name == "dropped in step 3" else 4
+            assert used + discarded == rounds * stages, name
+            assert discarded >= stages, name
+
+
+@promise(
+    'With `overlap="backward"`, the gradient of a matrix is changed or removed after backward, on one rank or on all',
+    'Its stage is discarded on all ranks, other stages are used; the results are those of `overlap="step"`',
+)
+@pytest.mark.filterwarnings("ignore:overlap='backward' gains nothing")
+def test_only_stages_whose_gradients_changed_are_discarded(ranks: RankPool):
+    for found in ranks.run(2, cases.same_in_all, DISCARDING_SOME, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert discarded == 1, name
+            skips = "remove" in name  # nothing of this stage starts in the step after
+            assert used == 4 * stages - 1 - skips, name
+
+
+@promise(
+    'With `overlap="backward"`, a rank gets no gradient for a parameter that others have one for',
+    'It takes part with zeros at the beginning of `step()`, no rank hangs; the results are those of `overlap="step"`',
+)
+def test_ranks_may_lack_different_gradients(ranks: RankPool):
+    results = ranks.run(2, cases.missing_gradients, timeout=LIMIT)
+    assert results[0] == results[1]
+    used, discarded = results[0]
+    assert used > 5
+    assert discarded > 3
+
+
+@promise(
+    '`overlap="backward"` with `nonfinite="skip"` or `"raise"`, `cuda_graph=True` or a GradScaler',
+    "An error says what to leave out",
+)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nonfinite": "skip"}, "can't be combined with nonfinite='skip'"),
+        ({"nonfinite": "raise"}, "can't be combined with nonfinite='raise'"),
+        ({"cuda_graph": True}, "can't be combined with cuda_graph=True"),
+    ],
+)
+def test_settings_that_need_all_gradients_first_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        MuonOptimizer(net(), overlap="backward", **options)
+    with pytest.raises(ValueError, match="overlap"):
+        MuonOptimizer(net(), overlap="forward")
+
+
+def test_a_grad_scaler_is_refused():
+    model = net()
+    optimizer = MuonOptimizer(model, overlap="backward")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="can't be combined with GradScaler"):
+        scaler.step(optimizer)
+
+
+@promise(
+    'With `overlap="backward"`, all gradients are clipped before every step',
+    "One warning says that nothing is gained, and names the clipping that works",
+)
+def test_clipping_warns_once():
+    model, optimizer = cases.train_alone("backward")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5, 8):
+            backward(model, step)
+            optimizer._planned.overlap._round.wait()  # otherwise a stage may read the clipped gradients
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    (text,) = [str(warning.message) for warning in caught]
+    assert "gradients of matrices have changed after backward" in text
+    assert "clip_grad_norm_(max_norm, rules=('adamw',))" in text
+    assert cases.counts(optimizer) == (3, 3)
+
+
+@promise(
+    "A rank dies while matrices are exchanged in backward, or before it agrees on the step",
+    "The others raise an error that names the ranks and the matrices that they waited for",
+)
+@pytest.mark.parametrize(
+    ("when", "text"),
+    [
+        ("before it agrees", r"Rank 0 waited for ranks \[1\] to agree about a step, and one of them can't be reached"),
+        ("in an exchange", r"Rank 0 waited for ranks \[1\] to exchange the matrices of stage \d muon .*started in"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others(when, text):
+    ranks = RankPool()
+    try:
+        with pytest.raises(RankError, match=text) as error:
+            ranks.run(2, cases.dies, when, timeout=60)
+        assert "rank 1 died" in str(error.value)
+    finally:
+        ranks.close()

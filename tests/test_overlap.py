@@ -1,0 +1,202 @@
+"""Stages that start in backward: the same results in every layout, whatever happens between backward and step()."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.step import overlap
+from muon_fsdp.step.early_round import Round
+from tests import overlap_cases as cases
+from tests.comparisons import assert_same
+from tests.fault_cases import LIMIT, backward
+from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
+from tests.pool import RankPool
+
+LAYOUTS = [
+    ("fsdp", 2, {}),
+    ("fsdp", 3, {"strategy": "replicate"}),
+    ("hsdp", 4, {"strategy": "owner"}),
+    ("fsdp_tp", 4, {}),
+    ("two_meshes", 4, {"comm_dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "options"), LAYOUTS)
+def test_same_bits_in_every_layout(ranks: RankPool, layout, world_size, options):
+    model_options = {"hidden": 32} if "tp" in layout else {}
+    for used, discarded, report in ranks.run(world_size, cases.both, layout, options, model_options, timeout=LIMIT):
+        assert used > 5
+        assert discarded == 0
+        first, _, rest = report.partition(" of ")
+        assert rest == f"{first} stage(s) start in the next backward"
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "reason"),
+    [
+        ("ddp", {}, "plain tensors get their gradients before these are reduced over the ranks, as DDP does"),
+        ("fsdp", {"rule": "normuon"}, "rule 'normuon' keeps or computes numbers per matrix"),
+    ],
+)
+def test_stages_that_can_not_start_in_backward_run_in_step(ranks: RankPool, layout, options, reason):
+    for used, discarded, report in ranks.run(2, cases.both, layout, options, {}, 3, timeout=LIMIT):
+        assert (used, discarded) == (0, 0)
+        assert reason in report
+
+
+def test_state_and_options_that_prepare_reads_count(ranks: RankPool):
+    names = ["momentum buffer", "load", "momentum", "plan", "lr", "clip others", "nothing"]
+    for found in ranks.run(2, cases.same_in_all, names, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            expected = 0 if name in ("lr", "clip others", "nothing") else stages
+            assert discarded == expected, name
+            missed = stages if name == "plan" else 0  # a new plan finds out first what comes
+            assert used == 4 * stages - expected - missed, name
+
+
+# ------------------------------------------------------------------------------------------------------------- order
+
+
+def fake_stages(generator: random.Random) -> list[SimpleNamespace]:
+    """Return stages of random sizes, with positions that no other stage has."""
+    positions = list(range(12))
+    generator.shuffle(positions)
+    cuts = sorted(generator.sample(range(1, 12), generator.randint(1, 5)))
+    parts = [positions[a:b] for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
+    return [
+        SimpleNamespace(number=number, positions_by_group=((0, tuple(part)),), exchange=None)
+        for number, part in enumerate(parts)
+    ]
+
+
+def started_by_a_rank(stages: list[SimpleNamespace], generator: random.Random) -> list[int]:
+    """Return the order in which a rank starts stages whose gradients arrive in a random order, and some never."""
+    round_ = Round(stages)
+    round_._load = lambda stage: None
+    round_._single, round_._inputs = {}, SimpleNamespace(gradients={}, states=[None] * 12)
+    started: list[int] = []
+    arrived: set[int] = set()
+    completed = threading.Event()
+
+    def consume() -> None:
+        for stage in round_._when_due():
+            started.append(stage.number)
+            assert completed.is_set() or set(stage.positions_by_group[0][1]) <= arrived
+            round_._loaded[stage.number] = SimpleNamespace(state=SimpleNamespace(copies={}))
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    for position in generator.sample(range(12), generator.randint(0, 12)):
+        arrived.add(position)
+        round_.arrive(position, SimpleNamespace())
+    completed.set()
+    round_.complete()
+    thread.join(20)
+    assert not thread.is_alive()
+    return started
+
+
+def test_stages_start_in_the_same_order_on_all_ranks_whatever_arrives_when():
+    for seed in range(200):
+        stages = fake_stages(random.Random(seed))
+        orders = [started_by_a_rank(stages, random.Random(1000 * seed + rank)) for rank in range(3)]
+        assert orders[0] == orders[1] == orders[2] == [stage.number for stage in stages]
+
+
+def test_stages_are_reordered_by_the_arrival_of_gradients_within_a_set_of_ranks():
+    exchange = [SimpleNamespace(ranks=(0, 1)), SimpleNamespace(ranks=(0, 1, 2, 3))]
+    stages = [SimpleNamespace(number=number, exchange=exchange[number > 2]) for number in range(5)]
+    completed = {0: 7, 1: 2, 2: 2, 3: 5, 4: 0}
+    assert [stage.number for stage in overlap.early_order(stages, completed)] == [1, 2, 0, 4, 3]
+
+
+def test_same_bits_whatever_ranks_wait_for(ranks: RankPool):
+    for used in ranks.run(2, cases.random_delays, range(3), timeout=LIMIT):
+        assert used > 20
+
+
+def test_a_stage_runs_before_backward_has_ended(ranks: RankPool):
+    for in_time, threads in ranks.run(2, cases.gathered_before_backward_ends, timeout=LIMIT):
+        assert in_time
+        assert threads == 6 * [cases.THREAD]
+
+
+# -------------------------------------------------------------------------------------------------------- one process
+
+
+def test_same_bits_in_one_process():
+    expected = cases.contents(*cases.train_alone("step"))
+    model, optimizer = cases.train_alone("backward")
+    assert_same(cases.contents(model, optimizer), expected)
+    assert cases.counts(optimizer) == (3, 0)  # one stage, from the third step on
+    assert optimizer.plan_report().overlap == "1 of 1 stage(s) start in the next backward"
+    assert "Overlap with backward: 1 of 1" in str(optimizer.plan_report())
+    assert optimizer.plan_report().cuda_graph == "not captured: overlap='backward' runs a part of the step in backward"
+
+
+def test_same_bits_by_kernels(kernels_everywhere):
+    """Kernels read the copies of the state through tables of their own, and leave the norms of matrices."""
+    found, launched = [], []
+    for setting in ("step", "backward"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((8, 16), (5, 7), (3,))]
+        optimizer = MuonOptimizer(params, lr=0.05, ns_steps=1, overlap=setting, cuda_graph=False)
+        for _ in range(3):
+            sum((p * (1 + i)).square().sum() for i, p in enumerate(params)).backward()
+            if optimizer._planned is not None and optimizer._planned.overlap is not None:
+                optimizer._planned.overlap._round.wait()  # Triton's interpreter runs one kernel at a time
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(params + [value for p in params for value in optimizer.state[p].values()])
+        launched.append(kernels_everywhere.count("_muon_prepare_kernel"))
+    assert_same(*found)
+    assert cases.counts(optimizer) == (1, 0)
+    assert launched == [3, 3 + 4]  # once more for the stage that ran in backward
+
+
+def test_metrics_sample_what_was_computed_in_backward():
+    found = {}
+    for setting in ("step", "backward"):
+        model, optimizer = cases.train_alone(setting)
+        optimizer.metrics()
+        backward(model, 5)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        optimizer.step()
+        found[setting] = optimizer.metrics()
+    assert found["backward"]["update_rms"] == found["step"]["update_rms"]
+
+
+def test_hooks_and_thread_end_with_the_optimizer():
+    model, optimizer = cases.train_alone("backward")
+    backward(model, 5)
+    alive = weakref.ref(optimizer._planned.overlap)
+    twin = copy.deepcopy(optimizer)  # a copy has nothing under way
+    twin.step()
+    del optimizer, twin
+    gc.collect()
+    assert alive() is None
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    backward(model, 6)
+
+
+def test_an_error_of_a_rule_in_backward_is_raised_by_step(monkeypatch):
+    model, optimizer = cases.train_alone("backward")
+
+    def broken(self, batch):
+        raise ArithmeticError("no direction")
+
+    monkeypatch.setattr(type(cases.RULES["muon"]), "direction", broken)
+    backward(model, 5)
+    with pytest.raises(ArithmeticError, match="no direction"):
+        optimizer.step()
