@@ -88,7 +88,7 @@ def curve(strategy: str, cuda_graph: CudaGraph = False) -> list[float]:
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
     planned = optimizer._current_plan()
-    assert len(planned.plan.stages) > 3
+    assert len(planned.plan.stages) > 2
     assert (planned.graph is not None) == bool(cuda_graph), planned.captured.status
     _alive.append(optimizer)  # the process group is destroyed while the graph is still there
     return losses

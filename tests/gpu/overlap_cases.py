@@ -1,4 +1,4 @@
-"""Stages that start in backward, on NCCL ranks that share one GPU; run by tests/gpu/test_overlap.py."""
+"""Stages that start in backward, on NCCL ranks that share one GPU; run by tests/gpu/test_backward.py."""
 
 from __future__ import annotations
 

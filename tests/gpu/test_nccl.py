@@ -46,6 +46,7 @@ def test_replicas_that_differ_are_told(nccl: RankPool, what):
         assert f"hold the same parameter 'weight' of shape (2051, 2049), but they differ in its {what}" in text
 
 
+@pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("ddp", 3), ("hsdp", 4)])
 def test_replicas_stay_equal(nccl: RankPool, kind, world_size, cuda_graph):
     ((expected, *_),) = nccl.run(1, nccl_cases.replicas, "ddp", {"cuda_graph": False})
