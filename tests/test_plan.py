@@ -230,6 +230,12 @@ def test_one_device_keeps_its_bound():
     assert [len(outline.specs) for outline in outlines] == [4, 4, 1]
 
 
+def test_small_matrices_share_a_stage():
+    """The memory that more stages would save is not worth their host time."""
+    (outline,) = make_outline(fsdp_specs(1000 * [(8, 8)], 2, 1), max_stage_bytes=None, strategy="owner")
+    assert outline.staging.in_flight == 3
+
+
 def test_memory_decides_how_many_stages_are_in_flight():
     """With less memory to spare, stages overlap less, until one matrix at a time still needs too much."""
     shapes = 32 * [(4096, 8192)]

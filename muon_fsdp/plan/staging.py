@@ -17,6 +17,8 @@ from muon_fsdp.plan.costs import Speeds
 ONE_DEVICE_BYTES = 256 * 2**20
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
+# Scratch that is never too much: the stages of small models would take more host time than the memory is worth.
+NEGLIGIBLE_BYTES = 16 * 2**20
 # A step may take this much longer than the fastest one to save memory.
 HARDLY_LONGER = 1.02
 # No larger stage is tried, unless a parameter is larger: planning takes seconds for models of that size.
@@ -163,7 +165,7 @@ def choose_staging(loads: Sequence[Load], num_ranks: int) -> Staging:
     """
     if num_ranks == 1 or not any(load.units for load in loads):
         return Staging(ONE_DEVICE_BYTES)
-    spared = sum(load.spared for load in loads)
+    spared = max(NEGLIGIBLE_BYTES, sum(load.spared for load in loads))
     least, bound = smallest_bound(loads), _bound_of_one_stage(loads)
     uneven = least * 9 // 8  # uneven shards of one unit per rank may be a little larger together than one unit
     while bound > LARGEST_STAGE and bound // 2 >= uneven:
