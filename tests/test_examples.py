@@ -34,7 +34,7 @@ def test_mixed_adamw(capsys):
 
 
 def test_train_sso(capsys):
-    assert train_sso.main(["--steps", "12", "--batch-size", "4"]) < 4.5
+    assert train_sso.main(["--steps", "12", "--batch-size", "2"]) < 4.5
     text = capsys.readouterr().out
     assert "spectral_sphere" in text
     distances = [float(part.split()[0]) for part in text.split("|s/R - 1| at most ")[1:]]

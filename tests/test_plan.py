@@ -124,8 +124,8 @@ MODELS = {
     "deepseek-v3-stacked": STACKED,
 }
 ALL_WORLD_SIZES = [8, 24, 64, 512, 4096]
-# Its 45,090 parameters take seconds each time. Stacked, the same matrices are planned for all of them.
-WORLD_SIZES = {"deepseek-v3": [24, 4096]}
+# Its 45,090 matrices take seconds each time.
+WORLD_SIZES = {"deepseek-v3": [4096], "deepseek-v3-stacked": [24, 512, 4096]}
 
 
 def planned(name: str) -> list[tuple[int, float, float, int]]:
@@ -138,7 +138,7 @@ def planned(name: str) -> list[tuple[int, float, float, int]]:
             start = time.process_time()
             report = optimizer.plan_report(world_size=world_size)
             seconds = min(seconds, time.process_time() - start)
-            if seconds < 6:
+            if seconds < 8:
                 break
         results.append((report.num_ranks, seconds, report.balance, report.num_matrices))
     return results
