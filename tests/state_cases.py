@@ -40,14 +40,21 @@ def moved(value: Tensor, device: torch.device | str) -> Tensor:
     return result
 
 
-class Verl:
-    """Puts new tensors into the dictionaries of all parameters of all groups, also of those without state."""
+class _Mover:
+    """A way that moves state in both directions alike."""
 
     def away(self, optimizer: torch.optim.Optimizer) -> None:
         self._move(optimizer, is_away=True)
 
     def back(self, optimizer: torch.optim.Optimizer) -> None:
         self._move(optimizer, is_away=False)
+
+    def _move(self, optimizer: torch.optim.Optimizer, is_away: bool) -> None:
+        raise NotImplementedError
+
+
+class Verl(_Mover):
+    """Puts new tensors into the dictionaries of all parameters of all groups, also of those without state."""
 
     def _move(self, optimizer: torch.optim.Optimizer, is_away: bool) -> None:
         for group in optimizer.param_groups:
@@ -74,14 +81,8 @@ class Areal:
         self._kept.clear()
 
 
-class PrimeRL:
+class PrimeRL(_Mover):
     """Copies a DTensor and gives the copy another local tensor; the state is on the device during steps only."""
-
-    def away(self, optimizer: torch.optim.Optimizer) -> None:
-        self._move(optimizer, is_away=True)
-
-    def back(self, optimizer: torch.optim.Optimizer) -> None:
-        self._move(optimizer, is_away=False)
 
     def _move(self, optimizer: torch.optim.Optimizer, is_away: bool) -> None:
         for p, state in optimizer.state.items():
@@ -94,14 +95,8 @@ class PrimeRL:
                     state[key] = moved(value, device)
 
 
-class InPlace:
+class InPlace(_Mover):
     """Leaves the dictionaries alone and assigns to `data` of their tensors; that of a DTensor has no effect."""
-
-    def away(self, optimizer: torch.optim.Optimizer) -> None:
-        self._move(optimizer, is_away=True)
-
-    def back(self, optimizer: torch.optim.Optimizer) -> None:
-        self._move(optimizer, is_away=False)
 
     def _move(self, optimizer: torch.optim.Optimizer, is_away: bool) -> None:
         for p, state in optimizer.state.items():

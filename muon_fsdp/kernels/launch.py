@@ -91,6 +91,11 @@ def record_launches() -> Iterator[RecordedLaunches]:
         _this_thread.recorded = None
 
 
+def is_recording() -> bool:
+    """Return whether this thread records its launches."""
+    return getattr(_this_thread, "recorded", None) is not None
+
+
 def mark_unrepeatable() -> None:
     """Note that what is being recorded would not be done again."""
     recorded: RecordedLaunches | None = getattr(_this_thread, "recorded", None)

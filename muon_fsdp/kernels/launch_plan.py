@@ -24,6 +24,7 @@ from muon_fsdp.kernels.launch import (
     TiledTensor,
     current_stream,
     has_hooks,
+    is_recording,
     record_launches,
 )
 
@@ -36,7 +37,6 @@ _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _plans: dict[Hashable, LaunchPlan | int] = {}  # or the number of attempts to make one
 _permanent: dict[int, Tensor] = {}  # by address: tensors that plans need not find again
 _is_usable = True  # whether `DirectLauncher` works with this version of Triton
-_this_thread = threading.local()  # `is_recording`: whether this thread records a plan
 
 
 def run_planned(key: Hashable, tensors: Sequence[Tensor | None], compute: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ def run_planned(key: Hashable, tensors: Sequence[Tensor | None], compute: Callab
         compute: the computation. It may launch kernels by `launch` and allocate memory.
     """
     global _is_usable
-    if getattr(_this_thread, "is_recording", False) or not _is_usable or has_hooks():
+    if is_recording() or not _is_usable or has_hooks():
         compute()
         return
     bases = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -63,12 +63,8 @@ def run_planned(key: Hashable, tensors: Sequence[Tensor | None], compute: Callab
             _is_usable = False
     elif plan < MOST_ATTEMPTS:
         recording = _Recording()
-        _this_thread.is_recording = True
-        try:
-            with record_launches() as recorded, recording:
-                compute()
-        finally:
-            _this_thread.is_recording = False
+        with record_launches() as recorded, recording:
+            compute()
         while len(_plans) >= MOST_PLANS:
             del _plans[next(iter(_plans))]
         _plans[key] = _make_plan(recorded, recording, tensors) or plan + 1

@@ -22,7 +22,7 @@ EVERY_NAME = "*"
 
 
 class Replicas:
-    """What a user has said about replicas: the process group of plain parameters, and the mesh of matrices.
+    """The replicas that a user has named: by the process group of plain parameters, and by the mesh of matrices.
 
     Args:
         group: the process group over which plain parameters are replicas.

@@ -29,7 +29,7 @@ ASSUMED = Speeds()
 
 
 class UnitLoad(NamedTuple):
-    """What one unit costs. Bytes are those of the rank that computes it, or of each such rank."""
+    """The cost of one unit. Bytes are those of the rank that computes it, or of each such rank."""
 
     owner: int | None  # None: every rank computes it
     bytes: int  # of the unit, in a buffer
@@ -40,7 +40,7 @@ class UnitLoad(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What one parameter costs in a stage.
+    """The cost of one parameter in a stage.
 
     Args:
         shard: bytes of its largest shard, in a buffer.

@@ -34,7 +34,7 @@ PURPOSE = "backward"  # of the process groups that these stages use
 
 @dataclass(frozen=True)
 class EarlyContext:
-    """What the stages of a round need besides gradients.
+    """Everything that the stages of a round need besides gradients.
 
     Args:
         records: one per parameter.
@@ -61,7 +61,7 @@ class EarlyContext:
 
 @dataclass
 class _Loaded:
-    """What a stage has read: copies of state, and options by group."""
+    """Copies of the state that a stage has read, and the options that it has read, by group."""
 
     state: StateCopies
     options: Mapping[int, NotedOptions]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -11,33 +9,27 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 from tests.comparisons import assert_same
 from tests.gpu import overlap_cases as cases
+from tests.gpu.test_nccl import nccl  # noqa: F401 - a fixture
 from tests.pool import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[RankPool]:
-    pool = RankPool("nccl")
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_same_bits(nccl: RankPool, world_size):
+def test_same_bits(nccl: RankPool, world_size):  # noqa: F811
     for used, discarded in nccl.run(world_size, cases.same_bits, None):
         assert used > 10
         assert discarded == 0
 
 
 @pytest.mark.filterwarnings("ignore:overlap='backward' gains nothing")
-def test_clipped_gradients_are_noticed(nccl: RankPool):
+def test_clipped_gradients_are_noticed(nccl: RankPool):  # noqa: F811
     for used, discarded in nccl.run(2, cases.same_bits, 5):
         assert used > 10
         assert discarded > 2
 
 
-def test_a_gather_ends_before_backward_does(nccl: RankPool):
+def test_a_gather_ends_before_backward_does(nccl: RankPool):  # noqa: F811
     for gathered, still_in_backward, threads in nccl.run(2, cases.gathered_before_backward_ends):
         assert gathered, "no stage was gathered while the device computed gradients"
         assert still_in_backward, "backward had ended before the gather"
