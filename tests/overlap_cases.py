@@ -136,7 +136,7 @@ def changed_in_step_3(change: str) -> Case:
             overlap = optimizer._planned.overlap
             if overlap is not None:  # so that the same stages have read what is changed now in every run
                 overlap._round.wait()
-            CHANGES[change](model, optimizer)
+            CHANGES[change](getattr(model, "module", model), optimizer)  # DDP wraps it
         optimizer.step()
         optimizer.zero_grad()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer
 from tests import overlap_cases as cases
+from tests import overlap_ddp_cases as ddp_cases
 from tests.fault_cases import LIMIT, backward, net
 from tests.pool import RankError, RankPool
 from tests.promises import promise
@@ -66,6 +67,19 @@ def test_ranks_may_lack_different_gradients(ranks: RankPool):
     used, discarded = results[0]
     assert used > 5
     assert discarded > 3
+
+
+@promise(
+    'With `overlap="backward"`, DDP has a communication hook of its own, or nobody says when plain tensors are reduced',
+    "Nothing starts in backward, and `plan_report()` says why",
+)
+def test_the_report_says_why_nothing_starts_under_ddp(ranks: RankPool):
+    for found in ranks.run(3, ddp_cases.reports, timeout=LIMIT):
+        assert "DistributedDataParallel has another communication hook" in found["hook"]
+        assert found["built-in"] == found["hook"]
+        assert "torch.compile reduces the gradients" in found["compiled"]
+        assert "gradient_as_bucket_view=True, DistributedDataParallel rounds in two ways on 3 ranks" in found["views"]
+        assert "no DistributedDataParallel wraps a plain tensor" in found["none"]
 
 
 @promise(

@@ -93,7 +93,10 @@ class ParameterRecord:
 
     def part_of_gradient(self, grad: Tensor) -> Tensor:
         """Return the local gradient of what `part` returns; redistributes the gradient if its layout differs."""
-        part = local_gradient(self.tensor, grad)
+        return self.rows_of(local_gradient(self.tensor, grad))
+
+    def rows_of(self, part: Tensor) -> Tensor:
+        """Return the rows of a local gradient that this rank updates: all, unless the state is sharded."""
         return part[self._rows] if self.shards_state else part
 
     def state_template(self) -> Tensor:

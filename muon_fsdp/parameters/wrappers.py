@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def warn_about_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) ->
         has_sharded: whether other ranks hold parts of some of its parameters.
     """
     alone = [record for record in records if len(record.layout.ranks) == 1 and record.is_plain]
-    if not alone or _in_ddp(alone):
+    if not alone or ddp_wrappers(record.tensor for record in alone):
         return
     described = [(record.name, record.shape, _first_values(record.tensor)) for record in alone]
     found = twin(described, [_first_values(record.tensor.grad) for record in alone])
@@ -113,11 +113,16 @@ def warn_about_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) ->
     )
 
 
-def _in_ddp(records: Sequence[ParameterRecord]) -> bool:
-    """Return whether DDP has wrapped some of the parameters. It leaves no mark on them, so we look for its wrappers."""
-    held = {id(record.tensor) for record in records}
+def ddp_wrappers(parameters: Iterable[Tensor]) -> list[tuple[DistributedDataParallel, set[int]]]:
+    """Find the DDP wrappers of some parameters. DDP leaves no mark on parameters, so we look for all its wrappers.
+
+    Returns:
+        Every wrapper that holds some of them, with the `id` of those.
+    """
+    held = {id(parameter) for parameter in parameters}
     wrappers = [module for module in gc.get_objects() if issubclass(type(module), DistributedDataParallel)]
-    return any(id(parameter) in held for wrapper in wrappers for parameter in wrapper.parameters())
+    found = [(wrapper, held & {id(parameter) for parameter in wrapper.parameters()}) for wrapper in wrappers]
+    return [(wrapper, ids) for wrapper, ids in found if ids]
 
 
 def _first_values(tensor: Tensor | None) -> list[float] | None:

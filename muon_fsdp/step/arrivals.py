@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.bucket_hook import Listener, listen
+from muon_fsdp.comm.transfers import is_replica, local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.wrappers import ddp_wrappers
 
 
-class Receiver(Protocol):
-    """An object that is told about gradients."""
+class Receiver(Listener, Protocol):
+    """An object that is told about gradients, by FSDP2 or autograd one by one, and by DDP bucket by bucket."""
 
     def arrived(self, position: int, parameter: Tensor) -> None:
         """Note that backward has written the gradient of a parameter."""
@@ -45,6 +47,38 @@ def watch(records: Iterable[ParameterRecord], receiver: Receiver) -> None:
     weakref.finalize(receiver, _remove, handles)
 
 
+def watch_replicas(records: Sequence[ParameterRecord], receiver: Receiver) -> dict[int, str]:
+    """Tell the receiver about the gradients of plain tensors in a job of several ranks, which DDP reduces.
+
+    A hook on such a parameter is called before its gradient is reduced.
+
+    Returns:
+        By position, why the receiver is not told about a gradient.
+    """
+    if not records:
+        return {}
+    found: dict[int, str | None] = dict.fromkeys(
+        (record.position for record in records),
+        "no DistributedDataParallel wraps a plain tensor, so its gradient may be reduced after backward",
+    )
+    for wrapper, ids in ddp_wrappers(record.tensor for record in records):
+        obstacle = listen(wrapper, receiver)
+        for record in records:
+            if id(record.tensor) in ids:
+                found[record.position] = obstacle or _unlike_bucket(record.tensor)
+    return {position: reason for position, reason in found.items() if reason is not None}
+
+
+def _unlike_bucket(parameter: Tensor) -> str | None:
+    """Return why a bucket of DDP does not have the gradient of a parameter as `p.grad` will have it; None if it does.
+
+    `GradBucket.gradients` returns the elements in the order of memory.
+    """
+    if not is_replica(parameter):
+        return "DistributedDataParallel was told to ignore a parameter"
+    return None if parameter.is_contiguous() else "a parameter is not contiguous"
+
+
 def _remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
@@ -60,31 +94,49 @@ def is_usable(parameter: Tensor, grad: Tensor | None) -> bool:
 
 
 class Arrival:
-    """A gradient as it was when backward had written it.
+    """A gradient as it was when backward had reduced it.
 
     On a CPU its values are copied when they are used, and compared later. PyTorch counts changes to a tensor, but not
     all of them: `torch.nn.utils.clip_grad_norm_` changes the gradients of FSDP2 on a CPU without being counted. On a
     GPU a comparison would make the host wait, so there the counts decide.
 
     Args:
-        grad: `p.grad`, kept alive as long as this object.
+        part: the local gradient.
+        before: `p.grad`, if it will have this gradient at the end of backward only, as under DDP.
     """
 
-    def __init__(self, grad: Tensor) -> None:
-        self._grad, self._part = grad, local(grad)
-        self._stamp = _stamp(grad)
+    def __init__(self, part: Tensor, before: Tensor | None = None) -> None:
+        self._part, self._event = part, _event(part)
+        self._before = (before, _stamp(before)) if before is not None else None
         self._copy: Tensor | None = None
-        self._event: Any = None
-        if self._part.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(self._part.device))
+        self._was_read = False
+        self._grad: Tensor | None = None  # `p.grad`, once it has this gradient; kept alive as long as this object
+        self._own, self._stamp = part, _stamp(part)
 
     @property
     def dtype(self) -> torch.dtype:
         return self._part.dtype
 
+    def write(self, grad: Tensor | None) -> bool:
+        """Note that `p.grad` has this gradient from now on. If nobody has read it elsewhere, it is read there.
+
+        Returns:
+            Whether that is so. DDP does not write the gradient of a parameter that no rank has used.
+        """
+        if grad is None:
+            return False
+        own, stamp = local(grad), _stamp(grad)
+        is_elsewhere = own.data_ptr() != self._part.data_ptr()
+        if is_elsewhere and self._before is not None and self._before[0] is grad and self._before[1] == stamp:
+            return False
+        if is_elsewhere and not self._was_read:
+            self._part, self._event = own, _event(own)
+        self._grad, self._own, self._stamp = grad, own, stamp
+        return True
+
     def read(self) -> Tensor:
         """Return the local gradient. On a GPU the current stream waits for it; on a CPU it is a copy."""
+        self._was_read = True
         if self._event is None:
             self._copy = self._part.clone()
             return self._copy
@@ -95,11 +147,20 @@ class Arrival:
 
     def is_unchanged(self, grad: Tensor | None) -> bool:
         """Return whether `grad`, the present gradient, is the one that was read, or will be read, with its values."""
-        if grad is not self._grad or local(grad) is not self._part:
+        if grad is None or grad is not self._grad or local(grad) is not self._own:
             return False
         if self._event is not None:
             return _stamp(grad) == self._stamp
-        return self._copy is None or torch.equal(self._copy, self._part)
+        return self._copy is None or torch.equal(self._copy, self._own)
+
+
+def _event(part: Tensor) -> Any:
+    """Return a CUDA event after which the current stream has written a tensor; None on a CPU."""
+    if not part.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(part.device))
+    return event
 
 
 class StateCopies:

@@ -106,6 +106,13 @@ class Round:
                 self._changed.notify_all()
         return ready
 
+    def write(self, position: int, grad: Tensor | None) -> None:
+        """Note the gradient that DDP has written to `p.grad` after it had arrived."""
+        with self._changed:
+            arrival = self._arrivals.get(position)
+            if arrival is not None and not arrival.write(grad):
+                del self._arrivals[position]
+
     # --------------------------------------------------------------------------------------------- called in step()
 
     def complete(self) -> None:
@@ -280,7 +287,7 @@ class Round:
         if arrival is None or (kinds is not None and arrival.dtype is not kinds[1]):
             self._arrivals.pop(position, None)  # `step()` finds that it was not used
             return None
-        return arrival.read()
+        return self._context.records[position].rows_of(arrival.read())
 
 
 def positions_of(stage: Stage) -> frozenset[int]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from types import FrameType
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import num_ranks
+from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
-from muon_fsdp.step.arrivals import Arrival, is_usable, watch
+from muon_fsdp.step.arrivals import Arrival, is_usable, watch, watch_replicas
 from muon_fsdp.step.early_round import EarlyContext, Round, positions_of
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
@@ -63,13 +64,17 @@ class BackwardOverlap:
     ) -> None:
         self._records, self._settings, self._samples, self._dtypes = records, settings, samples, dtypes
         self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
-        self._obstacles = {stage.number: obstacle_of(stage, records) for stage in stages}
+        replicas = [record for record in records if record.view is not None and record.is_plain and num_ranks() > 1]
+        self._positions = {id(record.tensor): record.position for record in replicas}  # of what DDP may reduce
+        unheard = watch_replicas(replicas, self)
+        self._obstacles = {stage.number: obstacle_of(stage, records, unheard) for stage in stages}
         able = [stage for stage in stages if self._obstacles[stage.number] is None]
         for stage in able:
             if _device_of(stage, records) != _device_of(able[0], records):
                 self._obstacles[stage.number] = "it lies on another device than the first stage"
         self._stages = [stage for stage in stages if self._obstacles[stage.number] is None]
         watched = {position for stage in self._stages for position in positions_of(stage)}
+        self._lock = Lock()  # the reductions of DDP may end in several threads
         self._rounds = [Round()]  # the present one; a list, because the finalizer below must not keep this object alive
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_serving = self._is_running = False
@@ -82,8 +87,9 @@ class BackwardOverlap:
         self._world = _world()
         self._found_changes = self._has_warned = False
         self.took_samples = True  # whether the stages that were used have taken samples for `metrics()`
-        self._counts = counts
+        self._stage_counts = counts
         weakref.finalize(self, _stop, self._rounds, self._calls)
+        watched -= set(self._positions.values())
         watch([record for record in records if record.position in watched], self)
 
     @property
@@ -100,21 +106,43 @@ class BackwardOverlap:
     # ------------------------------------------------------------------------------------------------- in backward
 
     def arrived(self, position: int, parameter: Tensor) -> None:
-        """Note that backward has written the gradient of a parameter. No kernel is launched here.
+        """Note that backward has written the gradient of a parameter. No kernel is launched here."""
+        grad = parameter.grad
+        with torch.no_grad():
+            if self._counts(position, parameter) and grad is not None and is_usable(parameter, grad):
+                arrival = Arrival(local(grad))
+                arrival.write(grad)
+                self._arrive(position, arrival)
+
+    def reduced(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Note that DDP has reduced gradients, which it writes to `p.grad` at the end of backward."""
+        with self._lock, torch.no_grad():
+            for parameter, grad in gradients:
+                position = self._positions.get(id(parameter))
+                if position is not None and self._counts(position, parameter) and is_usable(parameter, grad):
+                    self._arrive(position, Arrival(grad, parameter.grad))
+
+    def written(self) -> None:
+        """Note that DDP has written all gradients."""
+        with torch.no_grad():
+            for position in self._positions.values():
+                self._round.write(position, self._records[position].tensor.grad)
+
+    def _counts(self, position: int, parameter: Tensor) -> bool:
+        """Count a gradient, and return whether a stage may use it.
 
         If several backwards came before the last step, as many are waited for before this one.
         """
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a replay will change the gradient without calling this
+            return False  # a replay will change the gradient without calling this
         self._arrivals[position] += 1
         self._order[position] = min(self._num_arrivals, CHANGED - 1)
         self._num_arrivals += 1
-        if not self._round.stages or not self._is_last(position):
-            return
-        with torch.no_grad():
-            grad = parameter.grad
-            if grad is not None and is_usable(parameter, grad) and self._round.arrive(position, Arrival(grad)):
-                self._start()
+        return bool(self._round.stages) and self._is_last(position)
+
+    def _arrive(self, position: int, arrival: Arrival) -> None:
+        if self._round.arrive(position, arrival):
+            self._start()
 
     def _is_last(self, position: int) -> bool:
         """Return whether a gradient has arrived as often as before the last step."""
@@ -143,7 +171,7 @@ class BackwardOverlap:
     def abandon(self) -> None:
         """Discard this round, because another plan takes the place of this one."""
         self.complete()
-        self._counts["discarded_stages"] += len(self._round.stages)
+        self._stage_counts["discarded_stages"] += len(self._round.stages)
 
     def finish(self) -> None:
         """Wait until everything that was started has ended. All ranks must call this."""
@@ -196,8 +224,8 @@ class BackwardOverlap:
         round_ = self._round
         largest = {stage.number: max(numbers[position] for position in positions_of(stage)) for stage in self._stages}
         used = [stage for stage in round_.stages if largest[stage.number] < CHANGED]
-        self._counts["overlapped_stages"] += len(used)
-        self._counts["discarded_stages"] += len(round_.stages) - len(used)
+        self._stage_counts["overlapped_stages"] += len(used)
+        self._stage_counts["discarded_stages"] += len(round_.stages) - len(used)
         self._next = early_order(
             [stage for stage in self._stages if largest[stage.number] < UNREADY],
             {
@@ -271,8 +299,17 @@ def early_order(stages: Sequence[Stage], completed: Mapping[int, int]) -> list[S
     return ordered
 
 
-def obstacle_of(stage: Stage, records: Sequence[ParameterRecord]) -> str | None:
-    """Return why a stage can't start in backward; None if it can, empty for an element-wise rule, which has no need."""
+def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mapping[int, str]) -> str | None:
+    """Return why a stage can't start in backward.
+
+    Args:
+        stage: a stage of the plan.
+        records: one per parameter.
+        unheard: by position, why nobody tells about the gradient of a plain tensor.
+
+    Returns:
+        None if it can start; an empty text for an element-wise rule, which has no need to.
+    """
     rule = RULES[stage.rule]
     if not rule.needs_matrices:
         return ""
@@ -281,8 +318,9 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord]) -> str | None:
     members = [records[position] for position in positions_of(stage)]
     if not members:
         return ""
-    if any(record.is_plain for record in members) and num_ranks() > 1:
-        return "plain tensors get their gradients before these are reduced over the ranks, as DDP does"
+    for record in members:
+        if record.position in unheard:
+            return unheard[record.position]
     if not all(record.tensor.requires_grad and record.tensor.is_leaf for record in members):
         return "a parameter is frozen or not a leaf"
     return None
