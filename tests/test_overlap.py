@@ -28,6 +28,9 @@ LAYOUTS = [
     ("hsdp", 4, {"strategy": "owner"}),
     ("fsdp_tp", 4, {}),
     ("two_meshes", 4, {"comm_dtype": torch.bfloat16}),
+    ("fsdp", 2, {"rule": "normuon"}),
+    ("hsdp", 4, {"rule": "normuon", "strategy": "replicate"}),
+    ("ddp", 2, {"rule": "normuon"}),
 ]
 
 
@@ -42,9 +45,9 @@ def test_same_bits_in_every_layout(ranks: RankPool, layout, world_size, options)
 
 
 def test_stages_that_can_not_start_in_backward_run_in_step(ranks: RankPool):
-    for used, discarded, report in ranks.run(2, cases.both, "fsdp", {"rule": "normuon"}, {}, 3, timeout=LIMIT):
+    for used, discarded, report in ranks.run(2, cases.both, "fsdp", {"rule": "spectral_sphere"}, {}, 3, timeout=LIMIT):
         assert (used, discarded) == (0, 0)
-        assert "rule 'normuon' keeps or computes numbers per matrix" in report
+        assert "rule 'spectral_sphere' needs statistics or factors of the weights, which step() computes" in report
 
 
 def test_state_and_options_that_prepare_reads_count(ranks: RankPool):

@@ -23,10 +23,11 @@ from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
+from muon_fsdp.step.early_matrices import EarlyMatrices
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.pipeline import EarlyUpdates, StepContext, run_stages
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
@@ -87,7 +88,8 @@ class Round:
         self._arrivals: dict[int, Arrival] = {}
         self._is_complete = self._is_cancelled = False
         self._loaded: dict[int, _Loaded] = {}
-        self._results: dict[int, Future[tuple[Tensor, Any]]] = {stage.number: Future() for stage in stages}
+        self._results: dict[int, Future[tuple[EarlyUpdates, Any]]] = {stage.number: Future() for stage in stages}
+        self.numbers = EarlyMatrices(context.records if context is not None else ())
         self._failures: dict[int, Exception] = {}
         self.took_samples = False
 
@@ -148,19 +150,22 @@ class Round:
         of_groups = all(options.are_current(groups[group]) for group, options in loaded.options.items())
         return of_groups and loaded.state.are_current(now)
 
-    def updates(self, stage: Stage) -> Tensor:
+    def updates(self, stage: Stage) -> EarlyUpdates:
         """Wait for the updates of a stage and return them, once; on a GPU the current stream waits, not the host.
 
         Raises:
             RuntimeError: another rank can't be reached; the message says what was waited for.
         """
-        updates, event = self._results[stage.number].result()
+        found, event = self._results[stage.number].result()
         del self._results[stage.number]
         if event is not None:
-            stream = torch.cuda.current_stream(updates.device)
+            stream = torch.cuda.current_stream(found.updates.device)
             stream.wait_event(event)
-            updates.record_stream(stream)  # it was allocated on another stream, which must not reuse it too early
-        return updates
+            left = found.numbers.values()
+            numbers = [value for each in left for part in (each.state, each.diagnostics) for value in part.values()]
+            for value in (found.updates, *numbers):
+                value.record_stream(stream)  # it was allocated on another stream, which must not reuse it too early
+        return found
 
     def wait(self) -> None:
         """Wait until all stages have run or failed; nothing is raised. On a GPU the current stream waits too."""
@@ -207,7 +212,7 @@ class Round:
             return
         stream = self._context.stream if self._context is not None else None
         event = stream.record_event() if stream is not None else None
-        self._results[stage.number].set_result((updates, event))
+        self._results[stage.number].set_result((EarlyUpdates(updates, self.numbers.left(stage)), event))
 
     def fail(self, stage: Stage, error: Exception) -> None:
         """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
@@ -261,6 +266,7 @@ class Round:
             {position: context.inputs.states[position] for position in positions},
             {position: context.inputs.shards[position] for position in positions},
         )
+        self.numbers.load(stage, states.copies)
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for group, noted in options.items():
             inputs.groups[group] = noted  # type: ignore[index]

@@ -37,6 +37,15 @@ COLD_STEPS = 2
 BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and the indices of the matrices in it
 
 
+@dataclass(frozen=True)
+class LeftNumbers:
+    """The state and the diagnostics that `direction` has left for the matrices of a batch: tensors (count, ...)."""
+
+    count: int
+    state: Mapping[str, Tensor]
+    diagnostics: Mapping[str, Tensor]
+
+
 @dataclass
 class _ClassNumbers:
     """The numbers of one class in one step; every tensor is (count, ...)."""
@@ -233,17 +242,18 @@ class MatrixStates:
         awaited = _Awaited(state, self.wait), _Awaited(statistics, self.wait)
         return MatrixBatch(matrices, update, options, *awaited, inverse_norms)
 
-    def take(self, stage: Stage, owner: int | None, place: BatchPlace, batch: MatrixBatch) -> None:
-        """Keep what `direction` has changed, if this rank is the one that contributes these matrices."""
+    def take(self, stage: Stage, number: int, place: BatchPlace, left: LeftNumbers) -> None:
+        """Keep what `direction` has left for a batch, if this rank is the one that contributes these matrices."""
+        owner = stage.units[stage.batches[number].members[0].unit].owner
         if owner is None and stage.exchange is not None and stage.exchange.ranks[0] != my_rank():
             return  # all ranks have computed the same, and the first contributes it
         index, where = place
-        rule, count = self._rules[index], len(batch.matrices)
+        rule, count = self._rules[index], left.count
         for spec in rule.matrix_state:
-            value = _checked(rule, spec.name, batch.state[spec.name], self._shape(index, spec, count))
+            value = _checked(rule, spec.name, left.state[spec.name], self._shape(index, spec, count))
             self._keep(index, spec.name, where, value)
         declared = self._own_diagnostics(index)
-        for name, value in batch.diagnostics.items():
+        for name, value in left.diagnostics.items():
             self._keep(index, name, where, _checked(rule, name, value, torch.Size((count,)), declared))
 
     def _keep(self, index: int, name: str, where: Tensor | slice, value: Tensor) -> None:

@@ -31,6 +31,7 @@ from muon_fsdp.step.early_round import EarlyContext, Round, positions_of
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.pipeline import EarlyUpdates
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
 # largest of all ranks counts, so that all of them know who objects and which gradients come last.
@@ -212,7 +213,7 @@ class BackwardOverlap:
             self._found_changes = True
         return CHANGED
 
-    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], Tensor]]:
+    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], EarlyUpdates]]:
         """Finish the round, and choose the stages that start in the next backward.
 
         Args:
@@ -313,8 +314,8 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mappi
     rule = RULES[stage.rule]
     if not rule.needs_matrices:
         return ""
-    if rule.has_matrix_numbers:
-        return f"rule {rule.name!r} keeps or computes numbers per matrix, which are known in step() only"
+    if rule.statistics or rule.multiplies_weights:
+        return f"rule {rule.name!r} needs statistics or factors of the weights, which step() computes"
     members = [records[position] for position in positions_of(stage)]
     if not members:
         return ""

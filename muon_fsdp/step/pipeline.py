@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from muon_fsdp.comm.transfers import StageExchange
+from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.settings import Settings
@@ -19,12 +20,38 @@ from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step.fused import FusedStage
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs, in_precision
-from muon_fsdp.step.matrix_state import MatrixStates
+from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
 from muon_fsdp.step.metrics import Samples
+
+
+class EarlyUpdates(NamedTuple):
+    """The updates of a stage that ran beside backward, (stage.shard_numel,), and what `direction` has left by batch."""
+
+    updates: Tensor
+    numbers: Mapping[int, LeftNumbers]
+
+
+class BatchNumbers(Protocol):
+    """Gives per-matrix state to batches, and takes what `direction` leaves."""
+
+    def place(self, stage: Stage, batch_number: int, members: Sequence[Member]) -> Any:
+        """Return where the numbers of some members of a batch are."""
+
+    def batch(
+        self, options: PlannedOptions, place: Any, matrices: Tensor, update: Tensor, inverse_norms: Tensor | None
+    ) -> MatrixBatch:
+        """Return the batch that `direction` gets for the matrices at a place."""
+
+    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
+        """Keep what `direction` has left for a batch."""
 
 
 class Keeper(Protocol):
     """Keeps the updates of stages that run beside backward, until `step()` applies them."""
+
+    @property
+    def numbers(self) -> BatchNumbers:
+        """Return the per-matrix state of these stages."""
 
     def keep(self, stage: Stage, updates: Tensor) -> None:
         """Keep the updates of a stage, (stage.shard_numel,)."""
@@ -57,7 +84,7 @@ class StepContext:
     matrices: MatrixStates | None = None
     samples: Samples | None = None
     keeper: Keeper | None = None
-    early: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)
+    early: Mapping[int, Callable[[], EarlyUpdates]] = field(default_factory=dict)
 
 
 def run_stages(stages: Iterable[Stage], context: StepContext) -> None:
@@ -168,6 +195,9 @@ class _StageRun:
         self.ranks = exchange.ranks if exchange is not None else ()
         self.in_flight = stage.in_flight
         self._matrices = context.matrices if self.rule.has_matrix_numbers else None
+        self._numbers: BatchNumbers | None = self._matrices
+        if context.keeper is not None and self.rule.has_matrix_numbers:
+            self._numbers = context.keeper.numbers
         self._exchange: StageExchange | None = None
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
@@ -185,12 +215,20 @@ class _StageRun:
         with _profiled("prepare", self.stage):
             self._attempt(self._prepare, self._buffer)
         if early is not None:
-            self._buffer = early
+            self._buffer = early.updates
+            self._take_early(early.numbers)
         elif self.stage.exchange is not None:
             with _profiled("gather", self.stage):
                 self._exchange = StageExchange(self.stage, self._buffer, self._context.recorder, number)
                 self._exchange.start_gather()
             self._buffer = torch.empty(0)
+
+    def _take_early(self, numbers: Mapping[int, LeftNumbers]) -> None:
+        """Keep the per-matrix state that `direction` has left beside backward; it is stored at the end of the step."""
+        for number, left in numbers.items():
+            assert self._numbers is not None
+            place = self._numbers.place(self.stage, number, self.stage.batches[number].members)
+            self._numbers.take(self.stage, number, place, left)
 
     def _prepare(self) -> None:
         """Update the moments, and write what is to be orthogonalized to the buffer."""
@@ -312,9 +350,9 @@ class _StageRun:
         for number, part in enumerate(parts, start=1):
             part.batch.later = [other.batch for other in parts[number:]]
             self.rule.direction(part.batch)
-            if self._matrices is not None:
-                owner = self.stage.units[part.members[0].unit].owner
-                self._matrices.take(self.stage, owner, part.place, part.batch)
+            if self._numbers is not None:
+                left = LeftNumbers(len(part.batch.matrices), part.batch.state, part.batch.diagnostics)
+                self._numbers.take(self.stage, part.number, part.place, left)
             if self._context.samples is not None:
                 self._context.samples.take(self.stage, part.number, part.batch)
             if part.pieces:
@@ -344,11 +382,11 @@ class _StageRun:
             )
             matrices = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
             update = torch.empty_like(matrices, dtype=results.dtype)
-        if self._matrices is None:
+        if self._numbers is None:
             plain = MatrixBatch(matrices, update, batch.options, inverse_norms=norms)
             return _BatchPart(number, members, plain, pieces)
-        place = self._matrices.place(stage, number, members)
-        numbered = self._matrices.batch(batch.options, place, matrices, update, norms)
+        place = self._numbers.place(stage, number, members)
+        numbered = self._numbers.batch(batch.options, place, matrices, update, norms)
         return _BatchPart(number, members, numbered, pieces, place)
 
 

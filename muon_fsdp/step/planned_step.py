@@ -31,7 +31,7 @@ from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
-from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.pipeline import EarlyUpdates, StepContext, run_stages
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
 from muon_fsdp.step.weight_gather import WeightGather
@@ -134,7 +134,7 @@ class PlannedStep:
         """Return what this rank objects to about stages that started in backward, by position of their parameters."""
         return self.overlap.objections(groups, states) if self.overlap is not None else {}
 
-    def early_updates(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], Tensor]]:
+    def early_updates(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], EarlyUpdates]]:
         """Return, for the stages whose updates from backward all ranks use, by number, what returns these updates."""
         return self.overlap.settle(agreed) if self.overlap is not None else {}
 
@@ -172,7 +172,7 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], Tensor]]) -> None:
+    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyUpdates]]) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
