@@ -44,10 +44,17 @@ def test_same_bits_in_every_layout(ranks: RankPool, layout, world_size, options)
         assert rest == f"{first} stage(s) start in the next backward"
 
 
-def test_stages_that_can_not_start_in_backward_run_in_step(ranks: RankPool):
-    for used, discarded, report in ranks.run(2, cases.both, "fsdp", {"rule": "spectral_sphere"}, {}, 3, timeout=LIMIT):
+def test_rules_that_need_weights_only_gather_in_backward(ranks: RankPool):
+    reason = "rule 'spectral_sphere' needs statistics or factors of the weights, which step() computes"
+    for used, discarded, report in ranks.run(2, cases.both, "fsdp", {"rule": "spectral_sphere"}, {}, 4, timeout=LIMIT):
+        assert (used, discarded) == (2 * 5, 0)  # experts are whole on a rank
+        assert report == (
+            f"5 of 6 stage(s) start in the next backward; 5 only gather: {reason}; "
+            f"1 not: {reason}, and there is nothing to gather before"
+        )
+    for used, discarded, report in ranks.run(2, cases.both, "ddp", {"rule": "spectral_sphere"}, {}, 3, timeout=LIMIT):
         assert (used, discarded) == (0, 0)
-        assert "rule 'spectral_sphere' needs statistics or factors of the weights, which step() computes" in report
+        assert f"{reason}, and there is nothing to gather before" in report
 
 
 def test_state_and_options_that_prepare_reads_count(ranks: RankPool):

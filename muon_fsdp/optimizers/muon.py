@@ -194,7 +194,7 @@ class MuonOptimizer(GroupedOptimizer):
         codes = planned.shared.by_position(agreed.codes)
         gradients = found.in_layout(codes)
         planned.make_groups()
-        early = planned.early_updates(self._objections | planned.shared.by_position(agreed.early))
+        early = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=self.param_groups,
             shards=[record.part() for record in planned.records],

@@ -348,6 +348,11 @@ class Rule:
         return bool(self.matrix_state or self.statistics or self.multiplies_weights or self.diagnostics)
 
     @cached_property
+    def needs_weights(self) -> bool:
+        """Return whether a step must look at the weights, or multiply them by factors, before `direction`."""
+        return bool(self.statistics or self.multiplies_weights)
+
+    @cached_property
     def fused(self) -> FusedKernels | None:
         """Return the kernels of the rule.
 

@@ -20,7 +20,7 @@ _Place: TypeAlias = tuple[int, int]  # the numbers of a stage and of a batch in 
 
 
 class EarlyMatrices:
-    """The per-matrix state of the stages of one round, by batch. Rules with statistics or factors have no place here.
+    """The per-matrix state of the stages of one round, by batch.
 
     Args:
         records: one per parameter.
@@ -38,6 +38,8 @@ class EarlyMatrices:
             stage: the stage.
             states: the state of its parameters by position.
         """
+        if RULES[stage.rule].needs_weights:
+            return  # it is only gathered
         for number, batch in enumerate(stage.batches):
             self._states[stage.number, number] = {
                 spec.name: torch.cat(self._slices(stage, batch, spec, states)).view(

@@ -1,4 +1,4 @@
-"""Run stages beside one backward, in a thread of their own, and keep their updates for `step()`.
+"""Run stages beside one backward, in a thread of their own, and keep their results for `step()`.
 
 Nothing here writes parameters or state. `prepare` works on copies of the state; `step()` calls it again on the state.
 """
@@ -27,7 +27,7 @@ from muon_fsdp.step.early_matrices import EarlyMatrices
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.pipeline import EarlyUpdates, StepContext, run_stages
+from muon_fsdp.step.pipeline import EarlyResult, StepContext, run_stages
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
@@ -88,7 +88,7 @@ class Round:
         self._arrivals: dict[int, Arrival] = {}
         self._is_complete = self._is_cancelled = False
         self._loaded: dict[int, _Loaded] = {}
-        self._results: dict[int, Future[tuple[EarlyUpdates, Any]]] = {stage.number: Future() for stage in stages}
+        self._results: dict[int, Future[tuple[EarlyResult, Any]]] = {stage.number: Future() for stage in stages}
         self.numbers = EarlyMatrices(context.records if context is not None else ())
         self._failures: dict[int, Exception] = {}
         self.took_samples = False
@@ -150,8 +150,8 @@ class Round:
         of_groups = all(options.are_current(groups[group]) for group, options in loaded.options.items())
         return of_groups and loaded.state.are_current(now)
 
-    def updates(self, stage: Stage) -> EarlyUpdates:
-        """Wait for the updates of a stage and return them, once; on a GPU the current stream waits, not the host.
+    def result(self, stage: Stage) -> EarlyResult:
+        """Wait for the result of a stage and return it, once; on a GPU the current stream waits, not the host.
 
         Raises:
             RuntimeError: another rank can't be reached; the message says what was waited for.
@@ -159,11 +159,11 @@ class Round:
         found, event = self._results[stage.number].result()
         del self._results[stage.number]
         if event is not None:
-            stream = torch.cuda.current_stream(found.updates.device)
+            stream = torch.cuda.current_stream(found.buffer.device)
             stream.wait_event(event)
             left = found.numbers.values()
             numbers = [value for each in left for part in (each.state, each.diagnostics) for value in part.values()]
-            for value in (found.updates, *numbers):
+            for value in (found.buffer, *numbers):
                 value.record_stream(stream)  # it was allocated on another stream, which must not reuse it too early
         return found
 
@@ -205,14 +205,14 @@ class Round:
                 if stage.number in self._results:
                     self._set_exception(stage, self._lost(stage, error))
 
-    def keep(self, stage: Stage, updates: Tensor) -> None:
-        """Keep the updates of a stage."""
+    def keep(self, stage: Stage, buffer: Tensor) -> None:
+        """Keep the updates or the gathered units of a stage."""
         if stage.number in self._failures:
             self._set_exception(stage, self._failures[stage.number])
             return
         stream = self._context.stream if self._context is not None else None
         event = stream.record_event() if stream is not None else None
-        self._results[stage.number].set_result((EarlyUpdates(updates, self.numbers.left(stage)), event))
+        self._results[stage.number].set_result((EarlyResult(buffer, self.numbers.left(stage)), event))
 
     def fail(self, stage: Stage, error: Exception) -> None:
         """Note that the rule of a stage has raised an error; its transfers continue with zeros."""

@@ -25,13 +25,13 @@ from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
-from muon_fsdp.rules import RULES
+from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.step.arrivals import Arrival, is_usable, watch, watch_replicas
 from muon_fsdp.step.early_round import EarlyContext, Round, positions_of
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.pipeline import EarlyUpdates
+from muon_fsdp.step.pipeline import EarlyResult
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
 # largest of all ranks counts, so that all of them know who objects and which gradients come last.
@@ -98,7 +98,11 @@ class BackwardOverlap:
         """Return how many stages start in backward, and why others do not."""
         reasons = Counter(reason for reason in self._obstacles.values() if reason)
         others = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        return f"{len(self._round.stages)} of {self._num_stages} stage(s) start in the next backward{others}"
+        gathered = Counter(
+            _after_weights(RULES[stage.rule]) for stage in self._round.stages if RULES[stage.rule].needs_weights
+        )
+        only = "".join(f"; {count} only gather: {reason}" for reason, count in gathered.items())
+        return f"{len(self._round.stages)} of {self._num_stages} stage(s) start in the next backward{only}{others}"
 
     @property
     def _round(self) -> Round:
@@ -213,14 +217,14 @@ class BackwardOverlap:
             self._found_changes = True
         return CHANGED
 
-    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], EarlyUpdates]]:
+    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], EarlyResult]]:
         """Finish the round, and choose the stages that start in the next backward.
 
         Args:
             numbers: the objections that ranks have agreed on, by position.
 
         Returns:
-            For the stages whose updates are used, by number: a function that waits for the updates and returns them.
+            For the stages whose results are used, by number: a function that waits for the result and returns it.
         """
         round_ = self._round
         largest = {stage.number: max(numbers[position] for position in positions_of(stage)) for stage in self._stages}
@@ -238,7 +242,7 @@ class BackwardOverlap:
         self._num_arrivals, self._order = 0, {}
         self.took_samples = round_.took_samples or not used
         self._new_round(Round())
-        return {stage.number: partial(round_.updates, stage) for stage in used}
+        return {stage.number: partial(round_.result, stage) for stage in used}
 
     def begin(self, inputs: StepInputs, fused: FusedStep) -> None:
         """Prepare the next backward, after a step with these inputs.
@@ -314,8 +318,8 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mappi
     rule = RULES[stage.rule]
     if not rule.needs_matrices:
         return ""
-    if rule.statistics or rule.multiplies_weights:
-        return f"rule {rule.name!r} needs statistics or factors of the weights, which step() computes"
+    if rule.needs_weights and (stage.exchange is None or not stage.exchange.gathers):
+        return f"{_after_weights(rule)}, and there is nothing to gather before"
     members = [records[position] for position in positions_of(stage)]
     if not members:
         return ""
@@ -325,6 +329,11 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mappi
     if not all(record.tensor.requires_grad and record.tensor.is_leaf for record in members):
         return "a parameter is frozen or not a leaf"
     return None
+
+
+def _after_weights(rule: Rule) -> str:
+    """Return why `direction` of a rule that needs weights does not run in backward."""
+    return f"rule {rule.name!r} needs statistics or factors of the weights, which step() computes"
 
 
 def _device_of(stage: Stage, records: Sequence[ParameterRecord]) -> torch.device:

@@ -24,10 +24,15 @@ from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
 from muon_fsdp.step.metrics import Samples
 
 
-class EarlyUpdates(NamedTuple):
-    """The updates of a stage that ran beside backward, (stage.shard_numel,), and what `direction` has left by batch."""
+class EarlyResult(NamedTuple):
+    """What a stage has computed beside backward.
 
-    updates: Tensor
+    Args:
+        buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.
+        numbers: by number of the batch, what `direction` has left; empty if the rule needs weights.
+    """
+
+    buffer: Tensor
     numbers: Mapping[int, LeftNumbers]
 
 
@@ -47,17 +52,17 @@ class BatchNumbers(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps the updates of stages that run beside backward, until `step()` applies them."""
+    """Keeps the results of stages that run beside backward, until `step()` uses them."""
 
     @property
     def numbers(self) -> BatchNumbers:
         """Return the per-matrix state of these stages."""
 
-    def keep(self, stage: Stage, updates: Tensor) -> None:
-        """Keep the updates of a stage, (stage.shard_numel,)."""
+    def keep(self, stage: Stage, buffer: Tensor) -> None:
+        """Keep the updates or the gathered units of a stage."""
 
     def fail(self, stage: Stage, error: Exception) -> None:
-        """Note that a stage has no updates, because its rule has raised an error."""
+        """Note that a stage has no result, because its rule has raised an error."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class StepContext:
         recorder: notes what the host does between launches, for a CUDA graph.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None in most steps.
-        keeper: keeps the updates of stages that run beside backward; None in `step()`, which applies them.
-        early: for stages that ran beside backward, by number: returns the updates that were kept.
+        keeper: keeps the results of stages that run beside backward; None in `step()`, which applies them.
+        early: for stages that ran beside backward, by number: returns the result that was kept.
     """
 
     inputs: StepInputs
@@ -84,7 +89,7 @@ class StepContext:
     matrices: MatrixStates | None = None
     samples: Samples | None = None
     keeper: Keeper | None = None
-    early: Mapping[int, Callable[[], EarlyUpdates]] = field(default_factory=dict)
+    early: Mapping[int, Callable[[], EarlyResult]] = field(default_factory=dict)
 
 
 def run_stages(stages: Iterable[Stage], context: StepContext) -> None:
@@ -190,7 +195,8 @@ class _StageRun:
         else:
             self.positions = {i for _, positions in self._lists for i in positions} | self.fused.positions
         self._early = context.early.get(stage.number)
-        self.travels = self._early is None and exchange is not None and (exchange.gathers or exchange.scatters)
+        self._has_updates = self._early is not None and not self.rule.needs_weights
+        self.travels = not self._has_updates and exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
         self.in_flight = stage.in_flight
@@ -206,8 +212,8 @@ class _StageRun:
     def start(self, number: int) -> None:
         """Prepare the shards and start gathering them; `number` counts the stages that travel.
 
-        Of a stage that ran beside backward only the state is written: its updates are taken, and what `prepare` leaves
-        in the buffer is dropped. They are waited for first, because that stage has read the state too.
+        Of a stage that ran beside backward only the state is written: its result is taken, and what `prepare` leaves
+        in the buffer is dropped. The result is waited for first, because that stage has read the state too.
         """
         early = self._early() if self._early is not None else None
         if self.rule.needs_matrices:
@@ -215,8 +221,10 @@ class _StageRun:
         with _profiled("prepare", self.stage):
             self._attempt(self._prepare, self._buffer)
         if early is not None:
-            self._buffer = early.updates
+            self._buffer = early.buffer
             self._take_early(early.numbers)
+            if not self._has_updates:
+                self._exchange = StageExchange(self.stage, early.buffer, self._context.recorder, number)
         elif self.stage.exchange is not None:
             with _profiled("gather", self.stage):
                 self._exchange = StageExchange(self.stage, self._buffer, self._context.recorder, number)
@@ -274,19 +282,26 @@ class _StageRun:
         return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
 
     def compute(self) -> None:
-        """Wait for the gather, orthogonalize the units of this rank, and start scattering the results."""
-        if not self.rule.needs_matrices or self._early is not None:
+        """Wait for the gather, orthogonalize the units of this rank, and start scattering the results.
+
+        Beside backward, the units of a rule that needs weights are only gathered.
+        """
+        if not self.rule.needs_matrices or self._has_updates:
             return
         units = self._buffer
-        if self._exchange is not None:
+        if self._exchange is not None and self._early is None:
             with _profiled("gathered", self.stage):
                 units = self._exchange.finish_gather()
+        if self._context.keeper is not None and self.rule.needs_weights:
+            self._buffer, self._exchange = units, None
+            return
         results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
         with _profiled("orthogonalize", self.stage):
             self._attempt(lambda: self._directions(units, results), results)
         if self._exchange is not None:
             with _profiled("scatter", self.stage):
                 self._exchange.start_scatter(results)
+            self._buffer = torch.empty(0)  # the units, if they were gathered beside backward
         else:
             self._buffer = results
 
@@ -297,7 +312,7 @@ class _StageRun:
                 self._exchange.finish_scatter()
 
     def finish(self) -> None:
-        """Wait for the last transfer, and apply the updates to the shards; or keep them, beside backward."""
+        """Wait for the last transfer, and apply the updates to the shards; or keep the result, beside backward."""
         if self._exchange is not None:
             with _profiled("forwarded", self.stage):
                 self._buffer = self._exchange.finish_forward()

@@ -31,7 +31,7 @@ from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
-from muon_fsdp.step.pipeline import EarlyUpdates, StepContext, run_stages
+from muon_fsdp.step.pipeline import EarlyResult, StepContext, run_stages
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
 from muon_fsdp.step.weight_gather import WeightGather
@@ -134,8 +134,8 @@ class PlannedStep:
         """Return what this rank objects to about stages that started in backward, by position of their parameters."""
         return self.overlap.objections(groups, states) if self.overlap is not None else {}
 
-    def early_updates(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], EarlyUpdates]]:
-        """Return, for the stages whose updates from backward all ranks use, by number, what returns these updates."""
+    def early_results(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], EarlyResult]]:
+        """Return, for the stages whose results from backward all ranks use, by number, what returns the result."""
         return self.overlap.settle(agreed) if self.overlap is not None else {}
 
     def make_groups(self) -> None:
@@ -172,12 +172,12 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyUpdates]]) -> None:
+    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyResult]]) -> None:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
-            early: for stages that ran in backward, by number: returns their updates.
+            early: for stages that ran in backward, by number: returns their result.
         """
         fused = self._fuse(inputs)
         for position, grad in inputs.gradients.items():

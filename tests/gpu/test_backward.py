@@ -29,8 +29,43 @@ def test_clipped_gradients_are_noticed(nccl: RankPool):  # noqa: F811
         assert discarded > 2
 
 
-def test_a_gather_ends_before_backward_does(nccl: RankPool):  # noqa: F811
-    for gathered, still_in_backward, threads in nccl.run(2, cases.gathered_before_backward_ends):
+@pytest.mark.parametrize("rule", ["normuon", "spectral_sphere"])
+def test_same_bits_of_other_rules(nccl: RankPool, rule):  # noqa: F811
+    for used, discarded in nccl.run(2, cases.same_bits, None, None, {"rule": rule}):
+        assert used > 10
+        assert discarded == 0
+
+
+DDP = [
+    (2, {}, {"strategy": "owner"}),
+    (4, {}, {"strategy": "owner"}),
+    (2, {}, {"strategy": "replicate"}),
+    (2, {}, {"shard_state": True}),
+    (2, {}, {"rule": "normuon"}),
+    (2, {"gradient_as_bucket_view": True}, {}),
+    (2, {"static_graph": True}, {}),
+    (3, {}, {}),  # here the mean is rounded
+]
+
+
+@pytest.mark.parametrize(("world_size", "ddp", "options"), DDP)
+def test_same_bits_under_ddp(nccl: RankPool, world_size, ddp, options):  # noqa: F811
+    for used, discarded in nccl.run(world_size, cases.same_bits, None, ddp, options):
+        assert used > 5
+        assert discarded == 0
+
+
+@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.filterwarnings("ignore:overlap='backward' gains nothing")
+def test_clipped_gradients_are_noticed_under_ddp(nccl: RankPool, ddp):  # noqa: F811
+    for used, discarded in nccl.run(2, cases.same_bits, 5, ddp):
+        assert used > 5
+        assert discarded > 0
+
+
+@pytest.mark.parametrize("in_ddp", [False, True])
+def test_a_gather_ends_before_backward_does(nccl: RankPool, in_ddp):  # noqa: F811
+    for gathered, still_in_backward, threads in nccl.run(2, cases.gathered_before_backward_ends, in_ddp):
         assert gathered, "no stage was gathered while the device computed gradients"
         assert still_in_backward, "backward had ended before the gather"
         assert threads == {"muon_fsdp backward"}
