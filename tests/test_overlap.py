@@ -21,6 +21,7 @@ from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT, backward
 from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
 from tests.pool import RankPool
+from tests.toy_rules import EarlyCounter
 
 LAYOUTS = [
     ("fsdp", 2, {}),
@@ -165,6 +166,37 @@ def test_same_bits_by_kernels(kernels_everywhere):
     assert_same(*found)
     assert cases.counts(optimizer) == (1, 0)
     assert launched == [3, 3 + 4]  # once more for the stage that ran in backward
+
+
+@pytest.mark.parametrize("rule", ["normuon", EarlyCounter.name])
+@pytest.mark.parametrize("changes", [False, True])
+def test_per_matrix_state_is_stored_by_step_alone(rule, changes):
+    """`direction` changes copies in backward. If the state changes before step(), it is called again."""
+    name = {"normuon": "second_moment", EarlyCounter.name: "steps"}[rule]
+    found = []
+    for setting in ("step", "backward"):
+        torch.manual_seed(0)
+        named = [(f"p{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(((8, 16), (12, 6), (3, 8, 16)))]
+        params = [p for _, p in named]
+        options = {"p1": {"split_sizes": (4, 8)}}
+        optimizer = MuonOptimizer(named, lr=0.05, rule=rule, overlap=setting, overrides=options, max_stage_bytes=1000)
+        for step in range(5):
+            sum((p * (1 + i)).square().sum() for i, p in enumerate(params)).backward()
+            if setting == "backward" and step > 0:
+                before = [optimizer.state[p][name].clone() for p in params]
+                optimizer._planned.overlap._round.wait()
+                assert_same([optimizer.state[p][name] for p in params], before)
+            if changes and step == 3:
+                optimizer.state[params[1]][name].mul_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(params + [value for p in params for value in optimizer.state[p].values()])
+        numbers = optimizer.metrics()
+    assert_same(*found)
+    assert numbers["overlapped_stages"] > 3
+    assert numbers["discarded_stages"] == changes
+    if rule == EarlyCounter.name:
+        assert numbers["largest"] == (8.0 if changes else 5.0)  # of five steps, the first three may be doubled
 
 
 def test_metrics_sample_what_was_computed_in_backward():

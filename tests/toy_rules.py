@@ -30,6 +30,24 @@ class RowNormed(Muon):
 
 
 @register
+class EarlyCounter(Muon):
+    """Counts the steps of every matrix, and reports the count: state and diagnostics without statistics."""
+
+    name = "early_counter"
+    state = (*Muon.state, PerMatrix("steps", "scalar"))
+    diagnostics = ("count",)
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        batch.state["steps"].add_(1)
+        batch.update = batch.update / batch.state["steps"].view(-1, 1, 1).to(batch.update.dtype)
+        batch.diagnostics["count"] = batch.state["steps"].clone()
+
+    def metrics(self, last, total):
+        return {"largest": float(last["count"].max()) if len(last["count"]) else 0.0}
+
+
+@register
 class ToySphere(Muon):
     """Keeps matrices at the Frobenius norm that they begin with, and counts their steps by row norms: all at once."""
 
