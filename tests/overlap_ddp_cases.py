@@ -122,6 +122,24 @@ def missing_gradients() -> tuple[int, int]:
     return used
 
 
+def in_two_wrappers() -> tuple[int, int]:
+    """Train a model whose halves DDP wraps separately, so that one is written before the other."""
+    found = []
+    for overlap in ("step", "backward"):
+        torch.manual_seed(0)
+        halves = [nn.Linear(6, 6), nn.Linear(6, 6)]
+        model = nn.Sequential(*(DistributedDataParallel(half) for half in halves))
+        optimizer = MuonOptimizer(model, lr=0.1, max_stage_bytes=200, overlap=overlap)
+        for step in range(5):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(contents(model, optimizer))
+    assert_same(*found)
+    return counts(optimizer)
+
+
 def gathered_before_backward_ends() -> tuple[bool, set[str]]:
     """Return whether a stage was gathered while backward still ran, and the threads in which stages were."""
     model, optimizer = training("backward", one_backward, {}, {"shard_state": True}, steps=3)
@@ -173,8 +191,8 @@ class Noting:
             self.found[parameter] = grad.clone()
             self.too_early.append(torch.equal(grad, parameter.grad))
 
-    def written(self) -> None:
-        self.equal += [torch.equal(parameter.grad, grad) for parameter, grad in self.found.items()]
+    def written(self, parameters: Sequence[Tensor]) -> None:
+        self.equal += [torch.equal(parameter.grad, self.found[parameter]) for parameter in parameters]
 
 
 def what_listeners_hear(steps: int = 3) -> tuple[int, list[bool], bool]:

@@ -42,6 +42,11 @@ def test_ranks_may_lack_different_gradients_under_ddp(ranks: RankPool):
     assert discarded == 2  # in steps 6 and 8, no rank has used one matrix
 
 
+def test_several_wrappers_may_share_a_backward(ranks: RankPool):
+    for used, discarded in ranks.run(2, cases.in_two_wrappers, timeout=LIMIT):
+        assert (used, discarded) == (6, 0)
+
+
 def test_a_stage_runs_before_backward_has_ended_under_ddp(ranks: RankPool):
     for in_time, threads in ranks.run(2, cases.gathered_before_backward_ends, timeout=LIMIT):
         assert in_time

@@ -28,8 +28,8 @@ class Listener(Protocol):
         On a GPU the current stream waits for the reduction. No kernel should be launched on it.
         """
 
-    def written(self) -> None:
-        """Note that DDP has written all gradients to `p.grad`; called at the end of backward."""
+    def written(self, parameters: Sequence[Tensor]) -> None:
+        """Note that DDP has written the gradients of some parameters to `p.grad`; called at the end of backward."""
 
 
 class BucketHook:
@@ -42,6 +42,7 @@ class BucketHook:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.listeners: WeakSet[Any] = WeakSet()
+        self._parameters: list[Tensor] = []  # those whose gradients are being reduced in this backward
 
     def __reduce__(self) -> tuple[type["BucketHook"], tuple[()]]:
         """Return how to copy or unpickle this object. DDP does not register the hooks of a wrapper in its copy."""
@@ -50,6 +51,7 @@ class BucketHook:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start the all-reduce of a `dist.GradBucket`, and return the future of the mean."""
         assert self._group is not None
+        self._parameters += bucket.parameters()
         buffer = bucket.buffer()
         gradients: list[tuple[Tensor, Tensor]] = []
         if buffer.layout == torch.strided:
@@ -66,8 +68,9 @@ class BucketHook:
         return mean
 
     def _tell_written(self) -> None:
+        parameters, self._parameters = self._parameters, []
         for listener in list(self.listeners):
-            listener.written()
+            listener.written(parameters)
 
 
 def _telling(
@@ -120,7 +123,7 @@ def listen(wrapper: DistributedDataParallel, listener: Listener) -> str | None:
 def _obstacle(wrapper: DistributedDataParallel) -> str | None:
     """Return why our hook can't be registered, or would not reduce gradients as DDP itself does; None if it can.
 
-    Two attributes of DDP are private. tests/test_overlap_ddp.py fails if they change.
+    Two attributes of DDP are private. tests/test_faults_overlap.py fails if they change.
     """
     if wrapper._comm_hooks:
         return HAS_HOOK

@@ -127,11 +127,13 @@ class BackwardOverlap:
                 if position is not None and self._counts(position, parameter) and is_usable(parameter, grad):
                     self._arrive(position, Arrival(grad, parameter.grad))
 
-    def written(self) -> None:
-        """Note that DDP has written all gradients."""
+    def written(self, parameters: Sequence[Tensor]) -> None:
+        """Note that DDP has written the gradients of some parameters."""
         with torch.no_grad():
-            for position in self._positions.values():
-                self._round.write(position, self._records[position].tensor.grad)
+            for parameter in parameters:
+                position = self._positions.get(id(parameter))
+                if position is not None:
+                    self._round.write(position, parameter.grad)
 
     def _counts(self, position: int, parameter: Tensor) -> bool:
         """Count a gradient, and return whether a stage may use it.
