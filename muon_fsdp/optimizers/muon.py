@@ -364,8 +364,8 @@ class MuonOptimizer(GroupedOptimizer):
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
-            overlapped_stages: with `overlap="backward"`, stages that ran in backward, and whose updates were used.
-            discarded_stages: those whose updates were not used, and that ran again in `step()`.
+            overlapped_stages: with `overlap="backward"`, stages that ran in backward, and whose results were used.
+            discarded_stages: those whose results were not used, and that ran again in `step()`.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
                 if there is no sample: before the first step, or if other ranks compute all matrices.
             update_rms: the mean over the sample of lr times the root mean square of the update. Absent in the same

@@ -51,7 +51,7 @@ class BackwardOverlap:
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
         dtypes: the working precision of every parameter.
-        counts: counts the stages whose updates are used, and those that are discarded, for `metrics()`.
+        counts: counts the stages whose results are used, and those that are discarded, for `metrics()`.
     """
 
     def __init__(
