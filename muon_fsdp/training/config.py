@@ -59,6 +59,8 @@ class TrainConfig:
     lr: float | None = None
     rest_lr: float | None = None
     weight_decay: float | None = None
+    rest_weight_decay: float | None = None
+    rest_betas: Sequence[float] | None = None
     cuda_graph: bool | None = None  # None lets the optimizer decide
     schedule: ScheduleName = "cosine"
     warmup_fraction: float = 0.1
@@ -105,7 +107,7 @@ class TrainConfig:
                 raise ConfigError(f"{_flag(name)} must be finite, got inf")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}")
-        for name in ("lr", "rest_lr", "weight_decay"):
+        for name in ("lr", "rest_lr", "weight_decay", "rest_weight_decay"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {value}")
@@ -120,6 +122,11 @@ class TrainConfig:
         check_options(self.options, rule)
         for name, value in (("optimizer", rule.name), ("options", dict(self.options)), ("plugin", tuple(self.plugin))):
             object.__setattr__(self, name, value)
+        if self.rest_betas is not None:
+            try:
+                RULES[DEFAULT_OTHER_RULE].all_options["betas"].validate(self.rest_betas)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"--rest-betas: {error}") from None
         reason = rule.not_capturable(self.matrix_options) if self.cuda_graph else None
         if reason is not None:
             raise ConfigError(f"--cuda-graph cannot capture this optimizer's step: {reason}; leave out --cuda-graph")
@@ -255,6 +262,19 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         f"weight decay of the hidden matrices (default: {_by_rule('weight_decay')})",
         type=float,
     )
+    _add(
+        optimizer,
+        "--rest-weight-decay",
+        "weight decay of embedding and head; vectors never have any (default: 0)",
+        type=float,
+    )
+    _add(
+        optimizer,
+        "--rest-betas",
+        "decay of both moments of all other parameters (default: those of the rule that updates them)",
+        type=_numbers,
+        metavar="X,X",
+    )
     _add(optimizer, "--cuda-graph", "run the optimizer's step as a CUDA graph, which needs a GPU (default: where it is "
          "possible and costs little memory)", action=argparse.BooleanOptionalAction)  # fmt: skip
     _add(optimizer, "--schedule", "how the learning rates fall after the warmup", choices=list(get_args(ScheduleName)))
@@ -280,6 +300,13 @@ def _rule_name(text: str) -> str:
         return find_rule(text).name
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}") from None
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:
