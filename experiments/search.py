@@ -282,7 +282,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Continue a search and write what it has found.
+    """Run a search, from where it stopped, and write what it has found.
 
     Returns:
         The exit code: 0 if everything is finished, 3 if runs are left, 1 if a run failed.

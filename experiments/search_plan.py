@@ -211,7 +211,7 @@ def look_ahead(losses: Losses, start: Start) -> Outlook:
 
 
 def place_of(value: float, tried: Sequence[float]) -> str:
-    """Say in words where a chosen value lies among those that were tried."""
+    """Describe where a chosen value lies among those that were tried."""
     ordered = sorted(set(tried))
     among = ", ".join(f"{each:g}" for each in ordered)
     if len(ordered) == 1:

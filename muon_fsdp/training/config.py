@@ -45,6 +45,8 @@ class TrainConfig:
     vocab_size: int | None = None
     positions: str | None = None
     qk_norm: bool | None = None
+    tie_embeddings: bool | None = None
+    scale_embedding: bool | None = None
     data: Path | None = None
 
     steps: int | None = None
@@ -163,12 +165,9 @@ class TrainConfig:
                 f"--vocab-size {vocab_size} is too small: the data has a vocabulary of {data_vocabulary} tokens"
             )
         changes: dict[str, Any] = {"vocab_size": vocab_size}
-        if self.sequence_length is not None:
-            changes["sequence_length"] = self.sequence_length
-        if self.positions is not None:
-            changes["positions"] = self.positions
-        if self.qk_norm is not None:
-            changes["qk_norm"] = self.qk_norm
+        for name in ("sequence_length", "positions", "qk_norm", "tie_embeddings", "scale_embedding"):
+            if getattr(self, name) is not None:
+                changes[name] = getattr(self, name)
         try:
             return replace(base, **changes)
         except ValueError as error:
@@ -229,6 +228,9 @@ def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     _add(model, "--positions", "positional encoding (default: that of --model)", choices=["rope", "learned"])
     switch = argparse.BooleanOptionalAction
     _add(model, "--qk-norm", "normalize queries and keys (default: as --model does)", action=switch)
+    _add(model, "--tie-embeddings", "use the embedding's weight as the head (default: as --model does)", action=switch)
+    _add(model, "--scale-embedding", "multiply the embedding's output by the square root of the width (default: as "
+         "--model does)", action=switch)  # fmt: skip
     _add(model, "--data", "text file, folder of text files, or folder of token shards (*.bin, 16 bits per token) "
          "(default: the source code of Python's standard library)", type=Path)  # fmt: skip
 
