@@ -201,8 +201,8 @@ class GPT(nn.Module):
 
         The embedding has unit variance, and the matrices preserve it. The scale of the embedding matters: with AdamW
         and one lr of 4e-3 for all parameters, the demo's validation loss after 200 steps was 2.43 with a standard
-        deviation of 0.02 and 2.06 with 1. An embedding that is also the head has to be small. `scale_embedding` then keeps
-        the token visible in the residual stream, to which the first block of `gpt2` would else add seven times as much.
+        deviation of 0.02 and 2.06 with 1. An embedding that is also the head has to be small. `scale_embedding` then
+        keeps the token visible in the residual stream, to which the first block of `gpt2` adds seven times as much.
         """
         embedding_std = 0.02 if self.config.tie_embeddings else 1.0
         nn.init.normal_(self.wte.weight, std=embedding_std)
