@@ -121,6 +121,8 @@ def test_queries_and_keys_without_norm(text: Path, tmp_path: Path, capsys) -> No
     assert lines(tmp_path / "out")[0]["model"]["qk_norm"] is False
     assert main(flags(text, tmp_path / "out", 2, "--resume")) == 2
     assert "qk_norm is False in the checkpoint and True here" in capsys.readouterr().err
+    assert main(flags(text, tmp_path / "out", 8, "--resume", "--no-qk-norm", "--rest-weight-decay", "0.1")) == 2
+    assert "rest_weight_decay is 0 in the checkpoint and 0.1 here" in capsys.readouterr().err
 
 
 def test_flags_and_configuration_are_one() -> None:
