@@ -18,7 +18,8 @@ class Transformer(nn.ModuleDict):
 
 dist.init_process_group()
 if torch.cuda.is_available():
-    torch.set_default_device(f"cuda:{dist.get_node_local_rank()}")
+    torch.cuda.set_device(dist.get_node_local_rank())
+    torch.set_default_device("cuda")
 block = nn.TransformerEncoderLayer(96, nhead=4, dim_feedforward=384, bias=False, dropout=0.0, batch_first=True)
 body = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
 model = Transformer({"embed": nn.Embedding(256, 96), "body": body, "head": nn.Linear(96, 256, bias=False)})
