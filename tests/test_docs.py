@@ -68,7 +68,6 @@ def run_on_ranks(page: str, folder: str) -> int:
             surroundings.enter_context(patch("torch.distributed.init_process_group"))
             surroundings.enter_context(patch("torch.distributed.destroy_process_group"))
             surroundings.enter_context(patch.dict(os.environ, LOCAL_RANK="0"))
-            surroundings.callback(torch.set_default_device, None)
         surroundings.callback(os.chdir, os.getcwd())
         os.chdir(folder)
         if page == "docs/integrations.md":
