@@ -23,14 +23,14 @@ if torch.cuda.is_available():
     torch.cuda.set_device(device)
 block = nn.TransformerEncoderLayer(96, nhead=4, dim_feedforward=384, bias=False, dropout=0.0, batch_first=True)
 body = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
-model = Transformer({"embed": nn.Embedding(256, 96), "body": body, "head": nn.Linear(96, 256, bias=False)})
-model.to(device)
+model = Transformer({"embed": nn.Embedding(256, 96), "body": body, "head": nn.Linear(96, 256, bias=False)}).to(device)
 for block in (*body.layers, model):
     fully_shard(block)
 qkv = {"*.in_proj_weight": {"split_sizes": (96, 96, 96)}}  # three matrices in one parameter
 optimizer = FSDPMuonOptimizer(model, lr=0.02, adamw_lr=3e-3, overrides=qkv)
 
 windows = torch.tensor(list(__doc__.encode()), device=device).unfold(0, 65, 1)  # the model learns the line at the top
+windows = windows[dist.get_rank() :: dist.get_world_size()]  # the part of this rank
 for step in range(1, 31):
     loss = nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
     loss.backward()
