@@ -44,6 +44,13 @@ def hook_fixture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("[part](#part) [out](https://z)", "[part](#part) [out](https://z)"),
         ("[![t](../../a/b.svg)](../../a/b)", "[![t](https://x/y/a/b.svg)](https://x/y/a/b)"),
         ("[![t](https://z)](LICENSE)", "[![t](https://z)](https://x/y/blob/v1.0/LICENSE)"),
+        ('<img alt="a" src="a/b.svg">', '<img alt="a" src="https://x/y/raw/v1.0/a/b.svg">'),
+        ('<img src="https://z/b.svg">', '<img src="https://z/b.svg">'),
+        (
+            '<picture>\n<source media="(m: dark)" srcset="d.svg">\n<img src="l.svg" alt="a"></picture>',
+            '<picture>\n<source media="(m: dark)" srcset="https://x/y/raw/v1.0/d.svg">\n'
+            '<img src="https://x/y/raw/v1.0/l.svg" alt="a"></picture>',
+        ),
     ],
 )
 def test_links_become_absolute(hook: ModuleType, link: str, expected: str) -> None:
@@ -57,6 +64,9 @@ def test_no_relative_link_is_left_in_the_description(hook: ModuleType) -> None:
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)]*)\)", prose)
     assert len(targets) > 20
+    pictures = re.findall(r'\b(?:src|srcset)="([^"]*)"', prose)
+    assert len(pictures) == 4
+    targets += pictures
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
     code = [re.findall(r"```.*?```", page, flags=re.DOTALL) for page in (text, (ROOT / "README.md").read_text())]
     assert code[0] == code[1]
