@@ -121,6 +121,8 @@ def test_links_lead_somewhere(page: str):
             continue
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"
+        if fragment in ("gh-light-mode-only", "gh-dark-mode-only"):  # shows a picture in one theme only
+            continue
         assert not fragment or fragment in anchors(path.read_text()), f"no heading for #{fragment} in {path.name}"
 
 
