@@ -19,7 +19,7 @@ INTRODUCTION = """\
 # What can go wrong, and what happens
 
 Every line is held by a test that fails without it; the test's name is in the last column. Messages, word for word and
-with what to do about each: [faq.md](faq.md#error-messages).
+with what to do about each: [errors.md](errors.md).
 
 <!-- Written by docs/generate_faults.py from tests/test_faults_*.py: edit those, then run it. -->
 """
