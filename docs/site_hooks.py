@@ -29,7 +29,8 @@ def for_site(text: str, path: Path) -> str:
         path: its file, relative to docs/.
 
     Returns:
-        The page, whose links to other files of the repository lead to its address.
+        The page. Links to other files of the repository lead to its address, and links that show the name of a page
+        show its title instead.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -38,6 +39,12 @@ def for_site(text: str, path: Path) -> str:
             return match[0]
         return f"]({repository()}/blob/main/{target.relative_to(ROOT)}{match[2]})"
 
+    def named(match: re.Match[str]) -> str:
+        target = ROOT / "docs" / path.parent / match[1]
+        title = re.search(r"^# (.+)$", target.read_text(), flags=re.MULTILINE) if target.exists() else None
+        return match[0] if title is None else f"[{title[1]}]({match[1]}{match[2]})"
+
+    text = re.sub(r"\[[\w/.]+\.md\]\(([^)#\s]+\.md)([^)\s]*)\)", named, text)
     text = re.sub(r"\]\((\.\./[^)#\s]+)([^)\s]*)\)", replace, text)
     return re.sub(r"^<!-- (?:distributed|gpu|not run)[^\n]*-->\n", "", text, flags=re.MULTILINE)
 

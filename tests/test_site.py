@@ -24,7 +24,8 @@ DOCS = ROOT / "docs"
 def built_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # Not --quiet: warnings that are not shown are not errors either.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "TMPDIR": str(folder.parent)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,6 +72,8 @@ def site_hooks() -> ModuleType:
         ("guides/sso.md", "[a](../../examples/a.py)", "[a](REPOSITORY/blob/main/examples/a.py)"),
         ("guides/sso.md", "[a](../numerics.md#b)", "[a](../numerics.md#b)"),
         ("rules.md", "[a](https://a/../b)", "[a](https://a/../b)"),
+        ("guides/sso.md", "[rules.md](../rules.md#b)", "[Write your own rule](../rules.md#b)"),
+        ("rules.md", "[no.md](no.md)", "[no.md](no.md)"),
         ("rules.md", "<!-- distributed: x -->\n```python\n", "```python\n"),
     ],
 )
