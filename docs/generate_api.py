@@ -66,7 +66,7 @@ def _sections() -> list[tuple[str, str]]:
     }
     optimizers = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer)
     functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
-    messages = "Every message with its cause and remedy: [faq.md](faq.md#error-messages)."
+    messages = "Every message with its cause and remedy: [errors.md](errors.md)."
     return [
         ("Optimizers", f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}"),
         *[(owner.__name__, optimizer_entry(owner)) for owner in optimizers],

@@ -5,7 +5,9 @@ An optimizer has the same colour in every plot. `python -m experiments.redraw` d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,6 @@ class Panel:
     y_limits: tuple[float, float] | None = None
     x_ticks: Mapping[float, str] = field(default_factory=dict)  # positions and labels; matplotlib's own if empty
     markers: bool = False  # show each point, where points are few and their order is not time
-    legend: str | None = None  # the title of the legend; None draws no legend
 
 
 def draw_curves(
@@ -81,9 +82,27 @@ def draw_curves(
     """
     panel = Panel(
         curves, x_label="training step", y_label="validation loss (nats per token)", target=target,
-        target_label=target_label, legend="",
+        target_label=target_label,
     )  # fmt: skip
     return draw_panels(path_stem, [panel], title=title)
+
+
+def curve_over_seeds(optimizer: str, points: Iterable[tuple[float, float]]) -> Curve | None:
+    """Compute the mean, lowest and highest result over seeds.
+
+    Args:
+        optimizer: the optimizer, which gives the colour.
+        points: the place on the horizontal axis and the result of every run. Places where a seed diverged are left out.
+
+    Returns:
+        The curve, or None if nothing is left.
+    """
+    results: dict[float, list[float]] = {}
+    for place, value in points:
+        results.setdefault(place, []).append(value)
+    finite = {place: values for place, values in sorted(results.items()) if all(map(math.isfinite, values))}
+    mean, low, high = ([of(values) for values in finite.values()] for of in (statistics.mean, min, max))
+    return (optimizer, list(finite), mean, low, high) if finite else None
 
 
 def draw_panels(path_stem: str | Path, panels: Sequence[Panel], *, title: str, num_columns: int = 1) -> list[Path]:
@@ -103,8 +122,13 @@ def draw_panels(path_stem: str | Path, panels: Sequence[Panel], *, title: str, n
             figure = Figure(figsize=size, layout="constrained")
             axes = figure.subplots(num_rows, num_columns, squeeze=False)
             for axis, panel in zip(axes.flat, panels, strict=True):
-                _fill(axis, panel)
+                _fill(axis, panel, theme)
             figure.suptitle(title)
+            lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+            if len(panels) == 1:
+                axes[0, 0].legend(handles=list(lines.values()))
+            else:  # inside a panel it would hide curves
+                figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=4)
             path = Path(f"{path_stem}-{theme.name}.svg")
             figure.savefig(path, transparent=True, metadata={"Date": None})
         path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
@@ -133,14 +157,13 @@ def _settings(theme: Theme) -> dict[str, Any]:
     }
 
 
-def _fill(axis: Any, panel: Panel) -> None:
+def _fill(axis: Any, panel: Panel, theme: Theme) -> None:
     """Draw one panel into matplotlib's axes."""
-    for curve, (label, colour, style) in zip(panel.curves.values(), _looks(panel.curves), strict=True):
+    for (label, curve), look in zip(panel.curves.items(), _looks(panel.curves, theme), strict=True):
         _, places, mean, low, high = curve
-        marker = "o" if panel.markers else None
-        axis.plot(places, mean, label=label, color=colour, linestyle=style, linewidth=1.9, marker=marker, markersize=4)
+        axis.plot(places, mean, label=label, marker="o" if panel.markers else None, markersize=4, **look)
         if list(low) != list(high):
-            axis.fill_between(places, low, high, color=colour, alpha=0.22, linewidth=0)
+            axis.fill_between(places, low, high, color=look["color"], alpha=0.16, linewidth=0)
     if panel.target is not None:
         axis.axhline(panel.target, color="#8a8f98", linestyle=":", linewidth=1.5, label=panel.target_label, zorder=1)
     axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, xscale=panel.x_scale, yscale=panel.y_scale)
@@ -148,19 +171,22 @@ def _fill(axis: Any, panel: Panel) -> None:
         axis.set_ylim(*panel.y_limits)
     if panel.x_ticks:
         axis.set_xticks(list(panel.x_ticks), list(panel.x_ticks.values()))
-    if panel.legend is not None:
-        axis.legend(title=panel.legend or None)
 
 
-def _looks(curves: Mapping[str, Curve]) -> Iterator[tuple[str, str, str]]:
-    """Yield the label, colour and line style of each curve.
+def _looks(curves: Mapping[str, Curve], theme: Theme) -> Iterator[dict[str, Any]]:
+    """Yield the colour, the style and the width of the line of each curve.
 
-    Curves of one optimizer share its colour and differ in their line style.
+    Curves of one optimizer have shades of its colour. Later ones are thinner, so that equal curves all stay visible.
     """
+    from matplotlib.colors import to_hex, to_rgb
+
     others = [name for name in dict.fromkeys(curve[0] for curve in curves.values()) if name not in COLOURS]
     seen: dict[str, int] = {}
-    for label, (optimizer, *_) in curves.items():
+    for optimizer, *_ in curves.values():
         number = seen.get(optimizer, 0)
         seen[optimizer] = number + 1
         colour = COLOURS.get(optimizer) or OTHER_COLOURS[others.index(optimizer) % len(OTHER_COLOURS)]
-        yield label, colour, STYLES[number % len(STYLES)]
+        share = min(0.28 * number, 0.84)
+        shade = [(1 - share) * own + share * text for own, text in zip(to_rgb(colour), to_rgb(theme.text), strict=True)]
+        style = STYLES[number % len(STYLES)]
+        yield {"color": to_hex(shade), "linestyle": style, "linewidth": max(2.6 - 0.6 * number, 1.0)}

@@ -103,7 +103,13 @@ def test_the_texts_agree_and_a_release_refuses_open_places(monkeypatch: pytest.M
 
 def test_the_address_of_the_repository_is_in_one_place() -> None:
     """Pages, workflows and templates would otherwise keep an old one."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *(ROOT / ".github").rglob("*.yml"), *(ROOT / "docs").glob("*.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.cff"),
+        *(ROOT / ".github").rglob("*.yml"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "mkdocs.yml",
+    ]
     assert [path.name for path in pages if re.search(r"github\.com/[\w-]+/muon_fsdp", path.read_text())] == []
     project = (ROOT / "pyproject.toml").read_text()
     assert len(set(re.findall(r"https://github\.com/[\w-]+/muon_fsdp", project))) == 1
