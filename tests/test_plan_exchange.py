@@ -392,6 +392,31 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
     assert {rank: log for rank, log in left.items() if log} == {}
 
 
+def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():
+    """A stage has been scattered before the next one computes, and is applied after the one after that has started."""
+
+    class Applied(LoggedRun):
+        def finish(self):
+            self.log.append(("wait", "apply", self.name, self.group))
+
+    log = []
+    with patch.object(pipeline, "_StageRun", Applied):
+        stages = [(number, (0, 1), (0,), 2, log) for number in range(4)]
+        inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
+        whole = Settings("propagate", 1, False, "auto", None)
+        pipeline.run_stages(stages, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
+    order = [f"{what} {kind} {name}" for what, kind, name, _ in log]
+    for first in range(2):
+        begin = order.index(f"wait scatter {first}")
+        assert order[begin : begin + 4] == [
+            f"wait scatter {first}",
+            f"start gather {first + 2}",
+            f"wait apply {first}",
+            f"wait gather {first + 1}",
+        ]
+    assert order[-2:] == ["wait scatter 3", "wait apply 3"]
+
+
 # -------------------------------------------------------------------------------------------------------- agreement
 
 
