@@ -224,7 +224,7 @@ def test_first_steps_are_measured_in_new_processes(monkeypatch, capsys):
         return real(device, shapes, cache) if len(caches) == 1 else {"first_step_seconds": 2.0, "warm_up_seconds": 3.0}
 
     monkeypatch.setattr(first_step, "in_new_process", in_new_process)
-    results = first_step.measure(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]})
+    results = list(first_step.measure(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]}))
     assert caches[0] == caches[1]  # the second process finds what the first compiled
     (entry,) = results
     assert 0 < entry["cold"]["first_step_seconds"] < entry["cold"]["warm_up_seconds"]
