@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 _GRACE_SECONDS = 2.0  # that a rank has to report its own error after another rank has failed
+_DIED = "its process died without a message"
 _PATIENCE_SECONDS = 60.0  # that ranks wait for each other beyond the time limit
 
 
@@ -61,7 +62,7 @@ class _Reply(NamedTuple):
 
     result: Any = None
     error: str | None = None
-    is_consequence: bool = False  # the rank was stopped because another one had failed
+    order: int = 0  # of errors: how many ranks had failed before; 0 for a process that died, which others suffer from
 
 
 class Ranks:
@@ -114,9 +115,9 @@ class Ranks:
         keys = [f"{self._calls}/reply/{rank}" for rank in range(self.place.size)]
         self._store.wait(keys, timedelta(seconds=self._limit + _PATIENCE_SECONDS))
         replies = [_Reply(*json.loads(self._store.get(key))) for key in keys]
-        failures = [(one.is_consequence, rank, one.error) for rank, one in enumerate(replies) if one.error is not None]
+        failures = [(one.order, rank, one.error) for rank, one in enumerate(replies) if one.error is not None]
         if failures:
-            _, rank, error = min(failures)
+            _, rank, error = min(failures)  # later errors are consequences, such as closed connections
             raise RanksError(f"rank {rank}: {error}")
         return [one.result for one in replies]
 
@@ -129,27 +130,28 @@ class Ranks:
         theirs.close()
         try:
             reply = self._wait(ours)
+            if reply.error is not None:
+                order = self._store.add(f"{self._calls}/failed", 1)
+                reply = reply if reply.error == _DIED else reply._replace(order=order)
         finally:
             process.kill()
             process.join()
-        if reply.error is not None:
-            self._store.set(f"{self._calls}/failed", "")
         return reply
 
     def _wait(self, connection: Connection) -> _Reply:
         """Wait for the reply of a process until the time limit, or until another rank has failed."""
-        deadline, limit = time.monotonic() + self._limit, f"it took longer than {self._limit:g} s and was stopped"
+        deadline, reason = time.monotonic() + self._limit, f"it took longer than {self._limit:g} s and was stopped"
         another_failed = False
         while not connection.poll(0.1):
             if time.monotonic() > deadline:
-                return _Reply(error="another rank failed" if another_failed else limit, is_consequence=another_failed)
+                return _Reply(error="another rank failed" if another_failed else reason)
             if not another_failed and self._store.check([f"{self._calls}/failed"]):
                 another_failed = True
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         try:
             return _Reply(*connection.recv())
         except EOFError:
-            return _Reply(error="its process died without a message")
+            return _Reply(error=_DIED)
 
 
 def _serve(
@@ -168,8 +170,9 @@ def _serve(
     except BaseException as error:
         reply = _Reply(error=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
     connection.send(tuple(reply))
-    connection.close()
-    os._exit(0)  # the process group may be broken, and destroying it could hang
+    # The caller kills this process. If it ended by itself after an error, others would report closed connections.
+    time.sleep(_PATIENCE_SECONDS)
+    os._exit(1)
 
 
 def _join(place: Place, prefix: str, limit: float) -> None:

@@ -35,7 +35,7 @@ WORKLOADS = {
     "1.3b": Workload(GPTConfig(24, 16, 2048, 1024, vocab_size=50304, tie_embeddings=True), 4),
     "llama-8b, width of Llama-3 8B, 8 layers": Workload(GPTConfig(8, 32, 4096, 1024, vocab_size=128256), 2),
 }
-CPU_WORKLOADS = {"tiny": Workload(GPTConfig(2, 2, 16, 16, vocab_size=48), 2)}
+CPU_WORKLOADS = {"tiny": Workload(GPTConfig(1, 2, 16, 16, vocab_size=48), 2)}
 
 
 def workloads_on(device: str) -> dict[str, Workload]:
