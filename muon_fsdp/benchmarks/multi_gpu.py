@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class MultiGpu:
     ) -> None:
         self.figures: dict[str, Any] = {"world_size": ranks.place.size, "repeats": repeats}
         self._ranks, self._repeats, self._save, self._show = ranks, repeats, save, show
-        self._device, self._live = device, LiveLine()
+        self._device, self._live = device, LiveLine(None if ranks.place.rank == 0 else io.StringIO())
         workloads = workloads_on(device)
         self._workloads = {name: it for name, it in workloads.items() if not models or name.split(",")[0] in models}
 
@@ -50,11 +51,11 @@ class MultiGpu:
         self._measure_network()
         entries = self.figures["models"] = []
         for number, (model, workload) in enumerate(self._workloads.items(), start=1):
-            self._begin(number, model)
+            self._live.begin("multi-gpu", number, len(self._workloads), model)
             entry: dict[str, Any] = {"model": model, "optimizers": {}, "notes": {}}
             entries.append(entry)
             for name in names:
-                self._running(name)
+                self._live.running(name)
                 try:
                     by_rank = self._ranks.run(measure, workload, name, self._repeats)
                 except RanksError as failure:  # the others are still measured
@@ -66,7 +67,7 @@ class MultiGpu:
             self._show(table(entry))
 
     def _measure_network(self) -> None:
-        self._live_on_first("network ...")
+        self._live.show("network ...")
         try:
             speeds = self._ranks.run(measure_network, NETWORK_BYTES[self._device])
         except RanksError as failure:
@@ -77,17 +78,6 @@ class MultiGpu:
                 self.figures["network_gigabytes_per_second"] = min(speeds)
                 self._show(f"network: the slowest rank sends {min(speeds):.3g} GB/s in an all-to-all")
         self._save(self.figures)
-
-    def _begin(self, number: int, model: str) -> None:
-        self._live.begin("multi-gpu", number, len(self._workloads), model)
-
-    def _running(self, name: str) -> None:
-        if self._ranks.place.rank == 0:
-            self._live.running(name)
-
-    def _live_on_first(self, text: str) -> None:
-        if self._ranks.place.rank == 0:
-            self._live.show(text)
 
     @property
     def ours_failed(self) -> bool:
