@@ -75,6 +75,7 @@ def run_stages(stages: Iterable[Stage], context: StepContext) -> None:
         if run.travels:
             travelling.add(run)
         else:  # there is no transfer to overlap with: finish at once, which frees its memory
+            travelling.end_scatter()
             run.start(travelling.count)
             run.compute()
             run.forward()
@@ -95,16 +96,25 @@ class _Travelling:
         """Start a stage, compute the one that was gathered before, and pass on those before that."""
         if run.in_flight == 1:
             self.finish()
+        # Two stages in flight: the one being scattered must end before the next one computes. Its transfer buffers are
+        # freed before `run` makes its own. Its updates are applied after `run` has started, because the network would
+        # be idle meanwhile.
+        ending = self._scattering if self._ends_next else None
+        if ending is not None:
+            ending.forward()
         run.start(self.count)
         self.count += 1
+        if ending is not None:
+            ending.finish()
+            self._scattering = None
         before = self._gathering
         if before is not None:
             before.compute()
         self._pass_on()
         self._gathering, self._scattering = run, before
-        if before is None:
+        if before is None or self._ends_next:
             return
-        if before.in_flight < 3:  # its buffers are freed before the next stage computes
+        if before.in_flight < 3:
             self._pass_on()
             self._pass_on()
         elif before.forwards and before.ranks != run.ranks:
@@ -112,14 +122,29 @@ class _Travelling:
             # would be a deadlock.
             self._pass_on()
 
+    def end_scatter(self) -> None:
+        """Finish the stage being scattered if it must end before another one computes."""
+        if self._ends_next:
+            self._pass_on()
+
     def finish(self) -> None:
         """Finish all stages."""
+        self.end_scatter()
         if self._gathering is not None:
             self._gathering.compute()
         self._pass_on()
         self._gathering, self._scattering = None, self._gathering
         self._pass_on()
         self._pass_on()
+
+    @property
+    def _ends_next(self) -> bool:
+        """Return whether the stage being scattered is finished by the next call.
+
+        A stage with replicas is not left to the next call: its buffer of updates is larger than those of a transfer.
+        """
+        scattering = self._scattering
+        return scattering is not None and scattering.in_flight < 3 and not scattering.forwards
 
     def _pass_on(self) -> None:
         """Finish the stage being forwarded, and start forwarding the one being scattered.
