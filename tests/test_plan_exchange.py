@@ -21,7 +21,7 @@ from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import make_report
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import Exchange, make_plan
+from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs
 from tests.comparisons import assert_same
@@ -303,16 +303,17 @@ class LoggedRun:
         self.travels, self.positions, self.forwards = True, {0}, len(self.peers) > 1
         self.group = (self.ranks, "")
         exchange = Exchange(self.ranks, 0, (), (), (), (), True, True, self.peers, 1)
+        self.scatter_group = (self.ranks, exchange.scatter_purpose)
         self.forward_group = (self.peers, exchange.forward_purpose)
 
     def start(self, _):
         self.log.append(("start", "gather", self.name, self.group))
 
     def compute(self):
-        self.log += [("wait", "gather", self.name, self.group), ("start", "scatter", self.name, self.group)]
+        self.log += [("wait", "gather", self.name, self.group), ("start", "scatter", self.name, self.scatter_group)]
 
     def forward(self):
-        self.log.append(("wait", "scatter", self.name, self.group))
+        self.log.append(("wait", "scatter", self.name, self.scatter_group))
         if self.forwards:
             self.log.append(("start", "forward", self.name, self.forward_group))
 
@@ -370,6 +371,15 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
                 started[tuple(transfer)] += what == "start"
                 moved = True
     assert {rank: log for rank, log in left.items() if log} == {}
+
+
+def test_few_ranks_scatter_in_a_group_of_their_own():
+    """Every process group has connections between all of its ranks, so many ranks share one."""
+    purposes = [
+        Exchange(tuple(range(count)), 0, (), (), (), (), True, True).scatter_purpose
+        for count in (2, SCATTER_GROUP_RANKS, SCATTER_GROUP_RANKS + 1)
+    ]
+    assert purposes == ["scatter", "scatter", ""]
 
 
 def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():

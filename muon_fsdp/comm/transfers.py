@@ -154,10 +154,18 @@ class Transfer:
         incoming: how pieces of the buffer that `finish` fills lie in the messages to receive.
         recorder: provides the buffers, and records the calls for CUDA graphs.
         name: the name of the buffers in the recorder.
+        purpose: the purpose of the process group.
     """
 
     def __init__(
-        self, ranks: Ranks, source: Tensor, outgoing: Packing, incoming: Packing, recorder: Recorder, name: str
+        self,
+        ranks: Ranks,
+        source: Tensor,
+        outgoing: Packing,
+        incoming: Packing,
+        recorder: Recorder,
+        name: str,
+        purpose: str,
     ) -> None:
         self._recorder, self._incoming = recorder, incoming
         send = recorder.buffer(f"{name} send", outgoing.numel, source.dtype, source.device)
@@ -170,7 +178,7 @@ class Transfer:
         send_sizes, receive_sizes = list(outgoing.sizes), list(incoming.sizes)
 
         def start() -> None:
-            group = group_of(ranks, send.device)  # found at every replay: process groups may have been made anew
+            group = group_of(ranks, send.device, purpose)  # found at every replay: it may have been made anew
             work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
             works[:] = [work]
 
@@ -324,7 +332,9 @@ class StageExchange:
 
     def _transfer(self, kind: str, source: Tensor, outgoing: Packing, incoming: Packing) -> Transfer:
         """Start the all-to-all of one phase."""
-        return Transfer(self._exchange.ranks, source, outgoing, incoming, self._recorder, f"{kind} {self._name}")
+        exchange, name = self._exchange, f"{kind} {self._name}"
+        purpose = exchange.scatter_purpose if kind == "scatter" else ""
+        return Transfer(exchange.ranks, source, outgoing, incoming, self._recorder, name, purpose)
 
 
 def gather_full(parameter: Tensor) -> Tensor:

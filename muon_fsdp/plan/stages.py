@@ -22,6 +22,9 @@ from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, ma
 from muon_fsdp.plan.slices import UpdateSlices, aligned
 from muon_fsdp.plan.staging import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
 
+# Larger sets of ranks gather and scatter in one process group: every group has connections between all of its ranks.
+SCATTER_GROUP_RANKS = 16
+
 
 @dataclass(frozen=True)
 class Member:
@@ -88,6 +91,15 @@ class Exchange:
         Their group must therefore not be the group of that stage.
         """
         return "" if self.peers == self.ranks else "peers"
+
+    @property
+    def scatter_purpose(self) -> str:
+        """Return the purpose of the process group that scatters; it is empty if gathers and scatters share one group.
+
+        In a group of their own, scatters do not wait for the gather of the next stage. NCCL also has one thread per
+        communicator that moves data to and from a network, so two of them send more at a time over sockets.
+        """
+        return "scatter" if len(self.ranks) <= SCATTER_GROUP_RANKS else ""
 
     def elements_sent(self) -> int:
         """Return the number of elements that this rank sends to others in all transfers."""

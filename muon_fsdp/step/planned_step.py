@@ -157,7 +157,8 @@ class PlannedStep:
             exchange = stage.exchange
             if exchange is not None:
                 device = local(self.records[stage.units[0].position].tensor).device
-                found[(exchange.ranks, device.type, "")] = device, exchange.ranks
+                for purpose in ("", exchange.scatter_purpose):
+                    found[(exchange.ranks, device.type, purpose)] = device, exchange.ranks
                 if exchange.forwards:
                     key = exchange.peers, device.type, exchange.forward_purpose
                     found.setdefault(key, (device, exchange.ranks))
