@@ -9,14 +9,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import curves, finetuning, stability
+from experiments import curves, finetuning, search_report, stability
 
 # The CSV file of whole runs, the title of its plot, and whether only the best run of each optimizer is shown.
 CURVES = {
     "curves_gpt2": ("GPT-2, 124M parameters, 600 steps of 65,536 tokens", True),
-    "curves_small": ("GPT of 10.8M parameters, 300 steps of 8,192 tokens", True),
     "curves_ranks": ("GPT of 10.8M parameters, float32, on one, two and four ranks", False),
 }
+SEARCHES = {"search_small": "GPT of 10.8M parameters, 600 steps of 8,192 tokens"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (title, is_best) in CURVES.items():
         if (path := folder / f"{name}.csv").exists():
             curves.write_plot(path, title, is_best)
+    for name, title in SEARCHES.items():
+        if (folder / f"{name}_curves.csv").exists():
+            search_report.write_plot(folder / name, title)
     for name, size in finetuning.SIZES.items():
         if (path := folder / f"finetuning_{name}.csv").exists():
             finetuning.write_plot(finetuning.read_csv(path), path.with_suffix(""), finetuning.title_of(size))

@@ -121,13 +121,32 @@ def write_reports(stem: Path, outlook: Outlook, done: Sequence[Finished], facts:
     if not compared:
         return
     _write_curves(Path(f"{stem}_curves.csv"), compared)
-    baseline = next((band for band in compared if band.name == "adamw"), None)
-    seeds = max(len(band.runs) for band in compared)
+    run = done[0].facts
+    length = f"{run['steps']:,} steps of {run['tokens_per_step']:,} tokens"
+    write_plot(stem, f"GPT of {run['num_parameters'] / 1e6:.1f}M parameters, {length}")
+
+
+def write_plot(stem: Path, title: str) -> None:
+    """Plot the curves of a search, which are in the CSV file beside the plot.
+
+    Args:
+        stem: the path of the files of the search without suffix.
+        title: the model and the length of the runs.
+    """
+    with Path(f"{stem}_curves.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    curves: dict[str, Curve] = {}
+    for name in dict.fromkeys(line["run"] for line in lines):
+        of_run = [line for line in lines if line["run"] == name]
+        columns = [[float(line[column]) for line in of_run] for column in ("step", "mean", "lowest", "highest")]
+        curves[name] = (name.partition(",")[0], *columns)
+    seeds = max(int(line["seeds"]) for line in lines)
+    baseline = curves.get(TITLES["adamw"])
     draw_curves(
         stem,
-        {f"{TITLES[band.name]}: {band.final[0]:.3f}": band.curve for band in compared},
-        title=f"{facts['model']}, {facts['steps']} steps, mean and range of {seeds} seed{'s' if seeds > 1 else ''}",
-        target=None if baseline is None else baseline.final[0],
+        {f"{name}: {curve[2][-1]:.3f}": curve for name, curve in curves.items()},
+        title=f"{title}, mean and range of {seeds} seed{'s' if seeds > 1 else ''}",
+        target=None if baseline is None else baseline[2][-1],
         target_label="AdamW's final loss",
     )
 
