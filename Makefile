@@ -13,7 +13,7 @@ CORE := $(addprefix tests/test_,$(addsuffix .py,utils optimizer optimizer_groups
 	cli_doctor errors gradients graph_capture faults_checkpoints faults_models))
 TORCH ?= torch
 
-.PHONY: demo test core lint format bench clean
+.PHONY: demo test core lint format bench docs clean
 
 demo: .venv/installed-cli
 	$(BIN)/python -m muon_fsdp.training.demo $(ARGS)
@@ -43,8 +43,13 @@ format: .venv/installed-dev
 bench: .venv/installed-cli
 	$(BIN)/python -m muon_fsdp.cli bench $(ARGS)
 
+# The variable silences an advertisement.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: .venv/installed-docs
+	$(BIN)/python -m mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf .venv .venv-core demo_output
+	rm -rf .venv .venv-core demo_output site
 
 .venv/installed-%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; run make PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'

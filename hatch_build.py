@@ -22,18 +22,31 @@ def absolute_links(text: str, repository: str, version: str) -> str:
         resolves to the repository, lead there.
     """
 
+    def absolute(target: str, kind: str) -> str:
+        if "://" in target or target.startswith("#"):
+            return target
+        if target.startswith("../../"):
+            return f"{repository}/{target.removeprefix('../../')}"
+        return f"{repository}/{kind}/v{version}/{target}"
+
     def replace(match: re.Match[str]) -> str:
         mark, label, target = match.groups()
-        if "://" in target or target.startswith("#"):
-            return match[0]
-        if target.startswith("../../"):
-            return f"{mark}[{label}]({repository}/{target.removeprefix('../../')})"
-        kind = "raw" if mark else "blob"
-        return f"{mark}[{label}]({repository}/{kind}/v{version}/{target})"
+        return f"{mark}[{label}]({absolute(target, 'raw' if mark else 'blob')})"
 
-    # Images first: a badge is an image within the label of a link.
-    text = re.sub(r"(!)\[([^\[\]]*)\]\(([^()\s]+)\)", replace, text)
-    return re.sub(r"(?<!!)()\[((?:[^\[\]]|!\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)", replace, text)
+    def of_prose(text: str) -> str:
+        # `<picture>` has an image for light pages and one for dark pages.
+        text = re.sub(
+            r'(<(?:img|source)\b[^>]*\s(?:src|srcset)=")([^"\s]+)"',
+            lambda match: f'{match[1]}{absolute(match[2], "raw")}"',
+            text,
+        )
+        # Other images before links: a badge is an image within the label of a link.
+        text = re.sub(r"(!)\[([^\[\]]*)\]\(([^()\s]+)\)", replace, text)
+        return re.sub(r"(?<!!)()\[((?:[^\[\]]|!\[[^\[\]]*\]\([^()]*\))*)\]\(([^()\s]+)\)", replace, text)
+
+    # `self["head"](x)` in a program looks like a link.
+    pieces = re.split(r"(```.*?```)", text, flags=re.DOTALL)
+    return "".join(piece if piece.startswith("```") else of_prose(piece) for piece in pieces)
 
 
 class CustomMetadataHook(MetadataHookInterface):

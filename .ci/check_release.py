@@ -73,7 +73,8 @@ def check_install(package: Path, version: str) -> None:
         (Path(folder) / "quick_start.py").write_text(quick_start(), encoding="utf-8")
         names = "muon_fsdp, muon_fsdp.elementwise, muon_optimizer"
         _run(str(python), "-c", f"import {names}; assert muon_fsdp.__version__ == {version!r}", folder=folder)
-        _run(str(python), "quick_start.py", folder=folder)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        _run(str(python), *torchrun, "quick_start.py", folder=folder)
 
 
 def quick_start() -> str:

@@ -10,7 +10,8 @@ TITLE = """# API reference
 <!-- Written by docs/generate_api.py from signatures and docstrings: edit those, then run it. -->
 
 Everything that is public, and nothing else: names that are not on this page may change without notice. How to begin:
-[README](../README.md). Questions and error messages: [faq.md](faq.md). Coming from another optimizer:
+[quick start](guides/quickstart.md). The defaults of all constructors side by side: [options.md](options.md). Error
+messages: [errors.md](errors.md). Coming from another optimizer:
 [migration.md](migration.md). The `muon-fsdp` command: [cli.md](cli.md). Trainers and frameworks:
 [integrations.md](integrations.md). The training program: [training.md](training.md).
 """

@@ -25,7 +25,7 @@ import muon_fsdp.elementwise
 import muon_fsdp.integrations
 import muon_fsdp.kernels
 import muon_fsdp.migrate
-import muon_fsdp.parameters.routing
+import muon_fsdp.parameters.routing_report
 import muon_fsdp.plan.report
 import muon_fsdp.rules
 import muon_fsdp.spectral
@@ -66,7 +66,7 @@ def _sections() -> list[tuple[str, str]]:
     }
     optimizers = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer)
     functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
-    messages = "Every message with its cause and remedy: [faq.md](faq.md#error-messages)."
+    messages = "Every message with its cause and remedy: [errors.md](errors.md)."
     return [
         ("Optimizers", f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}"),
         *[(owner.__name__, optimizer_entry(owner)) for owner in optimizers],
@@ -81,8 +81,9 @@ def _sections() -> list[tuple[str, str]]:
 
 def _reports_section() -> str:
     reports = (
-        muon_fsdp.parameters.routing.RoutingReport,
-        muon_fsdp.parameters.routing.RoutingRow,
+        muon_fsdp.parameters.routing_report.RoutingReport,
+        muon_fsdp.parameters.routing_report.RoutingRow,
+        muon_fsdp.parameters.routing_report.RoutingGroup,
         muon_fsdp.plan.report.PlanReport,
         muon_fsdp.plan.report.PlanRow,
     )

@@ -18,8 +18,8 @@ TESTS = Path(__file__).parents[1] / "tests"
 INTRODUCTION = """\
 # What can go wrong, and what happens
 
-Every line is held by a test that fails without it; the test's name is in the last column. Messages, word for word and
-with what to do about each: [faq.md](faq.md#error-messages).
+A test checks each line; its name is in the last column. [errors.md](errors.md) lists the messages word for word, and
+says what to do about each.
 
 <!-- Written by docs/generate_faults.py from tests/test_faults_*.py: edit those, then run it. -->
 """

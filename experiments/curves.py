@@ -4,8 +4,8 @@ python -m experiments.curves optimizers --model small --steps 300 --name curves_
 python -m experiments.curves ranks --model small --steps 60 --name curves_ranks -- --device cpu
 python -m experiments.curves memory --model gpt2 --name memory_gpt2
 
-The loss curves are written as CSV and as a picture, the memory as JSON. Flags after `--` are passed to the training
-program in every run.
+The loss curves are written as CSV and as SVG for light and dark pages, the memory as JSON. Flags after `--` are passed
+to the training program in every run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.plots import Curve, draw_curves
 from muon_fsdp.text import format_bytes
 from muon_fsdp.training.plugins import find_rule, load_plugins, plugins_in
 from muon_fsdp.training.report import largest_distance
@@ -63,15 +64,6 @@ def run(label: str, optimizer: str, flags: Sequence[str], folder: Path) -> Finis
     return Finished(label, optimizer, result, end)
 
 
-def best_of(runs: Sequence[Finished]) -> list[Finished]:
-    """Return the run of each optimizer with the lowest final validation loss."""
-    optimizers = dict.fromkeys(finished.optimizer for finished in runs)
-    return [
-        min((r for r in runs if r.optimizer == name), key=lambda r: r.result.final_validation_loss)
-        for name in optimizers
-    ]
-
-
 def write_csv(path: Path, runs: Sequence[Finished]) -> None:
     """Write the training loss of every tenth step and all validation losses."""
     with path.open("w", newline="") as stream:
@@ -87,34 +79,45 @@ def write_csv(path: Path, runs: Sequence[Finished]) -> None:
                     writer.writerow([finished.label, step, shown, held_out])
 
 
-def write_plot(path: Path, title: str, runs: Sequence[Finished]) -> None:
-    """Plot validation loss against steps, and against time if optimizers differ.
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Read the validation losses that `write_csv` wrote, without those before the first step.
 
-    Runs of one optimizer differ in the number of ranks, which share the cores of one machine: their times mean
-    nothing.
+    Returns:
+        The curve of each run. Runs have one seed.
     """
-    from matplotlib.figure import Figure
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    with path.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["validation_loss"] and row["step"] != "0":
+                steps, losses = points.setdefault(row["run"], ([], []))
+                steps.append(int(row["step"]))
+                losses.append(float(row["validation_loss"]))
+    return {label: (label.split(" ")[0], steps, losses, losses, losses) for label, (steps, losses) in points.items()}
 
-    is_timed = len({finished.optimizer for finished in runs}) > 1
-    figure = Figure(figsize=(11 if is_timed else 7, 4.8), dpi=110, layout="constrained")
-    panels = figure.subplots(1, 2 if is_timed else 1, sharey=True, squeeze=False)[0]
-    for index, finished in enumerate(runs):
-        points = finished.result.evaluations[1:]
-        label = f"{finished.label}: {finished.result.final_validation_loss:.3f}"
-        width = max(1.0, 4.0 - 1.2 * index)
-        losses = [point.loss for point in points]
-        steps = [point.step for point in points]
-        places = (steps, [finished.result.training_seconds(step) for step in steps])
-        for axes, at in zip(panels, places, strict=False):
-            axes.plot(at, losses, label=label, linewidth=width)
-    names = ("step", "seconds of training, at the median time of a step")
-    for axes, name in zip(panels, names, strict=False):
-        axes.set_xlabel(name)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss (nats per token)")
-    panels[0].legend(title="final validation loss")
-    figure.suptitle(title)
-    figure.savefig(path)
+
+def best_of(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Return the run of each optimizer with the lowest final validation loss."""
+    best: dict[str, str] = {}
+    for label, (optimizer, _, losses, *_) in curves.items():
+        if optimizer not in best or losses[-1] < curves[best[optimizer]][2][-1]:
+            best[optimizer] = label
+    return {label: curves[label] for label in best.values()}
+
+
+def write_plot(path: Path, title: str, is_best: bool) -> None:
+    """Plot the validation losses of a CSV file of `write_csv`.
+
+    Args:
+        path: the CSV file. The plot gets the same name.
+        title: the title of the plot.
+        is_best: whether to show only the best run of each optimizer, and mark AdamW's final loss.
+    """
+    curves = read_curves(path)
+    shown = best_of(curves) if is_best else curves
+    adamw = [curve[2][-1] for curve in shown.values() if curve[0] == "AdamW"]
+    target = adamw[0] if is_best and len(shown) > 1 and adamw else None
+    labelled = {f"{label}: {curve[2][-1]:.3f}": curve for label, curve in shown.items()}
+    draw_curves(path.with_suffix(""), labelled, title=title, target=target, target_label="AdamW's final loss")
 
 
 def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:
@@ -203,8 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 (args.output / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
                 continue
             write_csv(args.output / f"{args.name}.csv", runs)
-            shown = best_of(runs) if args.question == "optimizers" else runs
-            write_plot(args.output / f"{args.name}.png", f"{args.model}, {args.steps} steps", shown)
+            title = f"{args.model}, {args.steps} steps"
+            write_plot(args.output / f"{args.name}.csv", title, is_best=args.question == "optimizers")
     return 0 if runs else 1
 
 

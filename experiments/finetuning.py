@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.plots import Panel, curve_over_seeds, draw_panels
 from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
 from muon_fsdp.training.schedule import make_schedule
 
@@ -315,38 +316,36 @@ def table(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]]) -> st
     return "\n".join(lines)
 
 
-def write_plot(rows: Sequence[dict[str, Any]], bases: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the losses of held-out answers and text against the learning rate."""
-    import matplotlib
+def title_of(size: Size) -> str:
+    """Return the title of the plot: the number of parameters and of steps."""
+    num_parameters = sum(p.numel() for p in size.model().parameters())
+    return f"Llama of {num_parameters / 1e6:.1f}M parameters, {size.pretraining_steps} + {size.steps} steps"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True, sharey="row")
-    for column, pretraining in enumerate(PRETRAINERS):
-        for line, (key, label) in enumerate([("answer_loss", "held-out answers"), ("text_loss", "held-out text")]):
-            axis = axes[line, column]
+def write_plot(rows: Sequence[dict[str, Any]], path_stem: Path, title: str) -> None:
+    """Plot the losses of held-out answers and text against the learning rate, with bands over seeds."""
+    panels = []
+    for key, label in (("answer_loss", "held-out answers"), ("text_loss", "held-out text")):
+        seen = [row[name] for row in rows for name in (key, f"{key}_before") if name != "answer_loss_before"]
+        finite = [value for value in seen if math.isfinite(value)]
+        margin = 0.05 * (max(finite) - min(finite)) or 0.1
+        for pretraining in PRETRAINERS:
+            mine = [row for row in rows if row["pretraining"] == pretraining]
+            curves = {}
             for name in FINETUNERS:
-                mine = [row for row in rows if (row["pretraining"], row["finetuning"]) == (pretraining, name)]
-                points = [
-                    (rate, mean([r for r in mine if r["rate"] == rate], key))
-                    for rate in sorted({r["rate"] for r in mine})
-                ]
-                style = (
-                    {"linestyle": "--", "zorder": 3} if name == "Muon v1" else {}
-                )  # a solid line would be hidden by v4
-                axis.plot(*zip(*points, strict=True), marker="o", label=name, **style) if points else None
-            before = mean([base for base in bases if base["pretraining"] == pretraining], "text_loss")
-            axis.axhline(before, color="grey", linestyle=":", label="before") if key == "text_loss" else None
-            axis.set_xscale("log")
-            axis.set_title(f"pre-trained with {pretraining}: loss of {label}", fontsize=10)
-            axis.grid(alpha=0.3)
-    axes[1, 0].legend(fontsize=8)
-    axes[1, 0].set_xlabel("learning rate (Muon's as at scale v4)")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+                points = [(row["rate"], row[key]) for row in mine if row["finetuning"] == name]
+                if curve := curve_over_seeds(name.split(" ")[0], points):
+                    curves[name] = curve
+            before = statistics.mean(row["text_loss_before"] for row in mine) if mine and key == "text_loss" else None
+            panels.append(
+                Panel(
+                    curves, f"pre-trained with {pretraining}: loss of {label}", target=before,
+                    target_label="before fine-tuning", x_scale="log", markers=True,
+                    y_limits=(min(finite) - margin, max(finite) + margin),
+                    x_label="learning rate (Muon's as at scale v4)" if key == "text_loss" else "",
+                )
+            )  # fmt: skip
+    draw_panels(path_stem, panels, title=title, num_columns=2)
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -355,6 +354,12 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """Read what `write_csv` wrote."""
+    with path.open(newline="") as file:
+        return [{k: v if k.endswith("ing") else float(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Size]:
@@ -437,9 +442,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_csv(rows, args.output / f"finetuning_{args.size}.csv")
     if len(rows) < len(cells):
         print(f"{len(cells) - len(rows)} of {len(cells)} runs were left out: {args.seconds:g} s had passed")
-    num_parameters = sum(p.numel() for p in size.model().parameters())
-    title = f"Llama of {num_parameters / 1e6:.1f}M parameters, {size.pretraining_steps} + {size.steps} steps"
-    write_plot(rows, bases, args.output / f"finetuning_{args.size}.png", title)
+    write_plot(rows, args.output / f"finetuning_{args.size}", title_of(size))
     print("\n" + table(rows, bases))
 
 

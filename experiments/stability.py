@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.plots import Panel, curve_over_seeds, draw_panels
 from muon_fsdp import SpectralSphereOptimizer, create_hybrid_optimizer
 from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
 from muon_fsdp.training.loop import evaluate
@@ -161,42 +162,48 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
     }
 
 
-def write_plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the means over seeds against the learning rate, one panel per figure."""
-    import matplotlib
+def title_of(config: GPTConfig, steps: int) -> str:
+    """Return the title of the plot: the number of parameters and of steps."""
+    return f"GPT of {GPT(config).num_parameters() / 1e6:.1f}M parameters, {steps} steps"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    panels = {
+def write_plot(rows: list[dict[str, Any]], path_stem: Path, title: str) -> None:
+    """Plot four figures against the learning rate, with bands over seeds."""
+    names = {
         "validation_loss": "validation loss",
         "largest_spectral_norm": "largest ||W|| / sqrt(d_out/d_in)",
         "largest_activation": "largest activation",
         "largest_attention_logit": "largest attention logit",
     }
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
-    for axis, (key, label) in zip(axes.flat, panels.items(), strict=True):
+    panels = []
+    for key, label in names.items():
+        curves = {}
         for name in OPTIMIZERS:
             rates = ADAMW_RATES if name == "AdamW" else RATES
-            points = []
-            for place, lr in enumerate(rates):
-                values = [row[key] for row in rows if row["optimizer"] == name and row["lr"] == lr]
-                if values and all(map(math.isfinite, values)):
-                    points.append((place, statistics.mean(values)))
-            axis.plot(*zip(*points, strict=True), marker="o", label=name) if points else None
-        axis.set_xticks(range(len(RATES)), [f"{a:g}\n{b:g}" for a, b in zip(RATES, ADAMW_RATES, strict=True)])
-        axis.set_title(label)
-        if key == "validation_loss":
-            finite = [row[key] for row in rows if math.isfinite(row[key])]
-            axis.set_ylim(min(finite) - 0.03, min(finite) + 0.8)
-        else:
-            axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
-    axes[1, 0].set_xlabel("learning rate of matrices (below: of AdamW)")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+            points = [(rates.index(row["lr"]), row[key]) for row in rows if row["optimizer"] == name]
+            if curve := curve_over_seeds(name.split(" ")[0].strip(","), points):
+                curves[name] = curve
+        finite = [row[key] for row in rows if math.isfinite(row[key])]
+        is_loss = key == "validation_loss"
+        ticks = {place: f"{a:g}\n{b:g}" for place, (a, b) in enumerate(zip(RATES, ADAMW_RATES, strict=True))}
+        shown = sorted({place for curve in curves.values() for place in curve[1]})
+        panels.append(
+            Panel(
+                curves, label, markers=True, x_ticks={place: ticks[int(place)] for place in shown},
+                x_label="learning rate of matrices (lower line: AdamW's)" if len(panels) > 1 else "",
+                y_scale="linear" if is_loss else "log",
+                y_limits=(min(finite) - 0.03, min(finite) + 0.8) if is_loss else None,
+            )
+        )  # fmt: skip
+    draw_panels(path_stem, panels, title=title, num_columns=2)
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """Read the rows that `main` wrote."""
+    with path.open(newline="") as file:
+        return [
+            {key: row[key] if key == "optimizer" else float(row[key]) for key in row} for row in csv.DictReader(file)
+        ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -267,8 +274,7 @@ def main() -> None:
                 writer = csv.DictWriter(file, list(row))
                 writer.writeheader()
                 writer.writerows(rows)
-    size = GPT(config).num_parameters()
-    write_plot(rows, args.output / "sso_stability.png", f"GPT of {size / 1e6:.1f}M parameters, {args.steps} steps")
+    write_plot(rows, args.output / "sso_stability", title_of(config, args.steps))
     print("\n" + table(rows))
 
 

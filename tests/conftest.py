@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 # Before torch is imported, here and in programs that tests start: matrices are tiny, several threads would spend their
 # time waiting for each other, and other tests run at the same time.
@@ -11,7 +11,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before Transformers is imported, here and on ranks: nothing is downloaded
@@ -33,14 +32,6 @@ def pytest_xdist_auto_num_workers() -> int:
     A GPU is for one process, and with more than four each imports torch for few tests.
     """
     return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
-
-
-def unmeasured(*cases: Sequence[object]) -> list[ParameterSet]:
-    """Mark arguments of a test of kernels as not measured by coverage, because other cases cover the same lines.
-
-    Triton's interpreter makes millions of Python calls, which are more than twice as slow when coverage sees them.
-    """
-    return [pytest.param(*case, marks=pytest.mark.no_cover) for case in cases]
 
 
 @pytest.fixture(autouse=True)

@@ -214,7 +214,7 @@ def accelerate_run(folder: str, kind: str, name: str) -> dict[str, Any]:
         group = dist.group.WORLD if kind == "ddp" and dist.get_world_size() > 1 else None
         bare = FSDPMuonOptimizer(model, replicate_group=group, **OPTIONS)
         scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(bare, 12)
-        report = str(bare.routing_report())
+        routes = bare.routing_report().rows
         model, optimizer, scheduler = accelerator.prepare(model, bare, scheduler)
         before = accelerate_steps(accelerator, model, optimizer, scheduler, range(3))
         accelerator.save_state(folder)
@@ -232,8 +232,8 @@ def accelerate_run(folder: str, kind: str, name: str) -> dict[str, Any]:
             "unsharded weights": unsharded,
             "sharded": all(isinstance(p, DTensor) for group in bare.param_groups for p in group["params"]),
             "ranks": bare.plan_report().num_ranks,
-            "report before prepare": report,
-            "report after prepare": str(optimizer.optimizer.routing_report()),
+            "routes before prepare": routes,
+            "routes after prepare": optimizer.optimizer.routing_report().rows,
             "scales": {row.name: row.scale for row in bare.routing_report().rows if row.rule == "muon"},
         }
 

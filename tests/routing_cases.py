@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.parameters.routing import RoutingRow
+from muon_fsdp.parameters.routing_report import RoutingRow
 
 
 def rows(optimizer: MuonOptimizer) -> dict[str, RoutingRow]:

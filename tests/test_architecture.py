@@ -25,8 +25,8 @@ LAYERS = (
     "step",
     "optimizers",
     "",  # public paths, one thin file each
-    "benchmarks",
     "training",
+    "benchmarks",
     "cli",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -174,6 +174,23 @@ def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(small, monkeypatch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_run_that_is_stopped_keeps_the_figures_so_far(small, monkeypatch, tmp_path):
+    file = tmp_path / "figures.json"
+    real = pair.measure
+
+    def stopped(setup):
+        yield from real(setup)
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(pair, "measure", stopped)
+    args = ["bench", "--repeats", "1", "--shapes", "1x8x8", "--rules", "", "--json", str(file)]
+    assert isinstance(CliRunner().invoke(app, args).exception, RuntimeError)
+    figures = json.loads(file.read_text())
+    assert [len(figures[table]) for table in ("orthogonalization", "step", "pair")] == [1, 1, 1]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_rules_with_options_are_measured(small):
     rules = "spectral_sphere:lambda_mode=zero:momentum=0.9,muon:nesterov=True"
     result = run("bench", "--tables", "step", "--repeats", "1", "--rules", rules)
@@ -224,7 +241,7 @@ def test_first_steps_are_measured_in_new_processes(monkeypatch, capsys):
         return real(device, shapes, cache) if len(caches) == 1 else {"first_step_seconds": 2.0, "warm_up_seconds": 3.0}
 
     monkeypatch.setattr(first_step, "in_new_process", in_new_process)
-    results = first_step.measure(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]})
+    results = list(first_step.measure(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]}))
     assert caches[0] == caches[1]  # the second process finds what the first compiled
     (entry,) = results
     assert 0 < entry["cold"]["first_step_seconds"] < entry["cold"]["warm_up_seconds"]

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is (unavaila
 def the_page_in_order() -> None:
     from tests.test_docs import ROOT, snippets
 
-    page = "docs/faq.md"
+    page = "docs/guides/checkpoints.md"
     names: dict[str, Any] = {"__name__": page}
     for line, code in snippets(page, "distributed"):
         before = state_of(names["model"], names["optimizer"]) if "dcp.load" in code else None
@@ -57,10 +57,10 @@ def the_page_in_order() -> None:
 
 
 @promise(
-    "A run is resumed as the FAQ shows, in a process that has gradients",
+    "A run is resumed as the guide to checkpoints shows, in a process that has gradients",
     "All state is as it was saved",
 )
-def test_the_snippet_of_the_faq_restores_state(ranks: RankPool):
+def test_the_snippet_of_the_guide_restores_state(ranks: RankPool):
     ranks.run(2, the_page_in_order)
 
 

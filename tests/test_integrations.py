@@ -170,7 +170,7 @@ def test_accelerate(ranks: RankPool, kind, name, tmp_path):
         assert result["sharded"] == (kind == "fsdp")
         assert result["ranks"] == 2
         assert result["scales"] == expected["scales"]
-        assert result["report after prepare"] == result["report before prepare"]
+        assert result["routes after prepare"] == result["routes before prepare"]
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
         assert_weights(result["weights"], expected["weights"], rtol=1e-3, atol=1e-4)
         assert result["resumed"] == result["losses"]

@@ -19,10 +19,9 @@ from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
-from muon_fsdp.plan.packing import Slot, make_packing
 from muon_fsdp.plan.report import make_report
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.stages import Exchange, make_plan
+from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs
 from tests.comparisons import assert_same
@@ -171,15 +170,26 @@ class PlayedExchange:
             expected = torch.cat([torch.empty(0), *(view.reshape(-1) for view in views)])
             packing = getattr(stage.packings, kind)
             message = torch.full((packing.numel,), torch.nan)
-            for source, target in zip(*packing.parts(buffer, message), strict=True):
+            copies = packing.copies
+            for source, target in zip(copies.in_first(buffer), copies.in_second(message), strict=True):
                 target.copy_(source)
             assert_same(message, expected, f"{kind} of rank {rank}")
             unpacked, wanted = torch.zeros_like(buffer), torch.zeros_like(buffer)
-            for target, source in zip(*packing.parts(unpacked, message), strict=True):
+            for target, source in zip(copies.in_first(unpacked), copies.in_second(message), strict=True):
                 target.copy_(source)
+            assert all(view.is_contiguous() for view in copies.in_first(buffer)[: copies.num_dense])
             for view in views:
                 wanted[view.reshape(-1).long()] = view.reshape(-1)
             assert_same(unpacked, wanted, f"{kind} of rank {rank}, unpacked")
+        for kind, copies in (("gather", stage.packings.gather_own), ("scatter", stage.packings.scatter_own)):
+            shards, units = 1.0 + torch.arange(stage.shard_numel), torch.zeros(stage.unit_numel)
+            wanted = units.clone()
+            for p in getattr(stage.exchange, f"{kind}_receive")[me]:
+                of_shard = stage.shard_slots[stage.units[p.unit].position].of(shards)[p.in_shard]
+                stage.unit_slots[p.unit].of(wanted)[p.in_unit] = of_shard
+            for source, target in zip(copies.in_first(shards), copies.in_second(units), strict=True):
+                target.copy_(source)
+            assert_same(units, wanted, f"{kind} of rank {rank} to itself")
 
 
 @settings(max_examples=60, deadline=None)
@@ -282,36 +292,6 @@ def test_an_owner_sends_each_result_once(mesh_shape, placements, shape):
         assert stage.update_numel == layout.num_replicas * stage.exchange.slice_numel
 
 
-@pytest.mark.parametrize("rank", [0, 1, 4095])
-def test_a_matrix_on_thousands_of_ranks_is_moved_by_few_copies(rank):
-    """FSDP2's pieces of a matrix are contiguous in the matrix and in the message, apart from the rank's own piece."""
-    num_ranks = 4096
-    layout = Layout(tuple(range(num_ranks)), (num_ranks,), (Shard(0),))
-    view = matrix_view((2 * num_ranks, 64), name="w", kind="auto")
-    specs = [ParameterSpec(i, 0, "muon", view.shape, layout, 2, *CPU, view, NO_OPTIONS, (1.0,)) for i in range(2)]
-    outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
-    (stage,) = make_plan(outlines, rank).stages
-    packings = stage.packings
-    computes = bool(stage.mine)
-    assert computes == (rank < 2)
-    for packing in (packings.gather_receive, packings.scatter_send):
-        assert packing.strided == ()
-        assert len(packing.runs) <= 2 if computes else packing.runs == ()
-    assert sum(packings.gather_receive.sizes) == computes * (num_ranks - 1) * 2 * 64
-
-
-def test_columns_are_strided_and_whole_rows_are_not():
-    slot = Slot(32, (6, 8))
-    rows, columns = (slice(2, 4), slice(0, 8)), (slice(0, 6), slice(2, 4))
-    one_row = (slice(3, 4), slice(1, 5))
-    packing = make_packing([[(slot, rows)], [(slot, columns)], [(slot, one_row)]], me=1)
-    assert packing.sizes == (16, 0, 4)
-    assert [(run.in_buffer, run.in_message, run.numel) for run in packing.runs] == [(48, 0, 16), (57, 16, 4)]
-    packing = make_packing([[(slot, columns)], [(slot, rows)]], me=5)
-    assert [piece.in_message for piece in packing.strided] == [0]
-    assert packing.sizes == (12, 16)
-
-
 # ---------------------------------------------------------------------------------------------------------- order
 
 
@@ -323,16 +303,17 @@ class LoggedRun:
         self.travels, self.positions, self.forwards = True, {0}, len(self.peers) > 1
         self.group = (self.ranks, "")
         exchange = Exchange(self.ranks, 0, (), (), (), (), True, True, self.peers, 1)
+        self.scatter_group = (self.ranks, exchange.scatter_purpose)
         self.forward_group = (self.peers, exchange.forward_purpose)
 
     def start(self, _):
         self.log.append(("start", "gather", self.name, self.group))
 
     def compute(self):
-        self.log += [("wait", "gather", self.name, self.group), ("start", "scatter", self.name, self.group)]
+        self.log += [("wait", "gather", self.name, self.group), ("start", "scatter", self.name, self.scatter_group)]
 
     def forward(self):
-        self.log.append(("wait", "scatter", self.name, self.group))
+        self.log.append(("wait", "scatter", self.name, self.scatter_group))
         if self.forwards:
             self.log.append(("start", "forward", self.name, self.forward_group))
 
@@ -390,6 +371,40 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
                 started[tuple(transfer)] += what == "start"
                 moved = True
     assert {rank: log for rank, log in left.items() if log} == {}
+
+
+def test_few_ranks_scatter_in_a_group_of_their_own():
+    """Every process group has connections between all of its ranks, so many ranks share one."""
+    purposes = [
+        Exchange(tuple(range(count)), 0, (), (), (), (), True, True).scatter_purpose
+        for count in (2, SCATTER_GROUP_RANKS, SCATTER_GROUP_RANKS + 1)
+    ]
+    assert purposes == ["scatter", "scatter", ""]
+
+
+def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():
+    """A stage has been scattered before the next one computes, and is applied after the one after that has started."""
+
+    class Applied(LoggedRun):
+        def finish(self):
+            self.log.append(("wait", "apply", self.name, self.group))
+
+    log = []
+    with patch.object(pipeline, "_StageRun", Applied):
+        stages = [(number, (0, 1), (0,), 2, log) for number in range(4)]
+        inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
+        whole = Settings("propagate", 1, False, "auto", None)
+        pipeline.run_stages(stages, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
+    order = [f"{what} {kind} {name}" for what, kind, name, _ in log]
+    for first in range(2):
+        begin = order.index(f"wait scatter {first}")
+        assert order[begin : begin + 4] == [
+            f"wait scatter {first}",
+            f"start gather {first + 2}",
+            f"wait apply {first}",
+            f"wait gather {first + 1}",
+        ]
+    assert order[-2:] == ["wait scatter 3", "wait apply 3"]
 
 
 # -------------------------------------------------------------------------------------------------------- agreement

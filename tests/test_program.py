@@ -121,6 +121,8 @@ def test_queries_and_keys_without_norm(text: Path, tmp_path: Path, capsys) -> No
     assert lines(tmp_path / "out")[0]["model"]["qk_norm"] is False
     assert main(flags(text, tmp_path / "out", 2, "--resume")) == 2
     assert "qk_norm is False in the checkpoint and True here" in capsys.readouterr().err
+    assert main(flags(text, tmp_path / "out", 8, "--resume", "--no-qk-norm", "--rest-weight-decay", "0.1")) == 2
+    assert "rest_weight_decay is 0 in the checkpoint and 0.1 here" in capsys.readouterr().err
 
 
 def test_flags_and_configuration_are_one() -> None:
@@ -193,7 +195,7 @@ def test_curves_of_the_program_are_written(text: Path, tmp_path: Path, capsys, m
     runs = ("AdamW lr 0.001", "AdamW lr 0.001/0.1", "Muon lr 0.02")
     assert [row[:2] for row in rows[1:]] == [[run, step] for run in runs for step in "02"]
     assert rows[2][3] != rows[4][3]  # the rate of the rest counts
-    assert (tmp_path / "out" / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert "Muon lr 0.02" in (tmp_path / "out" / "one-light.svg").read_text()
     assert "Muon lr 0.02             validation loss" in capsys.readouterr().out
     alone = ["--optimizers", "muon", "--rates", "muon=0.02"]
     assert curves.main(["optimizers", *common, "--name", "none", *alone, "--", "--data", "nowhere"]) == 1

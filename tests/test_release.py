@@ -44,6 +44,13 @@ def hook_fixture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("[part](#part) [out](https://z)", "[part](#part) [out](https://z)"),
         ("[![t](../../a/b.svg)](../../a/b)", "[![t](https://x/y/a/b.svg)](https://x/y/a/b)"),
         ("[![t](https://z)](LICENSE)", "[![t](https://z)](https://x/y/blob/v1.0/LICENSE)"),
+        ('<img alt="a" src="a/b.svg">', '<img alt="a" src="https://x/y/raw/v1.0/a/b.svg">'),
+        ('<img src="https://z/b.svg">', '<img src="https://z/b.svg">'),
+        (
+            '<picture>\n<source media="(m: dark)" srcset="d.svg">\n<img src="l.svg" alt="a"></picture>',
+            '<picture>\n<source media="(m: dark)" srcset="https://x/y/raw/v1.0/d.svg">\n'
+            '<img src="https://x/y/raw/v1.0/l.svg" alt="a"></picture>',
+        ),
     ],
 )
 def test_links_become_absolute(hook: ModuleType, link: str, expected: str) -> None:
@@ -57,6 +64,9 @@ def test_no_relative_link_is_left_in_the_description(hook: ModuleType) -> None:
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)]*)\)", prose)
     assert len(targets) > 20
+    pictures = re.findall(r'\b(?:src|srcset)="([^"]*)"', prose)
+    assert len(pictures) == 4
+    targets += pictures
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
     code = [re.findall(r"```.*?```", page, flags=re.DOTALL) for page in (text, (ROOT / "README.md").read_text())]
     assert code[0] == code[1]
@@ -93,7 +103,13 @@ def test_the_texts_agree_and_a_release_refuses_open_places(monkeypatch: pytest.M
 
 def test_the_address_of_the_repository_is_in_one_place() -> None:
     """Pages, workflows and templates would otherwise keep an old one."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *(ROOT / ".github").rglob("*.yml"), *(ROOT / "docs").glob("*.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.cff"),
+        *(ROOT / ".github").rglob("*.yml"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "mkdocs.yml",
+    ]
     assert [path.name for path in pages if re.search(r"github\.com/[\w-]+/muon_fsdp", path.read_text())] == []
     project = (ROOT / "pyproject.toml").read_text()
     assert len(set(re.findall(r"https://github\.com/[\w-]+/muon_fsdp", project))) == 1

@@ -77,6 +77,22 @@ def test_presets_have_the_promised_sizes(name: str, millions: float) -> None:
     assert model.preset(name).num_heads % 2 == 0  # so that --tp 2 works
 
 
+def test_a_scaled_embedding_is_not_drowned_by_the_first_blocks() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (2, 64))
+    config = replace(model.preset("gpt2"), vocab_size=256, num_layers=1)
+    ratios = []
+    for scale in (False, True):
+        gpt = GPT(replace(config, scale_embedding=scale))
+        streams: list[torch.Tensor] = []
+        gpt.blocks[0].register_forward_hook(lambda _, inputs, output, kept=streams: kept.extend((inputs[0], output)))
+        gpt(tokens)
+        ratios.append(((streams[1] - streams[0]).std() / streams[0].std()).item())
+        assert streams[0].std().item() == pytest.approx(0.02 * 768**0.5 if scale else 0.02, rel=0.02)
+    assert ratios[0] > 10  # a block writes ten times what the token did
+    assert ratios[1] < 2
+
+
 def test_learned_positions_and_a_tied_head() -> None:
     config = replace(TINY, positions="learned", tie_embeddings=True)
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ from muon_fsdp.timing import seconds, synchronize
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # variables that name the folders of compiled kernels
 
 
-def measure(setup: Setup, models: Mapping[str, Shapes]) -> list[dict[str, Any]]:
+def measure(setup: Setup, models: Mapping[str, Shapes]) -> Iterator[dict[str, Any]]:
     """Measure the first step of our default optimizer on every model, in two new processes that share an empty cache.
 
-    Returns:
+    Yields:
         One entry per model: its name, and the times of the first process ("cold") and of the second ("warm").
     """
-    results = []
     for number, (model, shapes) in enumerate(models.items(), start=1):
         setup.live.begin("first step", number, len(models), model)
         free_memory(setup.device)
@@ -39,8 +38,7 @@ def measure(setup: Setup, models: Mapping[str, Shapes]) -> list[dict[str, Any]]:
             for state in ("cold", "warm"):
                 setup.live.running(f"{state} cache")
                 entry[state] = in_new_process(setup.device, shapes, cache)
-        results.append(entry)
-    return results
+        yield entry
 
 
 def in_new_process(device: str, shapes: Shapes, cache: str) -> dict[str, float]:

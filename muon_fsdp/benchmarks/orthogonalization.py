@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,10 +68,10 @@ def modes_on(device: str) -> dict[str, Mode]:
     return {"": partial, ", captured": captured} if device == "cuda" else {"": partial}
 
 
-def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) -> list[dict[str, Any]]:
+def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) -> Iterator[dict[str, Any]]:
     """Measure our orthogonalization and those of other libraries on batches of these shapes, or on the default ones.
 
-    Returns:
+    Yields:
         One entry per batch: its shape, the milliseconds of each implementation (None if it does not run), why some do
         not run, the floor, our best time and TFLOP/s.
     """
@@ -81,7 +81,6 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
     columns = [name + mode for name in contestants for mode in modes]
     shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
     failed_captures: dict[str, str] = {}
-    results = []
     for number, (count, rows, cols) in enumerate(shapes, start=1):
         shape = f"{count} x {rows} x {cols}"
         setup.live.begin("orthogonalization", number, len(shapes), shape)
@@ -91,19 +90,17 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
         times = medians_in_turn(all_series, setup.repeats, setup.live.running)
         flops = count * least_flops(rows, cols)
         best = min(times[OURS + mode] for mode in modes)
-        results.append(
-            {
-                "shape": shape,
-                "milliseconds": {column: times.get(column) for column in columns},
-                "notes": notes,
-                "floor_milliseconds": floor_milliseconds(setup.ceilings, flops, 2 * matrices.nbytes),
-                "best": best,
-                "tflops": flops / best / 1e9,
-            }
-        )
+        floor = floor_milliseconds(setup.ceilings, flops, 2 * matrices.nbytes)
         del all_series, matrices
         free_memory(device)
-    return results
+        yield {
+            "shape": shape,
+            "milliseconds": {column: times.get(column) for column in columns},
+            "notes": notes,
+            "floor_milliseconds": floor,
+            "best": best,
+            "tflops": flops / best / 1e9,
+        }
 
 
 def _prepare(

@@ -5,6 +5,7 @@ The result is compared with a copy of the 28 bytes per float32 parameter that a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,14 +32,13 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def measure(setup: Setup) -> list[dict[str, Any]]:
+def measure(setup: Setup) -> Iterator[dict[str, Any]]:
     """Measure every optimizer on every set of tensors.
 
-    Returns:
+    Yields:
         One entry per set of tensors: its name and size, and the figures of each optimizer.
     """
     sizes = GPU_SIZES if setup.device == "cuda" else CPU_SIZES
-    results = []
     for number, (name, shapes) in enumerate(sizes.items(), start=1):
         setup.live.begin("pair", number, len(sizes), name)
         parameters = sum(rows * cols for rows, cols in shapes)
@@ -50,8 +50,7 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
             one["of_copy"] = BYTES_PER_PARAMETER * parameters / (1e-3 * milliseconds) / setup.ceilings.bytes
             entry["optimizers"][label] = one
             cool_down(setup.device)
-        results.append(entry)
-    return results
+        yield entry
 
 
 def show(results: list[dict[str, Any]]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +16,9 @@ from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_machine, show
 from muon_fsdp.benchmarks.throttling import Sample, Watch
 
 TABLES = ("orthogonalization", "step", "pair")
+
+Save = Callable[[Mapping[str, Any]], None]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -33,31 +35,60 @@ class Request:
 
 
 class Report:
-    """The results of a run so far, as figures for JSON and as text; on a GPU with its clocks during each part."""
+    """The results of a run so far, as figures for JSON and as text; on a GPU with its clocks during each part.
 
-    def __init__(self, watch: Watch | None) -> None:
+    Args:
+        watch: samples the clocks of a GPU; None on a CPU.
+        save: called with all figures so far whenever there are new ones, so that a run that is stopped loses little.
+    """
+
+    def __init__(self, watch: Watch | None, save: Save) -> None:
         self.figures: dict[str, Any] = {}
         self._texts: list[str] = []
-        self._watch = watch
+        self._watch, self._save = watch, save
 
-    def add(self, name: str, title: str, measure: Callable[[], Any], show: Callable[[Any], str]) -> None:
-        """Measure one part and add it to the report.
+    def add(self, name: str, title: str, entries: Iterator[Any], show: Callable[[Any], str]) -> None:
+        """Measure one table and add it to the report.
 
         Args:
-            name: the key of the part among the figures.
+            name: the key of the table among the figures.
             title: the text before it.
-            measure: returns the figures.
-            show: returns the figures as text.
+            entries: measures one part of the table after the other.
+            show: returns all parts as text.
         """
+
+        def measure() -> list[Any]:
+            found = self.figures[name] = []
+            for entry in entries:
+                found.append(entry)
+                self._save(self.figures)
+            return found
+
+        self._add(name, title, measure, show)
+
+    def add_ceilings(self, device: str) -> Ceilings:
+        """Measure the ceilings of the device and add them to the report."""
+
+        def measure() -> Ceilings:
+            ceilings = Ceilings.measure(device)
+            self.figures["ceilings"] = asdict(ceilings)
+            return ceilings
+
+        return self._add("ceilings", "ceilings: ", measure, Ceilings.show)
+
+    def _add(self, name: str, title: str, measure: Callable[[], Found], show: Callable[[Found], str]) -> Found:
+        """Measure one part while the GPU is watched, and add its text; `measure` writes and returns the figures."""
         watching: AbstractContextManager[list[Sample]] = self._watch.samples() if self._watch else nullcontext([])
         with watching as samples:
-            self.figures[name] = measure()
-        text = title + show(self.figures[name]).rstrip()
+            found = measure()
+        text = title + show(found).rstrip()
         if self._watch:
             summary = self._watch.summarize(samples)
             self.figures.setdefault("gpu", {})[name] = summary
             text += f"\n{throttling.show(summary)}"
         self._texts.append(text)
+        self._save(self.figures)
+        return found
 
     def note(self, text: str) -> None:
         """Add a line that has no figures."""
@@ -68,38 +99,41 @@ class Report:
         return "\n\n".join(self._texts)
 
 
-def run(device: str, request: Request) -> tuple[dict[str, Any], str]:
+def run(device: str, request: Request, save: Save) -> tuple[dict[str, Any], str]:
     """Measure the requested tables on a device, "cuda" or "cpu".
+
+    Args:
+        device: "cuda" or "cpu".
+        request: what to measure.
+        save: called with the figures so far whenever there are new ones.
 
     Returns:
         The figures, ready for JSON, and the same figures as text tables.
     """
     if device == "cpu":
         torch.set_num_threads(request.threads)
-    live, report = LiveLine(), Report(Watch.of_gpu() if device == "cuda" else None)
+    live, report = LiveLine(), Report(Watch.of_gpu() if device == "cuda" else None, save)
     machine = describe_machine(device, request.threads)
     report.figures.update(machine, repeats=request.repeats)
     report.note(show_machine(machine))
     live.show("ceilings ...")
-    report.add("ceilings", "ceilings: ", lambda: asdict(Ceilings.measure(device)), lambda it: Ceilings(**it).show())
-    setup = Setup(device, Ceilings(**report.figures["ceilings"]), request.repeats, live)
+    setup = Setup(device, report.add_ceilings(device), request.repeats, live)
     models = steps.models_on(device, request.models)
     if "orthogonalization" in request.tables:
         title = "Orthogonalization, five steps; the floor is at the sustained rate\n"
-        measure = partial(orthogonalization.measure, setup, request.shapes)
-        report.add("orthogonalization", title, measure, orthogonalization.show)
+        report.add("orthogonalization", title, orthogonalization.measure(setup, request.shapes), orthogonalization.show)
     if "step" in request.tables:
         report.add(
             "step",
             "One step; the floor is at the sustained rate\n",
-            partial(steps.measure, setup, models, request.rules),
+            steps.measure(setup, models, request.rules),
             steps.show,
         )
     if "pair" in request.tables:
-        report.add("pair", "The element-wise pair\n", partial(pair.measure, setup), pair.show)
+        report.add("pair", "The element-wise pair\n", pair.measure(setup), pair.show)
     if request.first_step and device == "cuda":
         title = "The first step of a new process\n"
-        report.add("first_step", title, partial(first_step.measure, setup, models), first_step.show)
+        report.add("first_step", title, first_step.measure(setup, models), first_step.show)
     elif request.first_step:
         report.note("The first step of a new process: not measured, because no kernels are compiled on a CPU")
     live.clear()

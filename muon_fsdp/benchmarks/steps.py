@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ def models_on(device: str, only: Sequence[str] | None = None) -> dict[str, Shape
     return {name: shapes for name, shapes in models.items() if not only or name.split(",")[0] in only}
 
 
-def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = ()) -> list[dict[str, Any]]:
+def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Measure every optimizer on every model.
 
     Args:
@@ -46,15 +46,13 @@ def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = (
         models: shapes of matrices, by the name that the table shows.
         rules: further rules of ours to measure, as `contestants.parse_rule` reads them.
 
-    Returns:
+    Yields:
         One entry per model: its name, size and floor, the figures of each optimizer, and why optimizers of other
         libraries did not run. TFLOP/s are given where the optimizer does the work that the floor counts.
     """
-    results = []
     for number, (model, shapes) in enumerate(models.items(), start=1):
         setup.live.begin("step", number, len(models), model)
-        results.append(_measure_model(setup, model, shapes, rules))
-    return results
+        yield _measure_model(setup, model, shapes, rules)
 
 
 def _measure_model(setup: Setup, model: str, shapes: Shapes, rules: Sequence[str]) -> dict[str, Any]:

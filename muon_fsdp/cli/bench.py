@@ -1,12 +1,12 @@
-"""`muon-fsdp bench`: measure orthogonalization, whole steps and the element-wise pair on this machine."""
+"""`muon-fsdp bench`: measure orthogonalization, whole steps and the element-wise pair, or training on several ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,13 +22,22 @@ EPILOG = examples(
     "muon-fsdp bench",
     "muon-fsdp bench --tables step --models gpt2-124m --rules normuon",
     "muon-fsdp bench --tables orthogonalization --shapes 48x768x768,8x2048x2048 --json figures.json",
+    "torchrun --standalone --nproc-per-node 8 -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json",
 )
+ALSO_ON_RANKS = ("multi_gpu", "models", "repeats", "json")  # flags that --multi-gpu uses
 
 
 @dataclass(frozen=True)
 class BenchFlags:
     """The flags of `muon-fsdp bench`, as the user gave them."""
 
+    multi_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--multi-gpu",
+            help="Compare training with several optimizers on a model that FSDP2 shards over the ranks of torchrun.",
+        ),
+    ] = False
     tables: Annotated[str, typer.Option(help="Tables to measure, separated by commas.")] = TABLES
     shapes: Annotated[
         str | None,
@@ -36,7 +45,9 @@ class BenchFlags:
     ] = None
     models: Annotated[
         str | None,
-        typer.Option(help="Measure steps of these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m."),
+        typer.Option(
+            help="Measure these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m, or tiny with --multi-gpu."
+        ),
     ] = None
     rules: Annotated[
         str | None,
@@ -66,7 +77,8 @@ class BenchFlags:
     json: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", help="Write the figures to this file as JSON; '-' prints the JSON and nothing else."
+            metavar="PATH",
+            help="Write the figures to this file as JSON, after each part; '-' prints the JSON and nothing else.",
         ),
     ] = None
 
@@ -84,15 +96,45 @@ def bench(flags: BenchFlags) -> None:
     from muon_fsdp.benchmarks.run import run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    figures, text = run(device, _request(flags, device))
+    if flags.json not in (None, "-") and not Path(flags.json).absolute().parent.is_dir():
+        fail(f"--json: the folder of {flags.json} does not exist; create it first")
+    if flags.multi_gpu:
+        _run_on_ranks(flags, device)
+        return
+    figures, text = run(device, _request(flags, device), lambda figures: _save(figures, flags.json))
     if flags.json == "-":
         print_json(figures)
-        return
-    print(text)
-    if flags.json is not None:
-        from json import dumps
+    else:
+        print(text)
 
-        Path(flags.json).write_text(dumps(figures, indent=1) + "\n")
+
+def _run_on_ranks(flags: BenchFlags, device: str) -> None:
+    """Check the flags of `--multi-gpu` and run it."""
+    from muon_fsdp.benchmarks.sharded_training import workloads_on
+    from muon_fsdp.cli.multi_gpu import run
+
+    for field in fields(flags):
+        if field.name not in ALSO_ON_RANKS and getattr(flags, field.name) != field.default:
+            fail(f"--{field.name.replace('_', '-')} does not work with --multi-gpu; leave one of them out")
+    models = _split(flags.models)
+    _check_names("--models", models, [name.split(",")[0] for name in workloads_on(device)])
+    repeats = flags.repeats or _default_repeats(device)
+    run(models, repeats, flags.json, lambda figures: _save(figures, flags.json))
+
+
+def _save(figures: Mapping[str, Any], path: str | None) -> None:
+    """Write figures to a file as JSON, if the user named one. A reader never sees a part of them."""
+    if path in (None, "-"):
+        return
+    from json import dumps
+
+    partial = Path(f"{path}.partial")
+    partial.write_text(dumps(figures, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _default_repeats(device: str) -> int:
+    return 10 if device == "cuda" else 3
 
 
 def _request(flags: BenchFlags, device: str) -> Request:
@@ -118,14 +160,12 @@ def _request(flags: BenchFlags, device: str) -> Request:
             parse_rule(rule)
     except ValueError as error:
         fail(f"--rules: {error}")
-    if flags.json not in (None, "-") and not Path(flags.json).absolute().parent.is_dir():
-        fail(f"--json: the folder of {flags.json} does not exist; create it first")
     return Request(
         tables=tables,
         shapes=shapes or None,
         models=_split(flags.models) or None,
         rules=rules,
-        repeats=flags.repeats or (10 if device == "cuda" else 3),
+        repeats=flags.repeats or _default_repeats(device),
         threads=flags.threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
         first_step=flags.first_step,
     )

@@ -12,7 +12,7 @@ from torch import nn
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
-from muon_fsdp.parameters.routing import RoutingRow
+from muon_fsdp.parameters.routing_report import RoutingRow
 from muon_fsdp.plan.costs import Speeds
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.report import PlanReport

@@ -11,7 +11,7 @@ from torch import nn
 
 from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
-from muon_fsdp.parameters.routing import RoutingReport
+from muon_fsdp.parameters.routing_report import RoutingReport
 from muon_fsdp.plan.costs import FIXED_SECONDS
 from muon_fsdp.plan.report import PlanReport
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES

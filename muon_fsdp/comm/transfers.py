@@ -25,8 +25,8 @@ from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_grou
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, local_layout
-from muon_fsdp.plan.packing import Packing
-from muon_fsdp.plan.stages import Piece, Stage, make_gather_stage
+from muon_fsdp.plan.packing import Copies, Packing
+from muon_fsdp.plan.stages import Stage, make_gather_stage
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
 
@@ -38,7 +38,10 @@ STAGES_IN_FLIGHT = 2  # stages that use one phase's buffers in turn: a buffer is
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, which shares its memory; return a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # `to_local` makes a new view of a parameter, which takes microseconds. A step asks for thousands of parameters.
+    return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
 
 def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
@@ -116,7 +119,12 @@ def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
         # For example partial sums under tensor parallelism, whose sum may overflow in half precision.
         precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
         grad = precise.redistribute(placements=parameter.placements)
-    part = local(grad)
+    return local_values(grad)
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor. If it is an AsyncCollectiveTensor, wait for its collective."""
+    part = local(tensor)
     # An AsyncCollectiveTensor has no data pointer for kernels; cloning it waits for its collective.
     return part if type(part) in (Tensor, nn.Parameter) else part.clone()
 
@@ -146,14 +154,22 @@ class Transfer:
         incoming: how pieces of the buffer that `finish` fills lie in the messages to receive.
         recorder: provides the buffers, and records the calls for CUDA graphs.
         name: the name of the buffers in the recorder.
+        purpose: the purpose of the process group.
     """
 
     def __init__(
-        self, ranks: Ranks, source: Tensor, outgoing: Packing, incoming: Packing, recorder: Recorder, name: str
+        self,
+        ranks: Ranks,
+        source: Tensor,
+        outgoing: Packing,
+        incoming: Packing,
+        recorder: Recorder,
+        name: str,
+        purpose: str,
     ) -> None:
         self._recorder, self._incoming = recorder, incoming
         send = recorder.buffer(f"{name} send", outgoing.numel, source.dtype, source.device)
-        _copy(*reversed(outgoing.parts(source, send)))
+        _copy(outgoing.copies, outgoing.copies.in_second(send), outgoing.copies.in_first(source))
         received = recorder.buffer(f"{name} receive", incoming.numel, source.dtype, source.device)
         self._buffers: tuple[Tensor, ...] = (send, received)  # must not be freed before the transfer has finished
         # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
@@ -162,7 +178,7 @@ class Transfer:
         send_sizes, receive_sizes = list(outgoing.sizes), list(incoming.sizes)
 
         def start() -> None:
-            group = group_of(ranks, send.device)  # found at every replay: process groups may have been made anew
+            group = group_of(ranks, send.device, purpose)  # found at every replay: it may have been made anew
             work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
             works[:] = [work]
 
@@ -175,7 +191,8 @@ class Transfer:
         """
         works = self._works
         self._recorder.host(lambda: works.pop().wait())
-        _copy(*self._incoming.parts(target, self._buffers[1]))
+        copies = self._incoming.copies
+        _copy(copies, copies.in_first(target), copies.in_second(self._buffers[1]))
         self._buffers = ()
 
     def is_completed(self) -> bool:
@@ -212,10 +229,13 @@ class AllGather:
         self._recorder.host(lambda: works.pop().wait())
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors into others of the same shapes, in one launch where that is possible."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
+def _copy(copies: Copies, targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy views of one buffer into views of another, the contiguous ones in one launch where that is possible."""
+    num_dense = copies.num_dense
+    if num_dense:
+        torch._foreach_copy_(targets[:num_dense], sources[:num_dense])
+    if num_dense < len(targets):  # by themselves: one view that is not contiguous would give each view a launch
+        torch._foreach_copy_(targets[num_dense:], sources[num_dense:])
 
 
 class StageExchange:
@@ -247,9 +267,9 @@ class StageExchange:
         """Start sending this rank's shards to the owners of their units."""
         exchange, shards = self._exchange, self._shards
         assert shards is not None
-        self._kept = [self._in_shard(piece, shards) for piece in exchange.gather_receive[exchange.me]]
+        packings = self._stage.packings
+        self._kept = packings.gather_own.in_first(shards)
         if exchange.gathers:
-            packings = self._stage.packings
             self._gather = self._transfer("gather", shards, packings.gather_send, packings.gather_receive)
         self._shards = None
 
@@ -262,8 +282,8 @@ class StageExchange:
         units = torch.empty(self._stage.unit_numel, dtype=self._wire, device=self._device)
         if self._gather is not None:
             self._gather.finish(units)
-        own = self._exchange.gather_receive[self._exchange.me]
-        _copy([self._in_unit(piece, units) for piece in own], self._kept)
+        own = self._stage.packings.gather_own
+        _copy(own, own.in_second(units), self._kept)
         self._gather, self._kept = None, []
         return units
 
@@ -276,10 +296,10 @@ class StageExchange:
         exchange = self._exchange
         # This rank rounds its own results too. Otherwise replicas would drift apart by the rounding of the transfer.
         sent = results.to(self._wire) if exchange.scatters else results
-        self._kept = [self._in_unit(piece, sent) for piece in exchange.scatter_send[exchange.me]]
+        packings = self._stage.packings
+        self._kept = packings.scatter_own.in_second(sent)
         self._result_dtype = sent.dtype
         if exchange.scatters:
-            packings = self._stage.packings
             self._scatter = self._transfer("scatter", sent, packings.scatter_send, packings.scatter_receive)
 
     def finish_scatter(self) -> None:
@@ -291,7 +311,8 @@ class StageExchange:
             updates = torch.empty(numel, dtype=self._result_dtype, device=self._device)
         if self._scatter is not None:
             self._scatter.finish(updates)
-        _copy([self._in_shard(piece, updates) for piece in exchange.scatter_receive[exchange.me]], self._kept)
+        own = self._stage.packings.scatter_own
+        _copy(own, own.in_first(updates), self._kept)
         self._scatter, self._kept, self._updates = None, [], updates
         if exchange.forwards:
             self._forward = AllGather(exchange.peers, exchange.forward_purpose, updates, self._recorder)
@@ -309,17 +330,11 @@ class StageExchange:
         self._forward = None
         return updates
 
-    def _in_shard(self, piece: Piece, shards: Tensor) -> Tensor:
-        """Return a view of a piece, (piece.shape), in a flat buffer of this rank's shards."""
-        return self._stage.shard_slots[self._stage.units[piece.unit].position].of(shards)[piece.in_shard]
-
-    def _in_unit(self, piece: Piece, units: Tensor) -> Tensor:
-        """Return a view of a piece, (piece.shape), in a flat buffer of units."""
-        return self._stage.unit_slots[piece.unit].of(units)[piece.in_unit]
-
     def _transfer(self, kind: str, source: Tensor, outgoing: Packing, incoming: Packing) -> Transfer:
         """Start the all-to-all of one phase."""
-        return Transfer(self._exchange.ranks, source, outgoing, incoming, self._recorder, f"{kind} {self._name}")
+        exchange, name = self._exchange, f"{kind} {self._name}"
+        purpose = exchange.scatter_purpose if kind == "scatter" else ""
+        return Transfer(exchange.ranks, source, outgoing, incoming, self._recorder, name, purpose)
 
 
 def gather_full(parameter: Tensor) -> Tensor:

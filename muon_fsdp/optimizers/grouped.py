@@ -29,7 +29,8 @@ from muon_fsdp.parameters.groups import (
 )
 from muon_fsdp.parameters.records import ParameterRecord, make_records, view_of
 from muon_fsdp.parameters.replicas import Replicas
-from muon_fsdp.parameters.routing import GroupRule, Route, Router, RoutingReport, RoutingRow, clean_name, frozen_rows
+from muon_fsdp.parameters.routing import GroupRule, Route, Router, clean_name
+from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows
 from muon_fsdp.parameters.wrappers import ModelWatch
 from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
@@ -229,8 +230,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         routes = self._route(parameters, named, given)
         self._require_rule(source.where, given.get("rule"), routes)
         new_groups = [
-            self._new_group(group, [parameters[i] for i in indices], [routes[i] for i in indices], source, foreign)
-            for group, indices in self._split(routes, source)
+            self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
+            for group, indices, overridden in self._split(routes, source)
+            for members in [[replace(routes[i], overridden=overridden) for i in indices]]
         ]
         if not routes:  # keep a group without parameters, as torch does
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
@@ -255,15 +257,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 del group[key]
             self._routes.append(group_routes)
 
-    def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int]]]:
+    def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int], tuple[str, ...]]]:
         """Divide the parameters of a user's group by their options.
 
         Returns:
-            Options and the indices of their parameters; matrices come first, otherwise in the user's order.
+            Options, the indices of their parameters, and the names of the options that an override sets for these;
+            matrices come first, otherwise in the user's order.
         """
         rules = rules_of(routes)
         members: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        resolved: dict[tuple[object, ...], Group] = {}
+        resolved: dict[tuple[object, ...], tuple[Group, tuple[str, ...]]] = {}
         known: dict[tuple[object, ...], tuple[object, ...]] = {}
         for index, route in enumerate(routes):
             kind = (route.rule, route.pattern, route.defaults)
@@ -275,12 +278,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     beside = [RULES[name] for name in here | self._pattern_rules.get(route.pattern, set())]
                     sources.append((override, beside))
                 options = self._resolved(RULES[route.rule], route, sources)
-                overridden = override.of(RULES[route.rule], beside) if override is not None else None
-                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(overridden or ""))
-                resolved[known[kind]] = options
+                overridden = override.of(RULES[route.rule], beside) if override is not None else {}
+                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(overridden))
+                resolved[known[kind]] = options, tuple(overridden)
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
-        return [(resolved[key], members[key]) for key in ordered]
+        return [(resolved[key][0], members[key], resolved[key][1]) for key in ordered]
 
     def _new_group(
         self,
@@ -346,7 +349,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return [route for routes in self._routes for route in routes]
 
     def routing_report(self) -> RoutingReport:
-        """Return the rule of every parameter with its reason and scale; `print` shows it as a table."""
+        """Return the rule of every parameter with its reason, and the options in force; `print` shows a table."""
+        groups = [RoutingGroup.of(index, RULES[group["rule"]], group) for index, group in enumerate(self.param_groups)]
         rows = []
         for record in self._records():
             shapes = sorted({(rows, cols) for _, rows, cols in record.view.block_shapes}) if record.view else []
@@ -354,10 +358,14 @@ class GroupedOptimizer(torch.optim.Optimizer):
             scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
             unchanged = record.route.rule == record.rule.name
             reason = record.route.reason if unchanged else "rule of the group was changed"
-            rows.append(RoutingRow(record.name, record.shape, record.rule.name, reason, scales))
+            options = groups[record.group_index].options
+            overridden = {name: options[name] for name in record.route.overridden if name in options}
+            rows.append(
+                RoutingRow(record.name, record.shape, record.rule.name, reason, scales, record.group_index, overridden)
+            )
         held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since
         frozen = [row for row in self._frozen_rows if row.name not in held]
-        return RoutingReport((*rows, *frozen), tuple(self._router.warnings))
+        return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups))
 
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""

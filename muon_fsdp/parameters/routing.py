@@ -15,7 +15,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.vocabulary import vocabulary_tables
 from muon_fsdp.rules import RULES, rule_named
-from muon_fsdp.text import format_shape, plain_table
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -49,6 +48,7 @@ class Route:
     view: str = "auto"
     transposed: bool = False
     pattern: str | None = None  # the override that matches its name
+    overridden: tuple[str, ...] = ()  # the names of the options that this override sets for it
     # Options of this parameter, as pairs, unless its group or an override sets them.
     defaults: tuple[tuple[str, Any], ...] = ()
     given_name: str | None = None  # as the user passed it, including what wrappers insert
@@ -343,51 +343,4 @@ def _is_convolution(module: nn.Module) -> bool:
     return isinstance(
         module,
         (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    )
-
-
-@dataclass(frozen=True)
-class RoutingRow:
-    """One parameter in a routing report.
-
-    Args:
-        name: its name in the model, or "param[3]" if it has none.
-        shape: its whole shape, sharded or not.
-        rule: its rule; "none" if it is frozen.
-        reason: why.
-        scale: the size of an update, one number per shape of logical matrix; empty for element-wise rules.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rule: str
-    reason: str
-    scale: str
-
-
-@dataclass(frozen=True)
-class RoutingReport:
-    """The result of `optimizer.routing_report()`; `print` shows it as a table.
-
-    Args:
-        rows: one per parameter, in the order of the groups; frozen ones last.
-        warnings: decisions that the user may not have intended.
-    """
-
-    rows: tuple[RoutingRow, ...]
-    warnings: tuple[str, ...]
-
-    def __str__(self) -> str:
-        header = ("name", "shape", "rule", "scale", "reason")
-        rows = [(row.name, format_shape(row.shape), row.rule, row.scale, row.reason) for row in self.rows]
-        table = plain_table(header, rows, left=len(header))
-        return "\n".join([table, *(f"warning: {text}" for text in self.warnings)])
-
-
-def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
-    """Return the rows of a report for the frozen parameters of a model."""
-    return tuple(
-        RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
     )

@@ -18,9 +18,12 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit
-from muon_fsdp.plan.packing import Packing, Slot, make_packing
+from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, make_packing
 from muon_fsdp.plan.slices import UpdateSlices, aligned
 from muon_fsdp.plan.staging import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
+
+# Larger sets of ranks gather and scatter in one process group: every group has connections between all of its ranks.
+SCATTER_GROUP_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,15 @@ class Exchange:
         """
         return "" if self.peers == self.ranks else "peers"
 
+    @property
+    def scatter_purpose(self) -> str:
+        """Return the purpose of the process group that scatters; it is empty if gathers and scatters share one group.
+
+        In a group of their own, scatters do not wait for the gather of the next stage. NCCL also has one thread per
+        communicator that moves data to and from a network, so two of them send more at a time over sockets.
+        """
+        return "scatter" if len(self.ranks) <= SCATTER_GROUP_RANKS else ""
+
     def elements_sent(self) -> int:
         """Return the number of elements that this rank sends to others in all transfers."""
         lists = zip(self.gather_send, self.scatter_send, strict=True)
@@ -98,12 +110,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Packings:
-    """The layouts of shards and units of a stage in the messages of its two all-to-alls."""
+    """The layouts of shards and units of a stage in the messages of its two all-to-alls, and what does not travel."""
 
     gather_send: Packing
     gather_receive: Packing
     scatter_send: Packing
     scatter_receive: Packing
+    gather_own: Copies  # from this rank's shards to the units that it computes
+    scatter_own: Copies  # between its shards and these units too: the results that it keeps
 
 
 @dataclass(frozen=True)
@@ -135,20 +149,28 @@ class Stage:
         assert self.exchange is not None
         exchange, me = self.exchange, self.exchange.me
 
+        def in_shard(piece: Piece) -> Place:
+            return self.shard_slots[self.units[piece.unit].position], piece.in_shard
+
+        def in_unit(piece: Piece) -> Place:
+            return self.unit_slots[piece.unit], piece.in_unit
+
         def of_shards(lists: Sequence[Sequence[Piece]]) -> Packing:
-            slots = self.shard_slots
-            return make_packing(
-                [[(slots[self.units[p.unit].position], p.in_shard) for p in many] for many in lists], me
-            )
+            return make_packing([map(in_shard, many) for many in lists], me)
 
         def of_units(lists: Sequence[Sequence[Piece]]) -> Packing:
-            return make_packing([[(self.unit_slots[p.unit], p.in_unit) for p in many] for many in lists], me)
+            return make_packing([map(in_unit, many) for many in lists], me)
+
+        def of_both(pieces: Sequence[Piece]) -> Copies:
+            return make_copies((in_shard(piece), in_unit(piece)) for piece in pieces)
 
         return Packings(
             gather_send=of_shards(exchange.gather_send),
             gather_receive=of_units(exchange.gather_receive),
             scatter_send=of_units(exchange.scatter_send),
             scatter_receive=of_shards(exchange.scatter_receive),
+            gather_own=of_both(exchange.gather_receive[me]),
+            scatter_own=of_both(exchange.scatter_receive[me]),
         )
 
     @cached_property

@@ -138,7 +138,8 @@ class Staging:
         max_bytes: bytes of updates that a rank holds or computes in a stage, at most.
         in_flight: how many stages have buffers at a time. With 3, the next stage is gathered and the one before is
             scattered while one computes; where there are replicas, a fourth is forwarded. With 2, the next is gathered
-            while one computes, and a stage has ended before the next computes. With 1, stages follow each other.
+            while one computes, and a stage has been scattered before the next computes. With 1, stages follow each
+            other.
     """
 
     max_bytes: int
@@ -301,6 +302,9 @@ def peak_bytes(stages: Sequence[StageCost]) -> int:
         if before.in_flight == 3 and now.in_flight > 1:
             ending = first.forwarding + before.scattering
         peak = max(peak, now.computing + ending + next_gathered)
+        if before.in_flight < 3 and now.in_flight > 1 and before.peers == 1:
+            # Its updates wait until the next stage but one has started.
+            peak = max(peak, before.shards + now.gathering + next_gathered)
         peak = max(peak, now.scattering + next_gathered, now.forwarding + next_gathered)
     return peak
 

@@ -24,10 +24,11 @@ from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
 from muon_fsdp.step.early_matrices import EarlyMatrices
+from muon_fsdp.step.early_results import EarlyResult
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.pipeline import EarlyResult, StepContext, run_stages
+from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use

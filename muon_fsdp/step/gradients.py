@@ -63,7 +63,10 @@ class Gradients:
         for position, code in codes.items():
             if code > LIKE_PARAMETER and position not in self._found:
                 self._found[position] = _zeros(self._records[position].tensor, code)
-        return {i: self._records[i].part_of_gradient(self._found[i]) for i in sorted(self._found)}
+        return {
+            i: self._records[i].part_of_gradient(self._found[i], in_layout=self.codes.get(i) == LIKE_PARAMETER)
+            for i in sorted(self._found)
+        }
 
     def not_finite_message(self, rank: int) -> str:
         """Return the error for gradients that are not finite: their names, or the `rank` that has them."""
@@ -95,7 +98,9 @@ def _code(name: str, parameter: Tensor, grad: Tensor) -> int:
                 "is a DTensor: use distribute_tensor(grad, parameter.device_mesh, parameter.placements)"
             )
         return LIKE_PARAMETER
-    if grad.placements == parameter.placements:
+    placements = grad.placements
+    # FSDP2 gives both the same object, and comparing two takes longer than all else here.
+    if placements is parameter.placements or placements == parameter.placements:
         return LIKE_PARAMETER
     digits = [_digit(name, placement) for placement in grad.placements]
     return _FIRST_CODE + sum(digit * int(_BASE**axis) for axis, digit in enumerate(digits))

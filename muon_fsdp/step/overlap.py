@@ -27,11 +27,11 @@ from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.step.arrivals import Arrival, is_usable, watch, watch_replicas
+from muon_fsdp.step.early_results import EarlyResult
 from muon_fsdp.step.early_round import EarlyContext, Round, positions_of
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.pipeline import EarlyResult
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
 # largest of all ranks counts, so that all of them know who objects and which gradients come last.

@@ -5,64 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from muon_fsdp.comm.transfers import StageExchange
-from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.step.early_results import BatchNumbers, EarlyResult, Keeper
 from muon_fsdp.step.fused import FusedStage
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs, in_precision
 from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
 from muon_fsdp.step.metrics import Samples
-
-
-class EarlyResult(NamedTuple):
-    """What a stage has computed beside backward.
-
-    Args:
-        buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.
-        numbers: by number of the batch, what `direction` has left; empty if the rule needs weights.
-    """
-
-    buffer: Tensor
-    numbers: Mapping[int, LeftNumbers]
-
-
-class BatchNumbers(Protocol):
-    """Gives per-matrix state to batches, and takes what `direction` leaves."""
-
-    def place(self, stage: Stage, batch_number: int, members: Sequence[Member]) -> Any:
-        """Return where the numbers of some members of a batch are."""
-
-    def batch(
-        self, options: PlannedOptions, place: Any, matrices: Tensor, update: Tensor, inverse_norms: Tensor | None
-    ) -> MatrixBatch:
-        """Return the batch that `direction` gets for the matrices at a place."""
-
-    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
-        """Keep what `direction` has left for a batch."""
-
-
-class Keeper(Protocol):
-    """Keeps the results of stages that run beside backward, until `step()` uses them."""
-
-    @property
-    def numbers(self) -> BatchNumbers:
-        """Return the per-matrix state of these stages."""
-
-    def keep(self, stage: Stage, buffer: Tensor) -> None:
-        """Keep the updates or the gathered units of a stage."""
-
-    def fail(self, stage: Stage, error: Exception) -> None:
-        """Note that a stage has no result, because its rule has raised an error."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +66,7 @@ def run_stages(stages: Iterable[Stage], context: StepContext) -> None:
         if run.travels:
             travelling.add(run)
         else:  # there is no transfer to overlap with: finish at once, which frees its memory
+            travelling.end_scatter()
             run.start(travelling.count)
             run.compute()
             run.forward()
@@ -127,16 +87,25 @@ class _Travelling:
         """Start a stage, compute the one that was gathered before, and pass on those before that."""
         if run.in_flight == 1:
             self.finish()
+        # Two stages in flight: the one being scattered must end before the next one computes. Its transfer buffers are
+        # freed before `run` makes its own. Its updates are applied after `run` has started, because the network would
+        # be idle meanwhile.
+        ending = self._scattering if self._ends_next else None
+        if ending is not None:
+            ending.forward()
         run.start(self.count)
         self.count += 1
+        if ending is not None:
+            ending.finish()
+            self._scattering = None
         before = self._gathering
         if before is not None:
             before.compute()
         self._pass_on()
         self._gathering, self._scattering = run, before
-        if before is None:
+        if before is None or self._ends_next:
             return
-        if before.in_flight < 3:  # its buffers are freed before the next stage computes
+        if before.in_flight < 3:
             self._pass_on()
             self._pass_on()
         elif before.forwards and before.ranks != run.ranks:
@@ -144,14 +113,29 @@ class _Travelling:
             # would be a deadlock.
             self._pass_on()
 
+    def end_scatter(self) -> None:
+        """Finish the stage being scattered if it must end before another one computes."""
+        if self._ends_next:
+            self._pass_on()
+
     def finish(self) -> None:
         """Finish all stages."""
+        self.end_scatter()
         if self._gathering is not None:
             self._gathering.compute()
         self._pass_on()
         self._gathering, self._scattering = None, self._gathering
         self._pass_on()
         self._pass_on()
+
+    @property
+    def _ends_next(self) -> bool:
+        """Return whether the stage being scattered is finished by the next call.
+
+        A stage with replicas is not left to the next call: its buffer of updates is larger than those of a transfer.
+        """
+        scattering = self._scattering
+        return scattering is not None and scattering.in_flight < 3 and not scattering.forwards
 
     def _pass_on(self) -> None:
         """Finish the stage being forwarded, and start forwarding the one being scattered.

@@ -24,6 +24,7 @@ from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.step.early_results import EarlyResult
 from muon_fsdp.step.early_round import PURPOSE
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
@@ -31,7 +32,7 @@ from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
-from muon_fsdp.step.pipeline import EarlyResult, StepContext, run_stages
+from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
 from muon_fsdp.step.weight_gather import WeightGather
@@ -157,7 +158,8 @@ class PlannedStep:
             exchange = stage.exchange
             if exchange is not None:
                 device = local(self.records[stage.units[0].position].tensor).device
-                found[(exchange.ranks, device.type, "")] = device, exchange.ranks
+                for purpose in ("", exchange.scatter_purpose):
+                    found[(exchange.ranks, device.type, purpose)] = device, exchange.ranks
                 if exchange.forwards:
                     key = exchange.peers, device.type, exchange.forward_purpose
                     found.setdefault(key, (device, exchange.ranks))

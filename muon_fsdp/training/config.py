@@ -45,6 +45,8 @@ class TrainConfig:
     vocab_size: int | None = None
     positions: str | None = None
     qk_norm: bool | None = None
+    tie_embeddings: bool | None = None
+    scale_embedding: bool | None = None
     data: Path | None = None
 
     steps: int | None = None
@@ -59,6 +61,8 @@ class TrainConfig:
     lr: float | None = None
     rest_lr: float | None = None
     weight_decay: float | None = None
+    rest_weight_decay: float | None = None
+    rest_betas: Sequence[float] | None = None
     cuda_graph: bool | None = None  # None lets the optimizer decide
     schedule: ScheduleName = "cosine"
     warmup_fraction: float = 0.1
@@ -105,7 +109,7 @@ class TrainConfig:
                 raise ConfigError(f"{_flag(name)} must be finite, got inf")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}")
-        for name in ("lr", "rest_lr", "weight_decay"):
+        for name in ("lr", "rest_lr", "weight_decay", "rest_weight_decay"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {value}")
@@ -120,6 +124,11 @@ class TrainConfig:
         check_options(self.options, rule)
         for name, value in (("optimizer", rule.name), ("options", dict(self.options)), ("plugin", tuple(self.plugin))):
             object.__setattr__(self, name, value)
+        if self.rest_betas is not None:
+            try:
+                RULES[DEFAULT_OTHER_RULE].all_options["betas"].validate(self.rest_betas)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"--rest-betas: {error}") from None
         reason = rule.not_capturable(self.matrix_options) if self.cuda_graph else None
         if reason is not None:
             raise ConfigError(f"--cuda-graph cannot capture this optimizer's step: {reason}; leave out --cuda-graph")
@@ -156,12 +165,9 @@ class TrainConfig:
                 f"--vocab-size {vocab_size} is too small: the data has a vocabulary of {data_vocabulary} tokens"
             )
         changes: dict[str, Any] = {"vocab_size": vocab_size}
-        if self.sequence_length is not None:
-            changes["sequence_length"] = self.sequence_length
-        if self.positions is not None:
-            changes["positions"] = self.positions
-        if self.qk_norm is not None:
-            changes["qk_norm"] = self.qk_norm
+        for name in ("sequence_length", "positions", "qk_norm", "tie_embeddings", "scale_embedding"):
+            if getattr(self, name) is not None:
+                changes[name] = getattr(self, name)
         try:
             return replace(base, **changes)
         except ValueError as error:
@@ -222,6 +228,9 @@ def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     _add(model, "--positions", "positional encoding (default: that of --model)", choices=["rope", "learned"])
     switch = argparse.BooleanOptionalAction
     _add(model, "--qk-norm", "normalize queries and keys (default: as --model does)", action=switch)
+    _add(model, "--tie-embeddings", "use the embedding's weight as the head (default: as --model does)", action=switch)
+    _add(model, "--scale-embedding", "multiply the embedding's output by the square root of the width (default: as "
+         "--model does)", action=switch)  # fmt: skip
     _add(model, "--data", "text file, folder of text files, or folder of token shards (*.bin, 16 bits per token) "
          "(default: the source code of Python's standard library)", type=Path)  # fmt: skip
 
@@ -255,6 +264,19 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         f"weight decay of the hidden matrices (default: {_by_rule('weight_decay')})",
         type=float,
     )
+    _add(
+        optimizer,
+        "--rest-weight-decay",
+        "weight decay of embedding and head; vectors never have any (default: 0)",
+        type=float,
+    )
+    _add(
+        optimizer,
+        "--rest-betas",
+        "decay of both moments of all other parameters (default: those of the rule that updates them)",
+        type=_numbers,
+        metavar="X,X",
+    )
     _add(optimizer, "--cuda-graph", "run the optimizer's step as a CUDA graph, which needs a GPU (default: where it is "
          "possible and costs little memory)", action=argparse.BooleanOptionalAction)  # fmt: skip
     _add(optimizer, "--schedule", "how the learning rates fall after the warmup", choices=list(get_args(ScheduleName)))
@@ -280,6 +302,13 @@ def _rule_name(text: str) -> str:
         return find_rule(text).name
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}") from None
 
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:

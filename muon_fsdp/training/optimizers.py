@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -21,17 +22,31 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> FSDPMuonOptimizer:
     named = [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
     hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
     chosen = {name for name, _ in hidden}
-    rest = [(name, parameter) for name, parameter in named if name not in chosen]
     groups: list[dict[str, Any]] = [
         {"params": hidden, "rule": config.optimizer, **config.matrix_options},
-        {"params": rest, "rule": DEFAULT_OTHER_RULE, **_rest_options(config)},
+        *_rest_groups([(name, parameter) for name, parameter in named if name not in chosen], config),
     ]
     return FSDPMuonOptimizer(
         model, groups, rule=config.optimizer, cuda_graph="auto" if config.cuda_graph is None else config.cuda_graph
     )
 
 
-def _rest_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options of embedding, head and vectors: the rule's defaults, `--rest-lr`, and no weight decay."""
-    declared = {name: option.default for name, option in RULES[DEFAULT_OTHER_RULE].all_options.items()}
-    return declared | {"lr": DEFAULT_REST_LR if config.rest_lr is None else config.rest_lr, "weight_decay": 0.0}
+def _rest_groups(named: Sequence[tuple[str, nn.Parameter]], config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the groups of embedding, head and vectors.
+
+    They have the rule's defaults, `--rest-lr` and `--rest-betas`. Embedding and head also have `--rest-weight-decay`,
+    in a group of their own: weight decay of the gains of normalizations is bad practice.
+    """
+    options = {name: option.default for name, option in RULES[DEFAULT_OTHER_RULE].all_options.items()}
+    options |= {"lr": DEFAULT_REST_LR if config.rest_lr is None else config.rest_lr, "weight_decay": 0.0}
+    if config.rest_betas is not None:
+        options["betas"] = tuple(config.rest_betas)
+    decay = {"weight_decay": config.rest_weight_decay}
+    if not config.rest_weight_decay:
+        return [{"params": list(named), "rule": DEFAULT_OTHER_RULE, **options}]
+    tables = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
+    vectors = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
+    return [
+        {"params": tables, "rule": DEFAULT_OTHER_RULE, **options, **decay},
+        {"params": vectors, "rule": DEFAULT_OTHER_RULE, **options},
+    ]

@@ -80,6 +80,9 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
     trained_with = _rule_of(manifest)
     if trained_with != config.optimizer:
         differences.append(f"optimizer is {trained_with!r} in the checkpoint and {config.optimizer!r} here")
+    decays = manifest["config"].get("rest_weight_decay") or 0.0, config.rest_weight_decay or 0.0
+    if bool(decays[0]) != bool(decays[1]):  # it needs a param group of its own, which a checkpoint has or has not
+        differences.append(f"rest_weight_decay is {decays[0]:g} in the checkpoint and {decays[1]:g} here")
     if differences:
         raise ConfigError(
             f"the checkpoint is of another model or optimizer: {'; '.join(differences)}; pass the checkpoint's "
@@ -115,8 +118,8 @@ def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
         return
     saved, given = manifest["config"], as_json(config)
     matters = (
-        "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "schedule",
-        "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
+        "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "rest_weight_decay",
+        "rest_betas", "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
     )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     defaults = json_value(default_options(config.rule))

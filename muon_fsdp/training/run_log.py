@@ -15,6 +15,8 @@ from muon_fsdp.training.progress import show_progress
 from muon_fsdp.training.results import Journal, RunResult, start_line, train_line
 from muon_fsdp.training.stopping import Stop, discard_stdout
 
+_DATA_SIZES = {"training_tokens": "train", "validation_tokens": "validation"}
+
 
 def print_start(inputs: Inputs, result: RunResult) -> None:
     """Print the model, the layout, the data, the number of steps and what each param group does."""
@@ -89,6 +91,7 @@ def open_log(inputs: Inputs, result: RunResult, resumed_from: int | None, stop: 
     try:
         facts = {"config": as_json(config), "model": asdict(inputs.model_config), "world_size": world.size}
         facts |= {"num_parameters": result.num_parameters, "device": str(world.device), "steps": pace.steps}
+        facts |= {name: getattr(inputs.corpus, part).numel() for name, part in _DATA_SIZES.items()}
         journal.write("start", start_line(result, facts | {"resumed_from": resumed_from}))
         with show_progress(result.name, pace.steps, inputs.tokens_per_step, pace.eval_every) as show:
             yield RunLog(journal, show, len(result.evaluations), stop)

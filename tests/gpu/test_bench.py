@@ -9,9 +9,15 @@ import torch
 
 from muon_fsdp.benchmarks import first_step, orthogonalization, steps
 from muon_fsdp.benchmarks.contestants import OURS
+from muon_fsdp.benchmarks.isolated import Ranks
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
+from muon_fsdp.benchmarks.multi_gpu import combine
+from muon_fsdp.benchmarks.sharded_contestants import OVERLAPPED
+from muon_fsdp.benchmarks.sharded_training import Workload, measure, measure_network
+from muon_fsdp.training.model import GPTConfig
 from tests.cli_cases import run
+from tests.multi_gpu_cases import on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -60,3 +66,21 @@ def test_the_first_step_is_faster_with_the_kernels_of_another_process():
     setup = Setup("cuda", Ceilings(1e14, 1e14, 1e12), 1, LiveLine())
     (entry,) = first_step.measure(setup, TINY)
     assert entry["warm"]["first_step_seconds"] < entry["cold"]["first_step_seconds"]
+
+
+def test_ranks_that_share_a_gpu_are_compared():
+    """Two NCCL ranks; the optimizers of other libraries are left out, which compile for minutes."""
+    tiny = Workload(GPTConfig(2, 4, 256, 64, vocab_size=512), 2)
+    names = [OURS, OVERLAPPED, "torch.optim.AdamW(fused)"]
+
+    def work(ranks: Ranks) -> list[list[dict[str, float]]]:
+        assert ranks.place.shares_gpu == (torch.cuda.device_count() < 2)
+        return [ranks.run(measure_network, 2**20), *(ranks.run(measure, tiny, name, 2) for name in names)]
+
+    for network, *by_name in on_ranks(2, work):
+        assert min(network) > 0
+        for name, by_rank in zip(names, by_name, strict=True):
+            found = combine(by_rank, tiny)
+            assert found["peak_reserved_gigabytes"] >= found["peak_allocated_gigabytes"] > 0
+            assert found["tokens_per_second"] > 0
+            assert ("step_milliseconds" in found) == (name != OVERLAPPED)

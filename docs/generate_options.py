@@ -1,0 +1,139 @@
+"""Writes docs/options.md: the options of all constructors with their defaults side by side, from their signatures.
+
+python docs/generate_options.py            # write the page
+python docs/generate_options.py --check    # exit with 1 if the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from api_entries import BUILT_IN
+from api_markdown import code_value, parse, table
+
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
+
+PAGE = Path(__file__).with_name("options.md")
+
+# The constructors with the heads of their columns.
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+    "Muon": MuonOptimizer,
+    "FSDPMuon": FSDPMuonOptimizer,
+    "Sphere": SpectralSphereOptimizer,
+    "hybrid": create_hybrid_optimizer,
+}
+# What a constructor does not pass on to MuonOptimizer, and what it calls otherwise.
+REFUSED = {"Sphere": ("scale", "ns_stepsize", "rule"), "hybrid": ("lr",)}
+RENAMED = {("hybrid", "muon_lr"): "lr"}
+NOT_OPTIONS = ("params", "model", "options")
+
+INTRODUCTION = """\
+# Options and defaults
+
+<!-- Written by docs/generate_options.py from signatures and docstrings: edit those, then run it. -->
+
+Four constructors build the same optimizer. With equal options they give equal results, but some of their **defaults
+differ**:
+
+- **Muon**: [`MuonOptimizer`](api.md#muonoptimizer), without weight decay and Nesterov momentum.
+- **FSDPMuon**: [`FSDPMuonOptimizer`](api.md#fsdpmuonoptimizer), with both.
+- **Sphere**: [`SpectralSphereOptimizer`](api.md#spectralsphereoptimizer), which is `MuonOptimizer` with rule
+  `"spectral_sphere"`.
+- **hybrid**: [`create_hybrid_optimizer`](api.md#create_hybrid_optimizer), where `lr` is called `muon_lr`.
+
+Bold values differ from those of `MuonOptimizer`. A dash means that the constructor does not have the option. If a table
+has only one column of defaults, all constructors have the same. The [API reference](api.md#muonoptimizer) has the full
+meaning of each option, the names that it accepts, and whether you can set it for a group of parameters.
+
+To see the values in force, print `optimizer.routing_report()`. [Hyperparameters](guides/hyperparameters.md) says which to
+choose.
+"""
+
+SECTIONS = {
+    "Options of the matrices": ("lr", "split_sizes"),
+    "Options of AdamW": ("adamw_lr", "adamw_eps"),
+    "Options of the whole optimizer": ("rule", "agreement_group"),
+}
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Return the options that a constructor accepts with their defaults, those of MuonOptimizer included."""
+    own = {
+        RENAMED.get((name, parameter.name), parameter.name): parameter.default
+        for parameter in inspect.signature(CONSTRUCTORS[name]).parameters.values()
+        if parameter.name not in NOT_OPTIONS
+    }
+    passed_on = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(MuonOptimizer).parameters.values()
+        if parameter.name not in (*NOT_OPTIONS, *REFUSED.get(name, ()))
+    }
+    return {**passed_on, **own}
+
+
+def meaning(name: str) -> str:
+    """Return the first sentence of an option's documentation."""
+    docs = [parse(constructor).arguments for constructor in CONSTRUCTORS.values()]
+    text = next(arguments[name] for arguments in docs if name in arguments)
+    return text.split(". ")[0].split("; ")[0].removesuffix(".").replace("AdamW: ", "")
+
+
+def rows_of(names: Sequence[str]) -> str:
+    """Return a table with a row for each option, and a column for each constructor if their defaults differ."""
+    known = {name: defaults(name) for name in CONSTRUCTORS}
+    rows = [
+        {name: code_value(values[option]) if option in values else "-" for name, values in known.items()}
+        for option in names
+    ]
+    if all(len({*row.values()} - {"-"}) == 1 for row in rows):
+        found = [({*row.values()} - {"-"}).pop() for row in rows]
+        cells = [(f"`{option}`", value, meaning(option)) for option, value in zip(names, found, strict=True)]
+        return table(["option", "default", "meaning"], cells)
+    shown = [[value if value in ("-", row["Muon"]) else f"**{value}**" for value in row.values()] for row in rows]
+    cells = [(f"`{option}`", *row, meaning(option)) for option, row in zip(names, shown, strict=True)]
+    return table(["option", *CONSTRUCTORS, "meaning"], cells)
+
+
+def page() -> str:
+    """Return the whole page."""
+    names = list(defaults("Muon"))
+    parts = [INTRODUCTION.rstrip()]
+    for title, (first, last) in SECTIONS.items():
+        parts += [f"## {title}", rows_of(names[names.index(first) : names.index(last) + 1])]
+    for title, name in (("Options of the sphere", "Sphere"), ("Options of FSDPMuonOptimizer only", "FSDPMuon")):
+        parts += [f"## {title}", rows_of([option for option in defaults(name) if option not in names])]
+    others = [
+        (f"`{rule.name}`", f"`{option.name}`", code_value(option.default), option.doc)
+        for rule in BUILT_IN.values()
+        for option in rule.all_options.values()
+        if not any(option.name in defaults(name) for name in ("Muon", "Sphere")) and rule.name != "adamw"
+    ]
+    introduction = 'Pass them together with the rule, for example `MuonOptimizer(model, rule="normuon", beta2=0.95)`.'
+    parts += ["## Options of other rules", introduction, table(["rule", "option", "default", "meaning"], others)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None, path: Path = PAGE) -> int:
+    """Write the page, or check it.
+
+    Returns:
+        The exit status: 1 if the page is stale.
+    """
+    parser = argparse.ArgumentParser(description="Write docs/options.md from signatures and docstrings.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
+    text = page()
+    if not parser.parse_args(argv).check:
+        path.write_text(text)
+    elif not path.exists() or path.read_text() != text:
+        print(f"{path.name} is stale: run python docs/generate_options.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

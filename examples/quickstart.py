@@ -1,0 +1,43 @@
+"""Train a small transformer with FSDP2 and Muon. Run torchrun --nproc-per-node 2 examples/quickstart.py"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from muon_fsdp import FSDPMuonOptimizer
+
+
+class Transformer(nn.ModuleDict):
+    """A causal language model of bytes."""
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        return self["head"](self["body"](self["embed"](x), mask, is_causal=True))
+
+
+dist.init_process_group()
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+block = nn.TransformerEncoderLayer(96, nhead=4, dim_feedforward=384, bias=False, dropout=0.0, batch_first=True)
+body = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
+model = Transformer({"embed": nn.Embedding(256, 96), "body": body, "head": nn.Linear(96, 256, bias=False)}).to(device)
+for block in (*body.layers, model):
+    fully_shard(block)
+qkv = {"*.in_proj_weight": {"split_sizes": (96, 96, 96)}}  # three matrices in one parameter
+optimizer = FSDPMuonOptimizer(model, lr=0.02, adamw_lr=3e-3, overrides=qkv)
+
+windows = torch.tensor(list(__doc__.encode()), device=device).unfold(0, 65, 1)  # the model learns the line at the top
+windows = windows[dist.get_rank() :: dist.get_world_size()]  # the part of this rank
+for step in range(1, 31):
+    loss = nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0 and step % 10 == 0:
+        print(f"step {step}: loss {loss.item():.2f}")
+if dist.get_rank() == 0:
+    print(optimizer.routing_report())
+dist.destroy_process_group()

@@ -1,0 +1,221 @@
+"""Plan a search of hyperparameters: which runs come next, as a function of the losses that are known.
+
+The plan of AdamW has at most 12 runs, those of Muon and NorMuon three each:
+
+1. AdamW over three learning rates of the matrices, each half of the next, and AdamW with one lr for all parameters.
+   While the best lr is the smallest or the largest, the next one in that direction is tried too.
+2. The same over the lr of all other parameters.
+3. One change each of beta2, weight decay and warmup, and then all changes that helped together.
+4. What is left of the 12 runs: AdamW with one lr for all parameters, at the learning rates chosen above.
+5. Muon and NorMuon over three learning rates of the matrices. Everything else is as AdamW's best run had it.
+
+So all that matrices do not see is tuned for AdamW. Every search uses the same seed; the chosen settings are then run
+with other seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+SEARCH_SEED = 0
+ADAMW_RUNS = 12
+OTHER_OPTIMIZERS = ("muon", "normuon")
+OTHER_WEIGHT_DECAY = 0.01
+# One alternative for each option that is not a learning rate, against the values of `Setting`.
+ALTERNATIVES: dict[str, float] = {"beta2": 0.99, "weight_decay": 0.5, "warmup": 0.25}
+ONE_LR = "one-lr"  # AdamW with one lr for all parameters
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The hyperparameters of a run. `rest_` is for embedding, head and vectors, which AdamW updates in every run."""
+
+    optimizer: str
+    lr: float
+    rest_lr: float
+    weight_decay: float = 0.1
+    rest_weight_decay: float = 0.0
+    beta2: float = 0.95
+    warmup: float = 0.1
+
+    @property
+    def has_one_lr(self) -> bool:
+        """Return whether all parameters are treated alike, as in most programs that use AdamW."""
+        return self.lr == self.rest_lr and self.weight_decay == self.rest_weight_decay
+
+    @property
+    def slug(self) -> str:
+        """Return a name for files."""
+        decays = f"{self.weight_decay:g}-{self.rest_weight_decay:g}"
+        return f"{self.optimizer}-lr{self.lr:g}-{self.rest_lr:g}-wd{decays}-b{self.beta2:g}-w{self.warmup:g}"
+
+    def flags(self) -> list[str]:
+        """Return the flags of the training program."""
+        betas = f"0.9,{self.beta2:g}"
+        flags = ["--optimizer", self.optimizer, "--lr", f"{self.lr:g}", "--rest-lr", f"{self.rest_lr:g}"]
+        flags += ["--weight-decay", f"{self.weight_decay:g}", "--rest-weight-decay", f"{self.rest_weight_decay:g}"]
+        flags += ["--rest-betas", betas, "--warmup-fraction", f"{self.warmup:g}"]
+        return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
+
+
+@dataclass(frozen=True)
+class Start:
+    """The learning rates at which the searches of a model start, and the number of seeds afterwards."""
+
+    adamw_lr: float
+    rest_lr: float
+    muon_lr: float
+    num_seeds: int
+
+
+STARTS = {
+    "demo": Start(adamw_lr=4e-3, rest_lr=1.6e-2, muon_lr=0.04, num_seeds=5),
+    "small": Start(adamw_lr=1e-3, rest_lr=4e-3, muon_lr=0.04, num_seeds=5),
+    "gpt2": Start(adamw_lr=1e-3, rest_lr=2e-3, muon_lr=0.04, num_seeds=3),
+    "medium": Start(adamw_lr=1e-3, rest_lr=2e-3, muon_lr=0.04, num_seeds=3),
+}
+Losses = Mapping[Setting, float]  # of the runs with `SEARCH_SEED`; infinite for a run that diverged
+
+
+class Pending(Exception):  # noqa: N818 - not an error: the plan waits
+    """The plan cannot go on before these settings have been run."""
+
+    def __init__(self, settings: Sequence[Setting]) -> None:
+        super().__init__(f"{len(settings)} runs are missing")
+        self.settings = list(settings)
+
+
+class Trials:
+    """The runs of one search, in the order in which the plan asks for them, with a limit on their number."""
+
+    def __init__(self, losses: Losses, limit: int) -> None:
+        self._losses, self._limit = losses, limit
+        self.tried: list[Setting] = []
+
+    @property
+    def num_left(self) -> int:
+        """Return how many more settings may be tried."""
+        return self._limit - len(self.tried)
+
+    def measure(self, settings: Sequence[Setting]) -> None:
+        """Add settings to the trials; those beyond the limit are left out.
+
+        Raises:
+            Pending: some of them have not been run yet.
+        """
+        new = [setting for setting in dict.fromkeys(settings) if setting not in self.tried]
+        self.tried += new[: self.num_left]
+        missing = [setting for setting in self.tried if setting not in self._losses]
+        if missing:
+            raise Pending(missing)
+
+    def best(self, among: Sequence[Setting] | None = None) -> Setting:
+        """Return the setting with the lowest loss, the first of equal ones."""
+        return min(self.tried if among is None else among, key=lambda setting: self._losses[setting])
+
+    def loss(self, setting: Setting) -> float:
+        """Return the loss of a setting that has been run."""
+        return self._losses[setting]
+
+
+def line(trials: Trials, centre: Setting, name: str, reserve: int, beside: Sequence[Setting] = ()) -> Setting:
+    """Try half and twice the value of one hyperparameter, and go on from the best while it is the last on its side.
+
+    Args:
+        trials: where the runs are counted.
+        centre: the setting to start from.
+        name: the field of `Setting` to change.
+        reserve: how many runs to leave for later.
+        beside: other settings to run at the same time.
+
+    Returns:
+        The best setting on the line.
+    """
+    middle = getattr(centre, name)
+    on_line = [replace(centre, **{name: value}) for value in (middle / 2, middle, 2 * middle)]
+    trials.measure([*on_line, *beside])
+    while (best := trials.best(on_line)) in (on_line[0], on_line[-1]) and trials.num_left > reserve:
+        upwards = best == on_line[-1]
+        further = replace(best, **{name: getattr(best, name) * (2 if upwards else 0.5)})
+        on_line = [*on_line, further] if upwards else [further, *on_line]
+        trials.measure([further])
+    return best
+
+
+def with_one_lr(setting: Setting, lr: float) -> Setting:
+    """Return the setting with one lr for all parameters, and weight decay on all matrices."""
+    return replace(setting, lr=lr, rest_lr=lr, rest_weight_decay=setting.weight_decay)
+
+
+def search_adamw(trials: Trials, start: Start) -> dict[str, Setting]:
+    """Search the hyperparameters of AdamW.
+
+    Returns:
+        The best setting, and under `ONE_LR` the best with one lr for all parameters.
+
+    Raises:
+        Pending: runs are missing.
+    """
+    centre = Setting("adamw", start.adamw_lr, start.rest_lr)
+    num_later = 2 + len(ALTERNATIVES) + 1
+    centre = line(trials, centre, "lr", num_later, [with_one_lr(centre, start.adamw_lr)])
+    centre = line(trials, centre, "rest_lr", len(ALTERNATIVES) + 1)
+    changed = {name: replace(centre, **{name: value}) for name, value in ALTERNATIVES.items()}
+    trials.measure(list(changed.values()))
+    helped = {name: ALTERNATIVES[name] for name, each in changed.items() if trials.loss(each) < trials.loss(centre)}
+    trials.measure([replace(centre, **helped)])
+    best = trials.best()
+    trials.measure([with_one_lr(best, lr) for lr in (best.lr, best.rest_lr)])
+    return {"adamw": trials.best(), ONE_LR: trials.best([each for each in trials.tried if each.has_one_lr])}
+
+
+def search_lr(trials: Trials, optimizer: str, lr: float, others: Setting) -> Setting:
+    """Search the lr of the matrices of another optimizer over three values, with all else as in `others`.
+
+    Returns:
+        The best setting.
+
+    Raises:
+        Pending: runs are missing.
+    """
+    centre = replace(others, optimizer=optimizer, lr=lr, weight_decay=OTHER_WEIGHT_DECAY)
+    return line(trials, centre, "lr", reserve=0)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the known losses say: the settings chosen so far, all that were tried, and those to run next."""
+
+    chosen: dict[str, Setting]
+    tried: dict[str, list[Setting]]
+    pending: list[Setting]
+
+
+def look_ahead(losses: Losses, start: Start) -> Outlook:
+    """Follow the plan as far as the losses are known. Equal losses give an equal plan, so a search can be resumed."""
+    adamw = Trials(losses, ADAMW_RUNS)
+    try:
+        chosen = search_adamw(adamw, start)
+    except Pending as pending:
+        return Outlook({}, {"adamw": adamw.tried}, pending.settings)
+    tried, missing = {"adamw": adamw.tried}, []
+    for optimizer in OTHER_OPTIMIZERS:
+        trials = Trials(losses, limit=3)
+        try:
+            chosen[optimizer] = search_lr(trials, optimizer, start.muon_lr, chosen["adamw"])
+        except Pending as pending:
+            missing += pending.settings
+        tried[optimizer] = trials.tried
+    return Outlook(chosen, tried, missing)
+
+
+def place_of(value: float, tried: Sequence[float]) -> str:
+    """Describe where a chosen value lies among those that were tried."""
+    ordered = sorted(set(tried))
+    among = ", ".join(f"{each:g}" for each in ordered)
+    if len(ordered) == 1:
+        return f"{value:g} is the only value that was tried"
+    if value in (ordered[0], ordered[-1]):
+        return f"{value:g} is the {'smallest' if value == ordered[0] else 'largest'} value that was tried ({among})"
+    return f"{value:g} lies inside the range that was tried ({among})"

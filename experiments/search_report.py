@@ -1,0 +1,238 @@
+"""Write what a search of hyperparameters has found: CSV files, markdown tables and a plot with bands over seeds."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from experiments.plots import Curve, draw_curves
+from experiments.search_plan import ONE_LR, SEARCH_SEED, Outlook, Setting, place_of
+
+TITLES = {"adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon"}
+COLUMNS = {
+    "lr": "lr of matrices", "rest_lr": "lr of others", "weight_decay": "weight decay", "beta2": "beta2",
+    "warmup": "warmup",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The result of one run."""
+
+    setting: Setting
+    seed: int
+    evaluations: tuple[tuple[int, float], ...]  # step and validation loss
+    diverged: bool
+    seconds: float
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Finished:
+        """Make a result from the document that records it."""
+        evaluations = tuple((step, loss) for step, loss in document["evaluations"])
+        setting = Setting(**document["setting"])
+        return cls(setting, document["seed"], evaluations, document["diverged"], document["seconds"], document)
+
+    @property
+    def final_loss(self) -> float:
+        """Return the validation loss after the last step, which is infinite if the run diverged."""
+        return math.inf if self.diverged else self.evaluations[-1][1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the whole run."""
+        return int(self.facts["steps"] * self.facts["tokens_per_step"])
+
+
+@dataclass(frozen=True)
+class Band:
+    """The validation losses of one setting over its seeds: the mean, the lowest and the highest at every step."""
+
+    name: str
+    setting: Setting
+    runs: tuple[Finished, ...]
+
+    @property
+    def curve(self) -> Curve:
+        """Return the curve as `draw_curves` wants it, without the loss before the first step."""
+        steps = [step for step, _ in self.runs[0].evaluations[1:]]
+        losses = list(zip(*([loss for _, loss in run.evaluations[1:]] for run in self.runs), strict=True))
+        means = [sum(each) / len(each) for each in losses]
+        optimizer = TITLES[self.setting.optimizer]
+        return optimizer, steps, means, [min(each) for each in losses], [max(each) for each in losses]
+
+    @property
+    def final(self) -> tuple[float, float, float]:
+        """Return the mean, the lowest and the highest loss after the last step."""
+        _, _, mean, low, high = self.curve
+        return mean[-1], low[-1], high[-1]
+
+    def first_step_at(self, loss: float) -> int | None:
+        """Return the first validation at which the mean over the seeds is at most `loss`, or None."""
+        _, steps, mean, _, _ = self.curve
+        return next((int(step) for step, value in zip(steps, mean, strict=True) if value <= loss), None)
+
+
+def bands(outlook: Outlook, done: Sequence[Finished]) -> list[Band]:
+    """Return the chosen settings that have been run with other seeds than that of the search."""
+    found = []
+    for name, setting in outlook.chosen.items():
+        runs = [run for run in done if run.setting == setting and run.seed != SEARCH_SEED and not run.diverged]
+        if runs and not any(band.setting == setting for band in found):
+            found.append(Band(name, setting, tuple(sorted(runs, key=lambda run: run.seed))))
+    return found
+
+
+def write_runs(path: Path, done: Sequence[Finished]) -> None:
+    """Write every run as a line of a CSV file, which is replaced as a whole."""
+    names = [field.name for field in fields(Setting)]
+    measured = ("milliseconds_per_step", "parallel", "device")
+    ordered = sorted(done, key=lambda run: (run.seed != SEARCH_SEED, *map(str, astuple(run.setting)), run.seed))
+    aside = path.with_suffix(".partial")
+    with aside.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([*names, "seed", "steps", "tokens", "validation_loss", *measured])
+        for run in ordered:
+            loss = "diverged" if run.diverged else f"{run.final_loss:.5f}"
+            timed = [f"{value:.2f}" if isinstance(value := run.facts[name], float) else value for name in measured]
+            writer.writerow([*astuple(run.setting), run.seed, run.facts["steps"], run.num_tokens, loss, *timed])
+    os.replace(aside, path)
+
+
+def write_reports(stem: Path, outlook: Outlook, done: Sequence[Finished], facts: Mapping[str, Any]) -> None:
+    """Write all files of a search, also of one that is not finished.
+
+    Args:
+        stem: their path without suffix.
+        outlook: what the plan has chosen so far.
+        done: the finished runs.
+        facts: the model, the steps and the flags of all runs.
+    """
+    if not done:
+        return
+    compared = bands(outlook, done)
+    write_runs(Path(f"{stem}.csv"), done)
+    Path(f"{stem}.md").write_text(report(outlook, done, compared, facts))
+    if not compared:
+        return
+    _write_curves(Path(f"{stem}_curves.csv"), compared)
+    run = done[0].facts
+    length = f"{run['steps']:,} steps of {run['tokens_per_step']:,} tokens"
+    write_plot(stem, f"GPT of {run['num_parameters'] / 1e6:.1f}M parameters, {length}")
+
+
+def write_plot(stem: Path, title: str) -> None:
+    """Plot the curves of a search, which are in the CSV file beside the plot.
+
+    Args:
+        stem: the path of the files of the search without suffix.
+        title: the model and the length of the runs.
+    """
+    with Path(f"{stem}_curves.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    curves: dict[str, Curve] = {}
+    for name in dict.fromkeys(line["run"] for line in lines):
+        of_run = [line for line in lines if line["run"] == name]
+        columns = [[float(line[column]) for line in of_run] for column in ("step", "mean", "lowest", "highest")]
+        curves[name] = (name.partition(",")[0], *columns)
+    seeds = max(int(line["seeds"]) for line in lines)
+    baseline = curves.get(TITLES["adamw"])
+    draw_curves(
+        stem,
+        {f"{name}: {curve[2][-1]:.3f}": curve for name, curve in curves.items()},
+        title=f"{title}, mean and range of {seeds} seed{'s' if seeds > 1 else ''}",
+        target=None if baseline is None else baseline[2][-1],
+        target_label="AdamW's final loss",
+    )
+
+
+def _write_curves(path: Path, compared: Sequence[Band]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["run", "step", "mean", "lowest", "highest", "seeds"])
+        for band in compared:
+            _, *columns = band.curve
+            for step, *losses in zip(*columns, strict=True):
+                writer.writerow([TITLES[band.name], step, *(f"{loss:.5f}" for loss in losses), len(band.runs)])
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def report(outlook: Outlook, done: Sequence[Finished], compared: Sequence[Band], facts: Mapping[str, Any]) -> str:
+    """Return the markdown text: the data, the comparison over seeds, every setting that was tried, and its limits."""
+    parts = [_data(done[0], facts), _comparison(compared), _trials(outlook, done), _places(outlook)]
+    return "\n".join(part for part in parts if part)
+
+
+def _data(run: Finished, facts: Mapping[str, Any]) -> str:
+    size = run.facts["training_tokens"]
+    return (
+        f"{run.facts['num_parameters']:,} parameters (`--model {facts['model']}`), {run.facts['steps']:,} steps of "
+        f"{run.facts['tokens_per_step']:,} tokens: {run.num_tokens:,} tokens, drawn at random from {size:,} "
+        f"({run.num_tokens / size:.2f} epochs). Flags of all runs: `{' '.join(facts['flags'])}`.\n"
+    )
+
+
+def _comparison(compared: Sequence[Band]) -> str:
+    """Return the table of the chosen settings over their seeds."""
+    baseline = next((band for band in compared if band.name == "adamw"), None)
+    if baseline is None:
+        return ""
+    goal = baseline.final[0]
+    rows = [
+        f"| optimizer | validation loss, mean (lowest to highest) | seeds | first validation at or below {goal:.3f} "
+        "| ms per step |",
+        "|---|---|---|---|---|",
+    ]
+    for band in compared:
+        mean, low, high = band.final
+        steps, reached = band.runs[0].facts["steps"], band.first_step_at(goal)
+        share = "never" if reached is None else f"step {reached}, {reached / steps:.0%} of the tokens"
+        rows.append(
+            f"| {TITLES[band.name]} | {mean:.3f} ({low:.3f} to {high:.3f}) | {len(band.runs)} | {share} "
+            f"| {_milliseconds(band.runs)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _milliseconds(runs: Sequence[Finished]) -> str:
+    times = [run.facts["milliseconds_per_step"] for run in runs if run.facts["milliseconds_per_step"] is not None]
+    together = max(run.facts["parallel"] for run in runs)
+    beside = "" if together == 1 else f", {together} runs at once"
+    return f"{sum(times) / len(times):.1f}{beside}" if times else "-"
+
+
+def _trials(outlook: Outlook, done: Sequence[Finished]) -> str:
+    """Return the table of every setting of the search; the chosen ones are bold."""
+    losses = {run.setting: run.final_loss for run in done if run.seed == SEARCH_SEED}
+    rows = [f"| optimizer | {' | '.join(COLUMNS.values())} | validation loss |", "|---" * (len(COLUMNS) + 2) + "|"]
+    tried = [setting for settings in outlook.tried.values() for setting in settings if setting in losses]
+    rows += [_trial(setting, losses[setting], setting in outlook.chosen.values()) for setting in tried]
+    return "\n".join(rows) + "\n"
+
+
+def _trial(setting: Setting, loss: float, is_chosen: bool) -> str:
+    values = {name: f"{getattr(setting, name):g}" for name in COLUMNS}
+    if setting.rest_weight_decay:
+        values["weight_decay"] += ", embedding and head too"
+    shown = "diverged" if math.isinf(loss) else f"{loss:.3f}"
+    name = TITLES[ONE_LR if setting.optimizer == "adamw" and setting.has_one_lr else setting.optimizer]
+    return f"| {name} | {' | '.join(values.values())} | {f'**{shown}**' if is_chosen else shown} |"
+
+
+def _places(outlook: Outlook) -> str:
+    """Return for every optimizer whether the chosen values lie inside the range that was tried."""
+    lines = []
+    for name, chosen in outlook.chosen.items():
+        tried = [each for each in outlook.tried[chosen.optimizer] if each.has_one_lr == chosen.has_one_lr]
+        coordinates = {"lr": "lr of matrices", "rest_lr": "lr of others"} if name == "adamw" else {"lr": "lr"}
+        for field, title in coordinates.items():
+            values = [getattr(each, field) for each in tried]
+            lines.append(f"- {TITLES[name]}: the {title} {place_of(getattr(chosen, field), values)}.")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,127 @@
+"""Report the rule of every parameter, the reason, and the options in force."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from muon_fsdp.parameters.routing import clean_name
+from muon_fsdp.rules import Rule
+from muon_fsdp.text import format_shape, plain_table
+
+_WIDTH = 100  # columns of a line with options
+_SPACE = "\u00a0"  # stands for a space at which such a line is not broken
+
+
+@dataclass(frozen=True)
+class RoutingRow:
+    """One parameter in a routing report.
+
+    Args:
+        name: its name in the model, or "param[3]" if it has none.
+        shape: its whole shape, sharded or not.
+        rule: its rule; "none" if it is frozen.
+        reason: why.
+        scale: the size of an update, one number per shape of logical matrix; empty for element-wise rules.
+        group: the index of its group in `optimizer.param_groups`; None if it is frozen.
+        overridden: the options that an override sets for this parameter, with the values in force.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    reason: str
+    scale: str
+    group: int | None = None
+    overridden: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of this parameter in the table."""
+        reason = f"{self.reason}; override: {_listed(self.overridden)}" if self.overridden else self.reason
+        group = "" if self.group is None else str(self.group)
+        return self.name, format_shape(self.shape), self.rule, group, self.scale, reason
+
+
+@dataclass(frozen=True)
+class RoutingGroup:
+    """The options in force for the parameters of one group.
+
+    Args:
+        index: its index in `optimizer.param_groups`.
+        rule: its rule.
+        num_parameters: how many parameters it has.
+        options: the value that each option of the rule has now, after schedulers, for example, have changed `lr`.
+    """
+
+    index: int
+    rule: str
+    num_parameters: int
+    options: Mapping[str, Any] = field(hash=False)
+
+    @classmethod
+    def of(cls, index: int, rule: Rule, group: Mapping[str, Any]) -> RoutingGroup:
+        """Return the entry of a parameter group; values that are tensors of one element become numbers."""
+        values = {name: group.get(name, option.default) for name, option in rule.all_options.items()}
+        options = {
+            name: value.item() if isinstance(value, Tensor) and not value.is_meta else value
+            for name, value in values.items()
+        }
+        return cls(index, rule.name, len(group["params"]), options)
+
+    def __str__(self) -> str:
+        counted = "1 parameter" if self.num_parameters == 1 else f"{self.num_parameters} parameters"
+        text = f"group {self.index} ({self.rule}, {counted}): {_listed(self.options, between=_SPACE)}"
+        lines = textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        return lines.replace(_SPACE, " ")
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """The result of `optimizer.routing_report()`; `print` shows a table, and the options in force below it.
+
+    Args:
+        rows: one per parameter, in the order of the groups; frozen ones last.
+        warnings: decisions that the user may not have intended.
+        groups: one per parameter group, with the options in force.
+    """
+
+    rows: tuple[RoutingRow, ...]
+    warnings: tuple[str, ...]
+    groups: tuple[RoutingGroup, ...] = ()
+
+    def __str__(self) -> str:
+        header = ("name", "shape", "rule", "group", "scale", "reason")
+        table = plain_table(header, [row.cells() for row in self.rows], left=len(header))
+        warnings = [f"warning: {text}" for text in self.warnings]
+        return "\n".join([table, "", *map(str, self.groups), *warnings])
+
+
+def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
+    """Return the rows of a report for the frozen parameters of a model."""
+    return tuple(
+        RoutingRow(clean_name(name), tuple(parameter.shape), "none", "frozen (requires_grad is False)", "")
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    )
+
+
+def _listed(options: Mapping[str, Any], between: str = " ") -> str:
+    """Return options as a list such as "lr=0.02, nesterov=True", without those that are not set (None).
+
+    Args:
+        options: the options with their values.
+        between: what stands for a space within a value.
+    """
+    pieces = [f"{name}={_shown(value)}" for name, value in options.items() if value is not None]
+    return ", ".join(piece.replace(" ", between) for piece in pieces)
+
+
+def _shown(value: object) -> str:
+    """Return a value as it is printed: floats with at most six digits."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:g}" if isinstance(value, float) else repr(value)

@@ -1,0 +1,51 @@
+"""The README is short, shows the quick start as it is, and shows what this program prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def prose(text: str) -> str:
+    """Return a page without code, tables, pictures, comments and targets of links."""
+    for pattern in (r"```.*?```", r"<picture>.*?</picture>", r"<!--.*?-->", r"^\|[^\n]*$", r"(?<=\])\([^)]*\)"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    return text
+
+
+def test_the_readme_is_short():
+    assert 600 < len(prose(README).split()) <= 950
+
+
+def test_pictures_exist():
+    for path in re.findall(r'\b(?:src|srcset)="([^"]*)"', README):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_shows_the_quick_start_and_what_it_prints():
+    program = (ROOT / "examples" / "quickstart.py").read_text()
+    assert f"```python\n{program}```" in README
+    assert len([line for line in program.splitlines() if line]) <= 35
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "examples/quickstart.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", done.stdout, flags=re.MULTILINE)]
+    assert len(losses) == 3  # rank 0 alone prints
+    assert losses[-1] < 1.0
+    report = re.search(r"```\n(name .*?)```", README, flags=re.DOTALL)
+    assert report is not None
+    printed = done.stdout.splitlines()
+    assert [line for line in report[1].splitlines() if line != "..." and line not in printed] == []

@@ -1,0 +1,233 @@
+"""The search of hyperparameters: its plan, its runs with a stand-in for the training program, and its reports."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments import search
+from experiments.search_plan import (
+    ADAMW_RUNS,
+    ALTERNATIVES,
+    ONE_LR,
+    STARTS,
+    Outlook,
+    Setting,
+    Start,
+    look_ahead,
+    place_of,
+    with_one_lr,
+)
+from muon_fsdp.training.config import parse
+from muon_fsdp.training.model import GPT, preset
+from muon_fsdp.training.optimizers import make_optimizer
+from muon_fsdp.training.program import main as train
+from tests.training_cases import surroundings, text_fixture  # noqa: F401
+
+START = Start(adamw_lr=0.001, rest_lr=0.004, muon_lr=0.04, num_seeds=2)
+MATRIX_LR = {"adamw": 0.002, "muon": 0.04, "normuon": 0.04}
+
+
+def bowl(lr: float, rest_lr: float) -> Callable[[Setting], float]:
+    """Make losses whose only minimum is at these learning rates of AdamW, with all alternatives but one worse."""
+
+    def loss(setting: Setting) -> float:
+        best = lr if setting.optimizer == "adamw" else MATRIX_LR[setting.optimizer]
+        distance = math.log2(setting.lr / best) ** 2 + 0.5 * math.log2(setting.rest_lr / rest_lr) ** 2
+        return distance + 0.1 * (setting.weight_decay > 0.1) + 0.1 * (setting.warmup > 0.1) - (setting.beta2 > 0.95)
+
+    return loss
+
+
+def follow(loss: Callable[[Setting], float], at_once: int) -> Outlook:
+    """Run the plan with made-up losses, of which `at_once` become known at a time, the last first."""
+    known: dict[Setting, float] = {}
+    for _ in range(100):
+        outlook = look_ahead(known, START)
+        if not outlook.pending:
+            return outlook
+        known |= {setting: loss(setting) for setting in outlook.pending[-at_once:]}
+    raise AssertionError("the plan does not end")
+
+
+@pytest.mark.parametrize(("lr", "rest_lr"), [(0.001, 0.004), (0.002, 0.002), (0.004, 0.008), (0.0005, 0.002)])
+def test_the_plan_finds_the_best_setting_within_its_limit(lr: float, rest_lr: float) -> None:
+    outlook = follow(bowl(lr, rest_lr), at_once=3)
+    assert outlook.chosen["adamw"] == Setting("adamw", lr, rest_lr, beta2=ALTERNATIVES["beta2"])
+    assert len(set(outlook.tried["adamw"])) == len(outlook.tried["adamw"]) <= ADAMW_RUNS
+    assert [len(outlook.tried[name]) for name in ("muon", "normuon")] == [3, 3]
+    assert outlook.chosen["muon"] == Setting("muon", 0.04, rest_lr, 0.01, beta2=ALTERNATIVES["beta2"])
+    assert outlook.chosen[ONE_LR].has_one_lr
+
+
+def test_the_plan_does_not_depend_on_the_order_of_the_runs() -> None:
+    outlooks = [follow(bowl(0.002, 0.001), at_once) for at_once in (1, 2, 12)]
+    assert outlooks[0] == outlooks[1] == outlooks[2]
+
+
+@pytest.mark.parametrize("lr", [1e-6, 10.0])
+def test_a_best_value_beyond_all_tried_is_followed_and_reported(lr: float) -> None:
+    outlook = follow(bowl(lr, 0.004), at_once=4)
+    values = [setting.lr for setting in outlook.tried["adamw"] if not setting.has_one_lr]
+    assert len(set(values)) == 5  # two more than three, so that runs are left for the other hyperparameters
+    assert outlook.chosen["adamw"].lr == (min(values) if lr < 1 else max(values))
+    side = "smallest" if lr < 1 else "largest"
+    assert f"is the {side} value that was tried" in place_of(outlook.chosen["adamw"].lr, values)
+    assert "lies inside" in place_of(0.002, [0.001, 0.002, 0.004])
+
+
+def test_runs_that_diverge_are_worse_than_all_others() -> None:
+    good = bowl(0.001, 0.004)
+    outlook = follow(lambda setting: math.inf if setting.lr > 0.001 else good(setting), at_once=4)
+    assert outlook.chosen["adamw"].lr == 0.001
+    assert outlook.chosen["muon"].lr == 0.02  # all three are infinite: the first
+
+
+def test_the_training_program_accepts_every_setting() -> None:
+    setting = Setting("adamw", 0.001, 0.004, 0.3, 0.2, beta2=0.98, warmup=0.25)
+    config, _ = parse(["--model", "demo", *setting.flags()], "test")
+    hidden, tables, vectors = make_optimizer(GPT(preset("demo")), config).param_groups
+    assert [group["lr"] for group in (hidden, tables, vectors)] == [0.001, 0.004, 0.004]
+    assert [group["weight_decay"] for group in (hidden, tables, vectors)] == [0.3, 0.2, 0.0]
+    assert [group["betas"] for group in (hidden, tables, vectors)] == [(0.9, 0.98)] * 3
+    assert config.warmup_fraction == 0.25
+    assert len(tables["params"]) == 2
+    assert all(parameter.ndim == 1 for parameter in vectors["params"])
+    for optimizer in ("muon", "normuon"):
+        config, _ = parse(["--model", "demo", *Setting(optimizer, 0.04, 0.004, 0.01, beta2=0.99).flags()], "test")
+        hidden, rest = make_optimizer(GPT(preset("demo")), config).param_groups
+        assert (hidden["rule"], hidden["lr"], rest["lr"]) == (optimizer, 0.04, 0.004)
+        assert rest["betas"] == (0.9, 0.99)
+        assert hidden.get("beta2", 0.95) == 0.95  # NorMuon's own, of the rows
+
+
+def test_results_of_the_training_program_are_read(text: Path, tmp_path: Path) -> None:
+    shared = ["--model", "demo", "--steps", "2", "--data", str(text), "--sequence-length", "16", "--batch-size", "4"]
+    setting = with_one_lr(Setting("adamw", 0.001, 0.004), 0.002)
+    output = tmp_path / "out"
+    assert train([*shared, "--eval-windows", "4", *setting.flags(), "--output", str(output)]) == 0
+    facts = search.result_facts(output, seconds=1.0, parallel=1)
+    assert [step for step, _ in facts["evaluations"]] == [0, 2]
+    assert facts["tokens_per_step"] == 64
+    assert facts["training_tokens"] == pytest.approx(0.9 * text.stat().st_size, abs=1)
+    assert facts["milliseconds_per_step"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(search, "TRAINER", [sys.executable, "-S", str(Path(__file__).with_name("fake_trainer.py"))])
+    monkeypatch.setattr(search, "STOPPING_SECONDS", 30.0)
+    monkeypatch.setattr(search, "USEFUL_SECONDS", 0.0)
+    monkeypatch.setitem(STARTS, "demo", START)
+    (tmp_path / "f").mkdir()
+    return tmp_path / "f"
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    shared = ["--model", "demo", "--steps", "4", "--folder", str(folder), "--name", "found"]
+    return [*shared, "--parallel", "4", *more, "--", "--batch-size", "2"]
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_a_search_runs_everything_once_and_reports_it(folder: Path) -> None:
+    assert search.main(command(folder)) == 0
+    started = calls(folder)
+    assert len(started) == len(set(started))
+    assert not any((folder / "runs").iterdir())
+    with (folder / "found.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    seeds = Counter((row["optimizer"], row["seed"]) for row in rows)
+    assert seeds["adamw", "0"] <= ADAMW_RUNS
+    assert (seeds["muon", "0"], seeds["muon", "1"], seeds["muon", "2"]) == (3, 1, 1)
+    assert seeds["adamw", "1"] == seeds["adamw", "2"] == 2  # the best, and the best with one lr
+    best = {row["lr"] for row in rows if row["optimizer"] == "adamw" and row["seed"] == "2"}
+    assert "0.004" in best
+    assert {row["tokens"] for row in rows} == {"64"}
+    with (folder / "found_curves.csv").open() as stream:
+        curves = [row for row in csv.DictReader(stream) if row["run"] == "Muon"]
+    assert [row["step"] for row in curves] == ["2", "4"]
+    final = curves[-1]
+    assert float(final["mean"]) == pytest.approx((float(final["lowest"]) + float(final["highest"])) / 2)
+    assert float(final["highest"]) - float(final["lowest"]) == pytest.approx(0.01, abs=1e-4)  # of the second seed
+    text = (folder / "found.md").read_text()
+    assert "64 tokens, drawn at random from 1,000 (0.06 epochs)" in text
+    assert "| Muon | 1.9" in text
+    assert "Muon: the lr 0.02 is the smallest value that was tried" in text
+    assert "AdamW: the lr of matrices 0.004 lies inside the range" in text
+    assert text.count("**") == 2 * 4
+    for theme in ("light", "dark"):
+        assert "AdamW's final loss" in (folder / f"found-{theme}.svg").read_text()
+    assert search.main(command(folder)) == 0
+    assert calls(folder) == started  # nothing is run again
+
+
+def test_an_interrupted_search_continues_where_it_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = []
+    for part in ("-0.008-", "-w0.25"):  # the lr of the other parameters, and later the warmup
+        (folder / "slow").write_text(part)
+        assert search.main(command(folder)) == 3
+        assert "runs are left: the same command continues" in capsys.readouterr().out
+        stopped += [path for path in (folder / "runs").iterdir() if path.is_dir() and part in path.name]
+    assert len(stopped) == 2
+    saved = stopped[1] / "checkpoints" / "step-1"
+    saved.rename(saved.with_name("step-1.partial"))  # as after a kill while the checkpoint was written
+    finished = {file.stem for file in (folder / "results").iterdir()}
+    assert len(finished) > 5
+    (folder / "slow").unlink()
+    assert search.main(command(folder)) == 0
+    again = Counter(line.removesuffix(" resumed") for line in calls(folder))
+    assert [again[path.name] for path in stopped] == [2, 2]
+    assert all(again[name] == 1 for name in finished - {stopped[0].name})
+    resumed = [line.removesuffix(" resumed") for line in calls(folder) if line.endswith(" resumed")]
+    assert resumed == [stopped[0].name]
+
+
+def test_runs_stop_when_the_time_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "STOPPING_SECONDS", 0.2)
+    monkeypatch.setattr(search, "TRAINER", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    assert search.main(command(folder, "--seconds", "0.5")) == 3
+    assert not any((folder / "results").iterdir())
+
+
+def test_a_run_that_diverges_is_a_result_and_another_failure_ends_the_search(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "fault").write_text("muon-lr0.08 1 the loss of it is nan at step 3; lower the learning rate")
+    assert search.main(command(folder)) == 0
+    assert "muon-lr0.08-0.002-wd0.01-0-b0.99-w0.1-seed0: diverged" in capsys.readouterr().out
+    assert "| NorMuon | 0.08 | 0.002 | 0.01 | 0.99 | 0.1 | diverged |" in (folder / "found.md").read_text()
+    other = folder.parent / "g"
+    other.mkdir()
+    (other / "fault").write_text("adamw-lr0.001 2 no such file or folder: nowhere")
+    assert search.main(command(other)) == 1
+    assert "ended with exit code 2: error: no such file or folder: nowhere" in capsys.readouterr().err
+
+
+def test_a_folder_belongs_to_one_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search.main(command(folder, "--seconds", "30")) == 3  # no time for any run
+    with pytest.raises(SystemExit):
+        search.main([*command(folder), "--compile"])
+    assert "flags is ['--batch-size', '2'] there and ['--batch-size', '2', '--compile'] here" in capsys.readouterr().err
+
+
+def test_settings_have_names_of_their_own() -> None:
+    settings = {
+        Setting(optimizer, lr, rest, decay, rest_decay, beta2, warmup)
+        for optimizer, lr, rest, decay, rest_decay, beta2, warmup in itertools.product(
+            ("adamw", "muon"), (0.001, 0.0005), (0.001, 0.01), (0.1, 0.0), (0.1, 0.0), (0.95, 0.99), (0.1, 0.25)
+        )
+    }
+    assert len({setting.slug for setting in settings}) == len(settings)
