@@ -50,8 +50,8 @@ Bold values differ from those of `MuonOptimizer`. A dash means that the construc
 has only one column of defaults, all constructors have the same. The [API reference](api.md#muonoptimizer) has the full
 meaning of each option, the names that it accepts, and whether you can set it for a group of parameters.
 
-To see the values in force, print `optimizer.routing_report()`. [Hyperparameters](guides/hyperparameters.md) says which to
-choose.
+To see the values in force, print `optimizer.routing_report()`. [Hyperparameters](guides/hyperparameters.md) says which
+to choose.
 """
 
 SECTIONS = {
