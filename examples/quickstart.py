@@ -8,12 +8,19 @@ from torch.distributed.fsdp import fully_shard
 from muon_fsdp import FSDPMuonOptimizer
 
 
-class Transformer(nn.ModuleDict):
+class Transformer(nn.Module):
     """A causal language model of bytes."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.TransformerEncoderLayer(96, nhead=4, dim_feedforward=384, bias=False, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(256, 96)
+        self.body = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
+        self.head = nn.Linear(96, 256, bias=False)
 
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
-        return self["head"](self["body"](self["embed"](x), mask, is_causal=True))
+        return self.head(self.body(self.embed(x), mask, is_causal=True))
 
 
 dist.init_process_group()
@@ -21,10 +28,8 @@ device = torch.device("cpu")
 if torch.cuda.is_available():
     device = torch.device("cuda", dist.get_node_local_rank())
     torch.cuda.set_device(device)
-block = nn.TransformerEncoderLayer(96, nhead=4, dim_feedforward=384, bias=False, dropout=0.0, batch_first=True)
-body = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
-model = Transformer({"embed": nn.Embedding(256, 96), "body": body, "head": nn.Linear(96, 256, bias=False)}).to(device)
-for block in (*body.layers, model):
+model = Transformer().to(device)
+for block in (*model.body.layers, model):
     fully_shard(block)
 qkv = {"*.in_proj_weight": {"split_sizes": (96, 96, 96)}}  # three matrices in one parameter
 optimizer = FSDPMuonOptimizer(model, lr=0.02, adamw_lr=3e-3, overrides=qkv)

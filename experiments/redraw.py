@@ -13,7 +13,7 @@ from experiments import curves, finetuning, search_report, stability
 
 # The CSV file of whole runs, the title of its plot, and whether only the best run of each optimizer is shown.
 CURVES = {
-    "curves_gpt2": ("GPT-2, 124M parameters, 600 steps of 65,536 tokens", True),
+    "curves_gpt2": ("GPT-2, 124M parameters, 300 steps of 65,536 tokens", True),
     "curves_ranks": ("GPT of 10.8M parameters, float32, on one, two and four ranks", False),
 }
 SEARCHES = {"search_small": "GPT of 10.8M parameters, 600 steps of 8,192 tokens"}
