@@ -123,13 +123,16 @@ class PretendedWatch(Watch):
 
 
 def test_every_part_of_a_report_has_its_clocks():
-    report = run.Report(PretendedWatch(None))
-    report.add("part", "title: ", lambda: 5, str)
+    saved = []
+    report = run.Report(PretendedWatch(None), lambda figures: saved.append(dict(figures)))
+    report.add("part", "title: ", iter([5]), str)
     report.note("the end")
-    assert report.figures["part"] == 5
+    assert report.figures["part"] == [5]
+    assert [figures["part"] for figures in saved] == [[5]] * len(saved)
+    assert "gpu" in saved[-1]  # the last save has everything
     assert report.figures["gpu"]["part"]["max_power_watts"] == 699.9
     line = "GPU: SM clock 1755 MHz (lowest 1755), at most 700 W, at most 64 C, throttled: none"
-    assert report.text() == f"title: 5\n{line}\n\nthe end"
+    assert report.text() == f"title: [5]\n{line}\n\nthe end"
 
 
 def test_the_program_ends_if_the_measurement_fails(fake_smi):
