@@ -132,7 +132,8 @@ class BackwardOverlap:
         with torch.no_grad():
             for parameter in parameters:
                 position = self._positions.get(id(parameter))
-                if position is not None:
+                # On a GPU values are not compared: a further backward would pass for the one that was read.
+                if position is not None and self._is_last(position):
                     self._round.write(position, parameter.grad)
 
     def _counts(self, position: int, parameter: Tensor) -> bool:
