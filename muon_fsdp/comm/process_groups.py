@@ -80,13 +80,17 @@ def groups_for(purpose: str) -> Iterator[None]:
         _purpose.reset(token)
 
 
-def claim_groups(purpose: str) -> Claim | None:
-    """Return the right to use the process groups of `groups_for(purpose)`; None while somebody else holds it."""
+def are_claimed(purpose: str) -> bool:
+    """Return whether somebody holds the claim to the process groups of `groups_for(purpose)`."""
     claims = _this_world().claims
-    if purpose in claims and claims[purpose]() is not None:
-        return None
+    return purpose in claims and claims[purpose]() is not None
+
+
+def claim_groups(purpose: str) -> Claim:
+    """Return the claim to the process groups of `groups_for(purpose)`, which nobody else may hold."""
+    assert not are_claimed(purpose)
     claim = Claim()
-    claims[purpose] = ref(claim)
+    _this_world().claims[purpose] = ref(claim)
     return claim
 
 

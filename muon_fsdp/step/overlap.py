@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.process_groups import Claim, claim_groups, num_ranks
+from muon_fsdp.comm.process_groups import Claim, are_claimed, claim_groups, num_ranks
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
@@ -203,7 +203,8 @@ class BackwardOverlap:
             For every parameter 0, `CHANGED` or `UNREADY`, plus the number of its gradient in backward.
         """
         running = {stage.number for stage in self._round.stages}
-        self._is_excluded = not self._may_communicate()
+        # Two threads would start transfers in an order that differs between ranks. One rank that objects is enough.
+        self._is_excluded = self._claim is None and _any_travels(self._stages) and are_claimed(PURPOSE)
         # Another rank may be able to start a stage that this one can't.
         numbers = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
@@ -214,16 +215,6 @@ class BackwardOverlap:
                 of_stage = {position: max(number, CHANGED) for position, number in of_stage.items()}
             numbers |= {position: number + self._order.get(position, 0) for position, number in of_stage.items()}
         return numbers
-
-    def _may_communicate(self) -> bool:
-        """Return whether no other optimizer of this rank uses the process groups of stages that start in backward.
-
-        Two threads would start transfers in an order that differs between ranks. One rank that objects is enough.
-        """
-        if self._claim is None and any(stage.exchange is not None for stage in self._stages):
-            self._claim = claim_groups(PURPOSE)
-            return self._claim is not None
-        return True
 
     def _objection(self, position: int, is_running: bool) -> int:
         parameter = self._records[position].tensor
@@ -274,6 +265,10 @@ class BackwardOverlap:
             fused: its fused lists.
         """
         self._warn()
+        if not _any_travels(self._next):
+            self._claim = None
+        elif self._claim is None:
+            self._claim = claim_groups(PURPOSE)
         if not self._next:
             return
         device = _device_of(self._next[0], self._records)
@@ -356,6 +351,11 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mappi
 def _after_weights(rule: Rule) -> str:
     """Return why `direction` of a rule that needs weights does not run in backward."""
     return f"rule {rule.name!r} needs statistics or factors of the weights, which step() computes"
+
+
+def _any_travels(stages: Sequence[Stage]) -> bool:
+    """Return whether some stages exchange matrices with other ranks."""
+    return any(stage.exchange is not None for stage in stages)
 
 
 def _device_of(stage: Stage, records: Sequence[ParameterRecord]) -> torch.device:
