@@ -269,6 +269,22 @@ def same_in_all(names: list[str]) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def initialized_anew(folder: str) -> tuple[int, int]:
+    """Make a new default process group while the thread waits for a gradient, and train on one rank."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
+    optimizer = MuonOptimizer(layers, lr=0.1, max_stage_bytes=200, overlap="backward")
+    for step in range(8):
+        used = layers[1:] if step == 3 else layers
+        sum(layer(torch.randn(4, 8)).square().mean() for layer in used).backward()
+        if step == 3:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts(optimizer)
+
+
 def two_optimizers(layout: str, steps: int = 8) -> tuple[tuple[int, int], tuple[int, int], str]:
     """Train with an optimizer for every other parameter, while stages take random times on each rank.
 

@@ -176,6 +176,7 @@ class BackwardOverlap:
     def complete(self) -> None:
         """Start all stages of this round that have not started, because other ranks may have started them."""
         if self._world() is not _world()():  # torch.distributed was initialized anew: there is nobody to wait for
+            self._round.cancel()  # the thread may wait for its gradients
             self._new_round(Round())
             self._world, self._claim = _world(), None
         self._round.complete()
