@@ -269,6 +269,54 @@ def same_in_all(names: list[str]) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def initialized_anew(folder: str) -> tuple[int, int]:
+    """Make a new default process group while the thread waits for a gradient, and train on one rank."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
+    optimizer = MuonOptimizer(layers, lr=0.1, max_stage_bytes=200, overlap="backward")
+    for step in range(8):
+        used = layers[1:] if step == 3 else layers
+        sum(layer(torch.randn(4, 8)).square().mean() for layer in used).backward()
+        if step == 3:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts(optimizer)
+
+
+def two_optimizers(layout: str, steps: int = 8) -> tuple[tuple[int, int], tuple[int, int], str]:
+    """Train with an optimizer for every other parameter, while stages take random times on each rank.
+
+    Returns:
+        The stages that were used and discarded of each optimizer, and what the report of the second says.
+    """
+    found = []
+    delays, direction = random.Random(dist.get_rank()), type(RULES["muon"]).direction
+
+    def slow_direction(self: Any, batch: MatrixBatch) -> None:
+        time.sleep(delays.choice([0, 0, 0.005, 0.01]))
+        direction(self, batch)
+
+    for overlap in ("step", "backward"):
+        module, _, _ = lay_out(make_model(), layout)
+        named = list(module.named_parameters())
+        options = {**OPTIONS, "max_stage_bytes": 600, "overlap": overlap}
+        if layout == "ddp":
+            options |= {"replicate_group": dist.group.WORLD, "shard_state": True}
+        optimizers = [MuonOptimizer(named[first::2], **options) for first in range(2)]
+        with patch.object(type(RULES["muon"]), "direction", slow_direction):
+            for step in range(steps):
+                backward(module, step)
+                for optimizer in optimizers:
+                    optimizer.step()
+                module.zero_grad()
+        found.append({name: local(p).detach().clone() for name, p in named})
+    assert_same(found[1], found[0])
+    first, second = optimizers
+    return counts(first), counts(second), second.plan_report().overlap
+
+
 class Tower(nn.Module):
     """Matrices of which each rank may leave out some, distributed without FSDP2."""
 

@@ -83,6 +83,29 @@ def test_the_report_says_why_nothing_starts_under_ddp(ranks: RankPool):
 
 
 @promise(
+    'With `overlap="backward"`, torch.distributed is initialized anew between backward and `step()`',
+    "What was started is dropped, and later stages start in backward again",
+)
+def test_a_new_process_group_ends_what_was_started(ranks: RankPool, tmp_path):
+    ((used, discarded),) = ranks.run(1, cases.initialized_anew, str(tmp_path), timeout=LIMIT)
+    assert used > 6  # those of step 2, and some after step 3
+    assert discarded == 0
+
+
+@promise(
+    'Two optimizers with `overlap="backward"` on the same ranks',
+    "Only stages of the first start in backward, and `plan_report()` of the second says so: their transfers could mix",
+)
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_one_optimizer_at_a_time_starts_stages_in_backward(ranks: RankPool, layout):
+    for first, second, report in ranks.run(2, cases.two_optimizers, layout, timeout=LIMIT):
+        assert first[0] > 0
+        assert first[1] == 0
+        assert second == (0, 0)
+        assert "another optimizer starts its own in backward" in report
+
+
+@promise(
     '`overlap="backward"` with `nonfinite="skip"` or `"raise"`, `cuda_graph=True` or a GradScaler',
     "An error says what to leave out",
 )

@@ -34,6 +34,17 @@ def test_changed_gradients_and_state_are_discarded_under_ddp(ranks: RankPool):
             assert used == 3 * stages - discarded - (name == "remove one"), name
 
 
+@pytest.mark.filterwarnings("ignore:overlap='backward' gains nothing")
+def test_same_bits_if_backward_runs_more_or_less_often_than_before(ranks: RankPool):
+    for found in ranks.run(2, cases.same_in_all, list(cases.UNEXPECTED), timeout=LIMIT):
+        assert all(discarded > 0 for _, discarded, _ in found.values())
+
+
+def test_a_further_backward_is_noticed_where_values_are_not_compared(ranks: RankPool):
+    for _, discarded, stages in ranks.run(2, cases.counted_only, timeout=LIMIT):
+        assert discarded == 2 * stages  # and in step 4, which has one less than step 3
+
+
 def test_ranks_may_lack_different_gradients_under_ddp(ranks: RankPool):
     results = ranks.run(2, cases.missing_gradients, timeout=LIMIT)
     assert results[0] == results[1]

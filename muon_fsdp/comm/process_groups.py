@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,17 @@ Ranks: TypeAlias = tuple[int, ...]  # in ascending order
 _GroupKey: TypeAlias = tuple[Ranks, str, str, str]
 
 
+class Claim:
+    """The right to use the process groups for a purpose in a thread, as long as somebody holds this object."""
+
+
 @dataclass
 class _World:
     """The process groups and counters that belong to one `init_process_group`."""
 
     groups: dict[_GroupKey, dist.ProcessGroup] = field(default_factory=dict)
     meetings: Counter[str] = field(default_factory=Counter)  # calls of `next_meeting`, by name
+    claims: dict[str, ReferenceType[Claim]] = field(default_factory=dict)  # by purpose
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
@@ -73,6 +78,20 @@ def groups_for(purpose: str) -> Iterator[None]:
         yield
     finally:
         _purpose.reset(token)
+
+
+def are_claimed(purpose: str) -> bool:
+    """Return whether somebody holds the claim to the process groups of `groups_for(purpose)`."""
+    claims = _this_world().claims
+    return purpose in claims and claims[purpose]() is not None
+
+
+def claim_groups(purpose: str) -> Claim:
+    """Return the claim to the process groups of `groups_for(purpose)`, which nobody else may hold."""
+    assert not are_claimed(purpose)
+    claim = Claim()
+    _this_world().claims[purpose] = ref(claim)
+    return claim
 
 
 def group_of(ranks: Ranks, device: torch.device, purpose: str = "") -> dist.ProcessGroup:

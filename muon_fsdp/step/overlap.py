@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.process_groups import num_ranks
+from muon_fsdp.comm.process_groups import Claim, are_claimed, claim_groups, num_ranks
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
@@ -28,7 +28,7 @@ from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.step.arrivals import Arrival, is_usable, watch, watch_replicas
 from muon_fsdp.step.early_results import EarlyResult
-from muon_fsdp.step.early_round import EarlyContext, Round, positions_of
+from muon_fsdp.step.early_round import PURPOSE, EarlyContext, Round, positions_of
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
@@ -78,6 +78,8 @@ class BackwardOverlap:
         self._lock = Lock()  # the reductions of DDP may end in several threads
         self._rounds = [Round()]  # the present one; a list, because the finalizer below must not keep this object alive
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._claim: Claim | None = None
+        self._is_excluded = False  # another optimizer has the process groups of these stages
         self._is_serving = self._is_running = False
         self._arrivals: Counter[int] = Counter()  # since the last step, by position
         self._num_arrivals = 0
@@ -97,6 +99,8 @@ class BackwardOverlap:
     def status(self) -> str:
         """Return how many stages start in backward, and why others do not."""
         reasons = Counter(reason for reason in self._obstacles.values() if reason)
+        if self._is_excluded:
+            reasons["another optimizer starts its own in backward"] = len(self._stages)
         others = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
         gathered = Counter(
             _after_weights(RULES[stage.rule]) for stage in self._round.stages if RULES[stage.rule].needs_weights
@@ -132,7 +136,8 @@ class BackwardOverlap:
         with torch.no_grad():
             for parameter in parameters:
                 position = self._positions.get(id(parameter))
-                if position is not None:
+                # On a GPU values are not compared: a further backward would pass for the one that was read.
+                if position is not None and self._is_last(position):
                     self._round.write(position, parameter.grad)
 
     def _counts(self, position: int, parameter: Tensor) -> bool:
@@ -164,20 +169,23 @@ class BackwardOverlap:
             self._is_serving = True
             # A daemon, because a program that ends after an error must not wait for other ranks.
             Thread(target=_serve, args=(self._calls,), name="muon_fsdp backward", daemon=True).start()
-        self._calls.put(self._round.run)
+        self._calls.put(partial(_run, self._round, self._claim))
 
     # -------------------------------------------------------------------------------------------------- in step()
 
     def complete(self) -> None:
         """Start all stages of this round that have not started, because other ranks may have started them."""
         if self._world() is not _world()():  # torch.distributed was initialized anew: there is nobody to wait for
+            self._round.cancel()  # the thread may wait for its gradients
             self._new_round(Round())
+            self._world, self._claim = _world(), None
         self._round.complete()
         self._start()
 
     def abandon(self) -> None:
         """Discard this round, because another plan takes the place of this one."""
         self.complete()
+        self._claim = None  # the thread holds it until the round has ended
         self._stage_counts["discarded_stages"] += len(self._round.stages)
 
     def finish(self) -> None:
@@ -196,6 +204,8 @@ class BackwardOverlap:
             For every parameter 0, `CHANGED` or `UNREADY`, plus the number of its gradient in backward.
         """
         running = {stage.number for stage in self._round.stages}
+        # Two threads would start transfers in an order that differs between ranks. One rank that objects is enough.
+        self._is_excluded = self._claim is None and _any_travels(self._stages) and are_claimed(PURPOSE)
         # Another rank may be able to start a stage that this one can't.
         numbers = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
@@ -209,6 +219,8 @@ class BackwardOverlap:
 
     def _objection(self, position: int, is_running: bool) -> int:
         parameter = self._records[position].tensor
+        if self._is_excluded:
+            return UNREADY
         if not self._arrivals[position] or not is_usable(parameter, parameter.grad):
             return UNREADY
         if self._expected is None:  # this object may have been made in the middle of an accumulation
@@ -254,6 +266,10 @@ class BackwardOverlap:
             fused: its fused lists.
         """
         self._warn()
+        if not _any_travels(self._next):
+            self._claim = None
+        elif self._claim is None:
+            self._claim = claim_groups(PURPOSE)
         if not self._next:
             return
         device = _device_of(self._next[0], self._records)
@@ -338,6 +354,11 @@ def _after_weights(rule: Rule) -> str:
     return f"rule {rule.name!r} needs statistics or factors of the weights, which step() computes"
 
 
+def _any_travels(stages: Sequence[Stage]) -> bool:
+    """Return whether some stages exchange matrices with other ranks."""
+    return any(stage.exchange is not None for stage in stages)
+
+
 def _device_of(stage: Stage, records: Sequence[ParameterRecord]) -> torch.device:
     return next((records[position].tensor.device for position in positions_of(stage)), torch.device("cpu"))
 
@@ -365,6 +386,11 @@ def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
         del call  # it would keep its tensors alive until the next one
+
+
+def _run(round_: Round, claim: Claim | None) -> None:
+    """Run a round, and hold the claim on its process groups until it has ended."""
+    round_.run()
 
 
 def _stop(rounds: Sequence[Round], calls: SimpleQueue[Callable[[], None] | None]) -> None:
