@@ -178,3 +178,25 @@ def test_a_part_that_is_not_sharded_is_told(ranks: RankPool):
         assert len(texts) == 1
         assert "'2.weight'" in texts[0]
     assert ranks.run(2, forgotten_root, "equal") == [[], []]
+
+
+def step_after_new_groups(folder: str) -> str:
+    """Initialize torch.distributed anew between two steps of an optimizer that knows a group of replicas."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = net()
+    optimizer = MuonOptimizer(model, replicate_group=dist.group.WORLD)
+    backward(model)
+    optimizer.step()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    return error_of(optimizer.step)
+
+
+@promise(
+    "torch.distributed is initialized anew, and an optimizer for replicas takes a step",
+    "An error says that their process group was destroyed, and to build the optimizer anew",
+)
+def test_a_destroyed_group_of_replicas_is_told(ranks: RankPool, tmp_path):
+    for text in ranks.run(2, step_after_new_groups, str(tmp_path)):
+        assert "The process group of replicated parameters was destroyed" in text
+        assert "build the optimizer anew" in text

@@ -165,7 +165,16 @@ def _this_world() -> _World:
 
 
 def _backend(device: torch.device, like: dist.ProcessGroup | None) -> str:
-    """Return the name of the backend that the group `like` uses for a type of device."""
+    """Return the name of the backend that the group `like` uses for a type of device.
+
+    Raises:
+        RuntimeError: the group was destroyed.
+    """
+    if like is not None and like not in c10d._world.pg_group_ranks:
+        raise RuntimeError(
+            "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel again, "
+            "or make a new group for replicate_group=, and build the optimizer anew"
+        )
     config = dist.get_backend_config(like)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)
