@@ -172,8 +172,8 @@ def _backend(device: torch.device, like: dist.ProcessGroup | None) -> str:
     """
     if like is not None and like not in c10d._world.pg_group_ranks:
         raise RuntimeError(
-            "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel again, "
-            "or make a new group for replicate_group=, and build the optimizer anew"
+            "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel again,"
+            " or make a new group for replicate_group=, and build the optimizer anew"
         )
     config = dist.get_backend_config(like)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
