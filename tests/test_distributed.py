@@ -48,8 +48,17 @@ def one_device(hidden: int) -> tuple[list[float], dict[str, np.ndarray]]:
     return cases.curve(None, {}, {"hidden": hidden}, STEPS)
 
 
-@pytest.mark.parametrize("strategy", ["owner", "replicate"])
-@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+# Every layout by owners, and the main ones with work on every rank.
+BY_STRATEGY = [(*layout, "owner") for layout in LAYOUTS]
+BY_STRATEGY += [
+    ("fsdp", 3, "replicate"),
+    ("hsdp", 4, "replicate"),
+    ("fsdp_tp", 4, "replicate"),
+    ("ddp", 2, "replicate"),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "strategy"), BY_STRATEGY)
 def test_same_curve_as_one_device(ranks: RankPool, layout, world_size, strategy):
     options = model_options(layout)
     expected, expected_weights = one_device(options.get("hidden", 31))
