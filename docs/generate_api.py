@@ -6,18 +6,16 @@ python docs/generate_api.py --check    # exit with 1 if the page is not what wou
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import api_prose as prose
 from api_entries import BUILT_IN, function_entry, method_rows, optimizer_entry, record_entry
 from api_markdown import code_names, code_value, markdown, parse, table
+from generated_page import write_or_check
 
 import muon_fsdp
 import muon_fsdp.distributed
@@ -240,16 +238,8 @@ def page() -> str:
 
 
 def main(argv: Sequence[str] | None = None, path: Path = PAGE) -> int:
-    parser = argparse.ArgumentParser(description="Write docs/api.md from signatures and docstrings.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
-    arguments: Any = parser.parse_args(argv)
-    text = page()
-    if not arguments.check:
-        path.write_text(text)
-    elif not path.exists() or path.read_text() != text:
-        print(f"{path.name} is stale: run python docs/generate_api.py", file=sys.stderr)
-        return 1
-    return 0
+    """Write the page, or check it, and return the exit status."""
+    return write_or_check(path, page(), argv)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ python docs/generate_faults.py --check    # exit with 1 if the page is not what 
 
 from __future__ import annotations
 
-import argparse
 import ast
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from generated_page import write_or_check
 
 PAGE = Path(__file__).with_name("faults.md")
 TESTS = Path(__file__).parents[1] / "tests"
@@ -51,18 +51,10 @@ def page() -> str:
     return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page())
-        return 0
-    if PAGE.exists() and PAGE.read_text() == page():
-        return 0
-    print("docs/faults.md is out of date: run python docs/generate_faults.py")
-    return 1
+def main(argv: Sequence[str] | None = None, path: Path = PAGE) -> int:
+    """Write the page, or check it, and return the exit status."""
+    return write_or_check(path, page(), argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,15 +6,14 @@ python docs/generate_options.py --check    # exit with 1 if the page is not what
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from api_entries import BUILT_IN
 from api_markdown import code_value, parse, table
+from generated_page import write_or_check
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
 
@@ -119,20 +118,8 @@ def page() -> str:
 
 
 def main(argv: Sequence[str] | None = None, path: Path = PAGE) -> int:
-    """Write the page, or check it.
-
-    Returns:
-        The exit status: 1 if the page is stale.
-    """
-    parser = argparse.ArgumentParser(description="Write docs/options.md from signatures and docstrings.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
-    text = page()
-    if not parser.parse_args(argv).check:
-        path.write_text(text)
-    elif not path.exists() or path.read_text() != text:
-        print(f"{path.name} is stale: run python docs/generate_options.py", file=sys.stderr)
-        return 1
-    return 0
+    """Write the page, or check it, and return the exit status."""
+    return write_or_check(path, page(), argv)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def search_lr(trials: Trials, optimizer: str, lr: float, others: Setting) -> Set
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the known losses say: the settings chosen so far, all that were tried, and those to run next."""
+    """The state of a search: the settings chosen so far, all that were tried, and those to run next."""
 
     chosen: dict[str, Setting]
     tried: dict[str, list[Setting]]

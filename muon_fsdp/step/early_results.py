@@ -1,4 +1,4 @@
-"""Define what a stage that runs beside backward gets, and what it leaves for `step()`."""
+"""Define the result of a stage that runs beside backward, and who keeps it until `step()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muon_fsdp.step.matrix_state import LeftNumbers
 
 
 class EarlyResult(NamedTuple):
-    """What a stage has computed beside backward.
+    """The result of a stage that ran beside backward.
 
     Args:
         buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.

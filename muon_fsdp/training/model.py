@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -57,30 +57,23 @@ class GPTConfig:
         return float(self.d_model**0.5) if self.scale_embedding else 1.0
 
 
+# GPT-2's sizes, and its 50,257 tokens rounded up to a multiple of 64: 124M parameters.
+_GPT2 = GPTConfig(
+    num_layers=12,
+    num_heads=12,
+    d_model=768,
+    sequence_length=1024,
+    vocab_size=50304,
+    tie_embeddings=True,
+    scale_embedding=True,
+)
 # d_model differs from vocab_size on purpose: if they were equal, the head would have the shape of a hidden matrix, and
 # a reader could not see from shapes alone which matrices Muon orthogonalizes.
 PRESETS: dict[str, GPTConfig] = {
     "demo": GPTConfig(num_layers=4, num_heads=4, d_model=160, sequence_length=128),  # heads for --tp 2 and --tp 4
     "small": GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256),  # 10.8M
-    # GPT-2's sizes, and its 50,257 tokens rounded up to a multiple of 64: 124M and 354M parameters.
-    "gpt2": GPTConfig(
-        num_layers=12,
-        num_heads=12,
-        d_model=768,
-        sequence_length=1024,
-        vocab_size=50304,
-        tie_embeddings=True,
-        scale_embedding=True,
-    ),
-    "medium": GPTConfig(
-        num_layers=24,
-        num_heads=16,
-        d_model=1024,
-        sequence_length=1024,
-        vocab_size=50304,
-        tie_embeddings=True,
-        scale_embedding=True,
-    ),
+    "gpt2": _GPT2,
+    "medium": replace(_GPT2, num_layers=24, num_heads=16, d_model=1024),  # 354M
 }
 
 
