@@ -1,4 +1,4 @@
-"""Folders are layers: what a module may import, how large it may be, and where things live exactly once."""
+"""Folders are layers: what a module may import, and where things live exactly once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ LAYERS = (
     "cli",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# Programs, pages and tests are read as often as the package, so their sizes are bounded too.
 OTHER_MODULES = [
     *sorted(ROOT.glob("*.py")),
     *(
@@ -103,7 +102,6 @@ def resolve(name: str) -> str:
 def test_every_folder_is_a_layer():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == set(LAYERS) - {"", "text", "timing"}
-    assert len(list(PACKAGE.glob("*.py"))) <= 14
 
 
 def test_only_tests_import_tests():
@@ -114,44 +112,3 @@ def test_only_tests_import_tests():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.split(".")[0] != "tests", f"{path.relative_to(ROOT)} imports {name}"
-
-
-@pytest.mark.parametrize("path", [*MODULES, *OTHER_MODULES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_is_too_long_to_read(path):
-    assert len(path.read_text().splitlines()) <= 450
-
-
-@pytest.mark.parametrize("path", [*MODULES, *OTHER_MODULES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_function_is_too_long_or_takes_too_much(path):
-    """At most 60 lines and 8 parameters. Kernels are one function each, and a constructor may list all its fields."""
-    wrong = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if any(ast.unparse(decorator).partition("(")[0].endswith(".jit") for decorator in node.decorator_list):
-            continue
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        given = node.args
-        count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
-        if length > 60:
-            wrong.append(f"{node.name} has {length} lines")
-        if count > 8 and node.name != "__init__":
-            wrong.append(f"{node.name} has {count} parameters")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_the_picture_of_the_layers_has_every_module():
-    page = (ROOT / "docs" / "design.md").read_text()
-    picture = page.partition("## Layers")[2].partition("```")[2].partition("```")[0]
-    words = set(picture.split())
-    programs = {"cli", "training", "benchmarks"}
-    missing = [
-        str(path.relative_to(PACKAGE))
-        for path in MODULES
-        if path.name != "__init__.py"
-        and folder_of(module_name(path)) not in programs
-        and path.stem not in words
-        and not path.stem.startswith("triton_")
-    ]
-    assert not missing, missing
-    assert {f"{layer}/" for layer in LAYERS if (PACKAGE / layer).is_dir() and layer} <= words
