@@ -1,10 +1,13 @@
-"""Format numbers and plain text tables for reports and programs."""
+"""Format numbers and plain text tables for reports and programs, and warn users at their own line."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from itertools import count
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "format_shape", "plain_table"]
+__all__ = ["format_bytes", "format_count", "format_seconds", "format_shape", "plain_table", "warn_user"]
 
 
 def format_bytes(number: float) -> str:
@@ -57,3 +60,16 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: i
 def first_names(names: Sequence[str]) -> str:
     """Return the first four names as text for a message, followed by "..." if there are more."""
     return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside this package and torch that called into it, however deep the call is."""
+    for level in count(1):
+        try:
+            module = sys._getframe(level).f_globals.get("__name__", "")
+        except ValueError:  # every frame is ours, as in `python -m muon_fsdp.cli`
+            warnings.warn(message, category, stacklevel=2)
+            return
+        if module.partition(".")[0] not in ("muon_fsdp", "torch"):
+            warnings.warn(message, category, stacklevel=level + 1)
+            return

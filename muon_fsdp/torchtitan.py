@@ -16,7 +16,7 @@ __all__ = ["MuonContainer"]
 class MuonContainer(OptimizersContainer):
     """A container with one `FSDPMuonOptimizer` for each part of the model.
 
-        optimizer=MuonContainer.Config(options={"lr": 0.02, "adamw_lr": 3e-4})
+        optimizer=MuonContainer.Config(options={"lr": 0.02})
 
     The optimizer chooses the rule of each parameter from the model. torchtitan's `param_groups` choose rules by names,
     so a configuration can't have both.

@@ -33,7 +33,10 @@ def matrix() -> nn.Parameter:
         ({"ns_steps": 0}, "Invalid ns_steps: 0"),
         ({"ns_stepsize": float("inf")}, "Invalid ns_stepsize: inf"),
         ({"rule": "moun"}, "Unknown rule 'moun'; valid names are muon, normuon, .*; did you mean 'muon'"),
-        ({"scale": "v5"}, "Unknown scale 'v5'; valid names are v2, v1, v3, v4, or a number"),
+        (
+            {"scale": "v5"},
+            "Unknown scale 'v5'; valid names are 'original' .also v2: .*'size' .also v1: .*, or a number",
+        ),
         ({"scale": -1.0}, "Invalid scale: -1.0"),
         ({"orthogonalization": "svd"}, "Unknown orthogonalization 'svd'; valid names are default, keller"),
         ({"view": "heads"}, "Unknown view 'heads'; valid names are auto, matrix"),

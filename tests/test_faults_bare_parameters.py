@@ -197,11 +197,11 @@ def test_bodies_and_adapters_have_no_vocabulary(shapes):
 def test_an_optimizer_without_any_matrix_warns():
     for params in ([nn.Parameter(torch.randn(3))], nn.LayerNorm(4), nn.Embedding(5, 3)):
         listed = params if isinstance(params, nn.Module) else list(params)
-        with pytest.warns(UserWarning, match="no parameter has a rule of matrices") as caught:
+        with pytest.warns(UserWarning, match="has nothing to update: every parameter is a vector") as caught:
             optimizer = MuonOptimizer(listed)
         assert len(caught) == 1
         assert len(optimizer.routing_report().warnings) == 1
-        with pytest.raises(ValueError, match="strict: no parameter has a rule of matrices"):
+        with pytest.raises(ValueError, match="strict: Muon has nothing to update"):
             MuonOptimizer(listed, strict=True)
     with warnings.catch_warnings():  # what the user has asked for
         warnings.simplefilter("error")

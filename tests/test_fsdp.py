@@ -37,7 +37,7 @@ def test_the_signature_shows_the_defaults_in_use():
         name: value for name, value in defaults.items() if name in matrices and name != "params"
     }
     others = {name.removeprefix("adamw_"): value for name, value in defaults.items() if name.startswith("adamw_")}
-    assert {name: embedding[name] for name in others} == others
+    assert {name: embedding[name] for name in others} == {**others, "lr": 0.003}  # None follows from lr
     assert vectors["weight_decay"] == 0.0
 
 

@@ -46,7 +46,7 @@ BOTH = pytest.mark.parametrize("make", [MuonOptimizer, FSDPMuonOptimizer])
 def test_an_override_of_matrices_and_vectors_sets_the_lr_of_the_matrices(make):
     optimizer = make(Net(), overrides={"fc.*": {"lr": 0.5}})
     assert group_of(optimizer, "fc.weight")["lr"] == 0.5
-    assert group_of(optimizer, "fc.bias")["lr"] == 3e-4
+    assert group_of(optimizer, "fc.bias")["lr"] == 0.003
     assert group_of(optimizer, "out.weight")["lr"] == 0.02
 
 
@@ -54,7 +54,7 @@ def test_an_override_of_matrices_and_vectors_sets_the_lr_of_the_matrices(make):
 def test_equal_options_under_two_patterns_are_two_places(make):
     """fc.* has a matrix, so its lr is the matrix's; out.bias has none, so its lr is the bias's."""
     optimizer = make(Net(), overrides={"fc.*": {"lr": 0.5}, "out.bias": {"lr": 0.5}})
-    assert group_of(optimizer, "fc.bias")["lr"] == 3e-4
+    assert group_of(optimizer, "fc.bias")["lr"] == 0.003
     assert group_of(optimizer, "out.bias")["lr"] == 0.5
 
 
@@ -68,10 +68,10 @@ def test_what_an_override_means_does_not_depend_on_groups(make):
     ]
     args = (model, decay) if make is FSDPMuonOptimizer else (decay,)
     optimizer = make(*args, overrides={"fc.*": {"lr": 0.7}})
-    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 3e-4]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 0.003]
     groups = [{"params": (pair for pair in group["params"])} for group in reversed(decay)]  # generators, vectors first
     optimizer = MuonOptimizer(groups, overrides={"fc.*": {"lr": 0.7}})
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-4, 0.7]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.003, 0.7]
 
 
 @pytest.mark.parametrize("place", ["group", "override", "constructor"])
@@ -124,7 +124,7 @@ def test_normuon_has_a_second_moment_of_its_own(make, place):
 def test_unprefixed_options_of_the_others_in_a_mixed_group():
     optimizer = MuonOptimizer([{"params": [matrix(), vector()], "lr": 0.5, "betas": (0.5, 0.6)}])
     muon, adamw = optimizer.param_groups
-    assert (muon["lr"], adamw["lr"], adamw["betas"]) == (0.5, 3e-4, (0.5, 0.6))
+    assert (muon["lr"], adamw["lr"], adamw["betas"]) == (0.5, 0.075, (0.5, 0.6))
 
 
 def test_a_registered_rule_keeps_the_defaults_that_it_declares():
@@ -165,7 +165,10 @@ def test_a_wrapped_model_with_adamw_for_everything():
         (lambda: SpectralSphereOptimizer(Net(), scale="v2"), "has no scale: the radius"),
         (lambda: MuonOptimizer(Net(), rule="adamw", lr=0.02), "'lr' has no effect; pass 'adamw_lr'"),
         (lambda: MuonOptimizer(Net(), rule="adamw", momentum=0.9), "'momentum' has no effect"),
-        (lambda: MuonOptimizer([vector()], lr=0.02), "'lr' has no effect; pass 'adamw_lr'"),
+        (
+            lambda: MuonOptimizer([vector()], lr=0.02, adamw_lr=0.1),
+            "'lr' has no effect; pass 'adamw_lr' alone: .* 'adamw'$",
+        ),
         (lambda: MuonOptimizer(Net(), lr=0.02, overrides={"*": "adamw"}), "'lr' has no effect; pass 'adamw_lr'"),
         (lambda: create_hybrid_optimizer(nn.LayerNorm(4), muon_lr=0.1), "'lr' has no effect; pass 'adamw_lr'"),
         (lambda: MuonOptimizer([{"params": [matrix()], "adamw_lr": 0.1}]), "a parameter group: .*'adamw_lr' has no"),

@@ -261,7 +261,7 @@ def test_the_same_by_every_door():
 
     options = {"lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 0.0, "adamw_betas": (0.9, 0.99)}
     expected = trained(lambda m: SpectralSphereOptimizer(m.named_parameters(), **options))
-    by_model = trained(lambda m: FSDPMuonOptimizer(m, rule="spectral_sphere", adamw_lr=3e-4, **options))
+    by_model = trained(lambda m: FSDPMuonOptimizer(m, rule="spectral_sphere", **options))
     by_rule = trained(lambda m: MuonOptimizer(m.named_parameters(), rule="spectral_sphere", **options))
     torch.testing.assert_close(by_rule, expected, rtol=0, atol=0)
     torch.testing.assert_close(by_model, expected, rtol=0, atol=0)

@@ -139,7 +139,7 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
         (["--momentum", "high"], "--momentum: must be a number, got 'high'"),
         (["--ns-steps", "2.5"], "--ns-steps: must be a whole number, got '2.5'"),
         (["--ns-steps", "0"], "--ns-steps: Invalid ns_steps: 0"),
-        (["--scale", "v9"], "--scale: must be one of v2, v1, v3, v4, or a number, got 'v9'"),
+        (["--scale", "v9"], "--scale: must be one of original, match_rms_adamw, spectral, size, v2, v4, v3, v1, or a number, got 'v9'"),
         (["--orthogonalization", "x"], "--orthogonalization: Unknown orthogonalization 'x'; valid names are default"),
         (["--betas", "0.9", "--optimizer", "adamw"], "--betas: Invalid betas: (0.9,)"),
         (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), adamw; "
@@ -193,7 +193,7 @@ def test_options_of_every_kind() -> None:
 
 # Rule, lr, weight decay and what else there is of the hidden matrices.
 EXPECTED = {
-    "muon": {"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "scale": "v2", "ns_steps": 5},
+    "muon": {"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "scale": "original", "ns_steps": 5},
     "normuon": {"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "beta2": 0.95, "eps": 1e-8},
     "spectral_sphere": {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "radius_scaler": 1.0},
     "adamw": {"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
@@ -296,7 +296,7 @@ def test_options_that_older_runs_saved_beside_the_others(capsys) -> None:
     config = TrainConfig(options={"momentum": 0.95})
     saved = {name: value for name, value in as_json(config).items() if name not in ("options", "plugin")}
     resuming.print_changes({"config": saved | {"scale": "v4", "lambda_mode": "bracketed"}}, config)
-    assert capsys.readouterr().out == "note: settings that differ from the checkpoint's: scale v4 -> v2\n"
+    assert capsys.readouterr().out == "note: settings that differ from the checkpoint's: scale v4 -> original\n"
 
 
 def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsys) -> None:

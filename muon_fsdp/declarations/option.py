@@ -33,6 +33,7 @@ class Option:
         per_step: True if the value may change at every step without planning or capturing the step again. `prepare`,
             `factors` and `apply` can read such an option; `direction` cannot.
         choices: the valid names, if the value is a name.
+        meanings: what these names mean, for the error about an unknown one; second names of the same may be left out.
         label: how errors name the option; its name by default.
     """
 
@@ -42,6 +43,7 @@ class Option:
     check: Callable[[Any], object] | None = field(default=None, kw_only=True)
     per_step: bool = field(default=False, kw_only=True)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
+    meanings: Mapping[str, str] = field(default_factory=dict, kw_only=True, hash=False)
     label: str | None = field(default=None, kw_only=True)
 
     def validate(self, value: Any, name: str | None = None) -> None:
@@ -65,7 +67,9 @@ class Option:
         if self.choices and (isinstance(value, str) or self.check is None):
             if value not in self.choices:
                 number_too = ", or a number" if self.check is number else ""
-                raise ValueError(f"Unknown {name} {value!r}; valid names are {', '.join(self.choices)}{number_too}")
+                explained = [f"{choice!r} ({meaning})" for choice, meaning in self.meanings.items()]
+                listed = ", ".join(explained or self.choices)
+                raise ValueError(f"Unknown {name} {value!r}; valid names are {listed}{number_too}")
             return
         try:
             result = None if self.check is None else self.check(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -14,12 +13,14 @@ from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.parameters.groups import (
+    INDEPENDENT_LR,
     Group,
     Params,
     Source,
     as_torch_params,
     check_parameter,
     names_and_parameters,
+    prefixed,
     refuse_zero_redundancy,
     resolve,
     rules_of,
@@ -34,6 +35,7 @@ from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, Rou
 from muon_fsdp.parameters.wrappers import ModelWatch
 from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
+from muon_fsdp.text import warn_user
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -73,26 +75,33 @@ class GroupedOptimizer(torch.optim.Optimizer):
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
         }
+        # Schedulers write into a tensor in place; groups that are added later start from its first value.
+        first_lr = options["lr"].clone() if isinstance(options.get("lr"), Tensor) else None
         self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
         self._frozen_rows = frozen_rows(model) if model is not None else ()
-        defaults = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
+        defaults, _ = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
         self._given.taken.clear()  # no parameter uses an option yet
         groups = with_lists(as_torch_params(params))
         self._is_built = False
         with self._router.reading(model):
-            self._pattern_rules = self._rules_of_patterns(groups) if self._overrides else {}
+            self._preview(groups)
             super().__init__(groups, defaults)
             self._is_built = True
+            if first_lr is not None:
+                self._given.options["lr"] = first_lr
             if groups and isinstance(groups[0], dict) and len(self.param_groups) != len(groups):
                 refuse_zero_redundancy(type(self).__name__)
             self._check_use_of_options()
             if self._router.unused_patterns:
-                self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter", stacklevel=4)
+                self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
             self._check_doubts(self._all_routes())
             self._check_use_of_meshes()
-        for message in dict.fromkeys(text for g in self.param_groups for text in RULES[g["rule"]].warnings(g)):
+        messages: dict[str, list[str]] = {}  # of every rule, about the first group that has some
+        for group in self.param_groups:
+            messages[group["rule"]] = messages.get(group["rule"]) or RULES[group["rule"]].warnings(group)
+        for message in dict.fromkeys(text for texts in messages.values() for text in texts):
             self._router.warnings.append(message)
-            warnings.warn(message, stacklevel=4)
+            warn_user(message)
         self._check_use_of_rule()
         self._replicas.check_state(self._parameters())
 
@@ -115,27 +124,70 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _resolved(
         self, rule: Rule, route: Route | None = None, sources: Sequence[tuple[Source, Sequence[Rule]]] = ()
-    ) -> Group:
-        """Return the options of parameters of one rule, from the constructor, their group and an override."""
-        defaults = dict(route.defaults) if route is not None else {}
-        return resolve(rule, self._class_defaults(rule), defaults, [(self._given, ()), *sources])
+    ) -> tuple[Group, str]:
+        """Return the options of parameters of one rule, from the constructor, their group and an override.
 
-    def _rules_of_patterns(self, groups: Sequence[Any]) -> dict[str, set[str]]:
-        """Return the rules of all parameters that each override matches, in whatever group they are.
+        Args:
+            rule: the rule.
+            route: the route of one of the parameters.
+            sources: their group and their override, each with the rules of the parameters beside them there.
 
-        The effect of an override on matrices and vectors must not depend on how they are grouped.
+        Returns:
+            The options, and where `lr` comes from if it may follow from that of the matrices, else "".
         """
-        found: dict[str, set[str]] = defaultdict(set)
+        defaults = dict(route.defaults) if route is not None else {}
+        places = [(self._given, ()), *sources]
+        options = resolve(rule, self._class_defaults(rule), defaults, places)
+        if rule.all_options["lr"].default is not None:
+            return options, ""
+        if options["lr"] is None:
+            options["lr"], origin = self._following_lr(sources[:1])
+            return options, origin
+        origins = [source.origin_of_lr(rule, beside) for source, beside in reversed(places)]
+        return options, next((origin for origin in origins if origin is not None), "")
+
+    def _following_lr(self, group: Sequence[tuple[Source, Sequence[Rule]]]) -> tuple[float | Tensor, str]:
+        """Return the learning rate that follows from that of the matrices of a user's group, and where it comes from.
+
+        Args:
+            group: the user's group with the rules of its parameters; empty for the constructor's options alone.
+        """
+        matrices = next((rule for _, rules in group for rule in rules if rule.needs_matrices), self._rule)
+        if not matrices.needs_matrices:
+            return INDEPENDENT_LR, "the default"
+        # Copies: that this reads options does not mean that they have an effect on some parameter.
+        places = [(replace(source, taken=set()), beside) for source, beside in ((self._given, ()), *group)]
+        options = resolve(matrices, self._class_defaults(matrices), {}, places)
+        ratio = matrices.other_lr_ratio(options)
+        if ratio is None:
+            return INDEPENDENT_LR, "the default"
+        lr = options["lr"]
+        if isinstance(lr, Tensor):  # a tensor of its own, computed without waiting for the device
+            return lr.detach() * ratio, f"{ratio:g} x the lr of the matrices"
+        return lr * ratio, f"{ratio:g} x lr={lr:g}" if ratio != 1 else f"lr={lr:g} of the matrices"
+
+    def _preview(self, groups: Sequence[Any]) -> None:
+        """Route all parameters before groups are made, to learn what options of the constructor and overrides mean.
+
+        The effect of an override on matrices and vectors must not depend on how they are grouped. `lr` belongs to the
+        element-wise rule if no parameter is a matrix, unless the user has decided that with a rule.
+        """
+        self._pattern_rules: dict[str, set[str]] = defaultdict(set)
+        routes: list[Route] = []
         for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
-            with suppress(TypeError, ValueError, KeyError):  # a wrong group raises when it is added
+            with suppress(AttributeError, TypeError, ValueError, KeyError):  # a wrong group raises when it is added
                 named, parameters = names_and_parameters(group)
                 group_rule = self._rule_of_group(group)
                 for index, parameter in enumerate(parameters):
                     name = self._router.name_of(parameter) or (clean_name(named[index]) if named else "")
-                    route = self._router.route(parameter, name, group_rule, named=True)
-                    if route.pattern is not None:
-                        found[route.pattern].add(route.rule)
-        return found
+                    routes.append(self._router.route(parameter, name, group_rule, named=True))
+        for route in routes:
+            if route.pattern is not None:
+                self._pattern_rules[route.pattern].add(route.rule)
+        is_matrix = any(RULES[route.rule].needs_matrices for route in routes)
+        own_lr = self._given.options.get(prefixed(self._other_rule, "lr"))
+        is_decided = any(route.decided for route in routes)
+        self._given.lr_is_for_others = bool(routes) and not is_matrix and not is_decided and own_lr is None
 
     def _rule_of_group(self, given: Mapping[str, Any]) -> GroupRule:
         """Return the rule that a user's group asks for."""
@@ -151,7 +203,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Raise for an option that had no effect on any parameter."""
         self._resolved(self._other_rule)  # counts as used even if no parameter has it: one may be added later
         rules = [RULES[group["rule"]] for group in self.param_groups]
-        self._given.require_taken([*rules, self._rule, self._other_rule])
+        self._given.require_taken(rules, unused=[self._rule, self._other_rule])
         for pattern, source in self._overrides.items():
             if pattern not in self._router.unused_patterns:
                 matched = [route for route in self._all_routes() if route.pattern == pattern]
@@ -166,7 +218,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         matrices = [route.name for route in routes if RULES[route.rule].needs_matrices]
         unused = self._replicas.unused_patterns(matrices)
         if unused:
-            self._warn(f"replicate_mesh: the patterns {unused} match no matrix", stacklevel=5)
+            self._warn(f"replicate_mesh: the patterns {unused} match no matrix")
 
     def _require_rule(self, where: str, rule: str | None, routes: Sequence[Route]) -> None:
         """Raise if the user asked for a rule of matrices where all parameters are vectors."""
@@ -189,20 +241,26 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 self._router.warnings.append(message)
         about_bare = self._router.doubt_about_bare(routes)
         if about_bare is not None and about_bare not in self._router.warnings:
-            self._warn(about_bare, stacklevel=4)
+            self._warn(about_bare)
 
     def _check_use_of_rule(self) -> None:
-        """Warn if no parameter has a rule of matrices, unless the user asked for that."""
+        """Warn if no parameter is updated as a matrix, unless the user asked for that."""
         routes = self._all_routes()
         if any(rule.needs_matrices for rule in rules_of(routes)):
             return
+        is_decided = any(route.decided for route in routes)
+        title = self._rule.display_name
+        nothing = f"{title} has nothing to update: every parameter is a vector, an embedding or an output head."
+        if is_decided:
+            nothing = f"rule={self._rule_name!r} updates no parameter as a matrix."
         if self._is_strict:
-            raise ValueError(f"strict: no parameter has a rule of matrices\n{self.routing_report()}")
-        if routes and not any(route.decided for route in routes):
+            raise ValueError(f"strict: {nothing}\n{self.routing_report()}")
+        if routes and not is_decided:
+            other, option = self._other_rule, prefixed(self._other_rule, "lr")
+            uses_lr = f" {other.display_name} uses lr as it is." if self._given.lr_is_for_others else ""
             self._warn(
-                f"no parameter has a rule of matrices: rule {self._rule_name!r} has nothing to do. routing_report() "
-                f"gives the reason for each parameter; pass rule={self._other_rule_name!r} if that is intended",
-                stacklevel=4,
+                f"{nothing}{uses_lr} If that is intended, pass rule={other.name!r} and {option}. routing_report() "
+                "gives the reason for each parameter."
             )
 
     def _model_to_route_by(self) -> nn.Module | None:
@@ -231,12 +289,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._require_rule(source.where, given.get("rule"), routes)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
-            for group, indices, overridden in self._split(routes, source)
-            for members in [[replace(routes[i], overridden=overridden) for i in indices]]
+            for group, indices, noted in self._split(routes, source)
+            for members in [[replace(routes[i], **noted) for i in indices]]
         ]
         if not routes:  # keep a group without parameters, as torch does
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
-            group = self._resolved(rule, None, [(source, ())])
+            group, _ = self._resolved(rule, None, [(source, ())])
             new_groups = [self._new_group(group, [], [], source, foreign)]
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
@@ -257,16 +315,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 del group[key]
             self._routes.append(group_routes)
 
-    def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int], tuple[str, ...]]]:
+    def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int], dict[str, Any]]]:
         """Divide the parameters of a user's group by their options.
 
         Returns:
-            Options, the indices of their parameters, and the names of the options that an override sets for these;
-            matrices come first, otherwise in the user's order.
+            Options, the indices of their parameters, and what their routes note about these options: the names of
+            those that an override sets, and where `lr` comes from. Matrices come first, otherwise in the user's order.
         """
         rules = rules_of(routes)
         members: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        resolved: dict[tuple[object, ...], tuple[Group, tuple[str, ...]]] = {}
+        resolved: dict[tuple[object, ...], tuple[Group, dict[str, Any]]] = {}
         known: dict[tuple[object, ...], tuple[object, ...]] = {}
         for index, route in enumerate(routes):
             kind = (route.rule, route.pattern, route.defaults)
@@ -277,10 +335,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     here = {other.rule for other in routes if other.pattern == route.pattern}
                     beside = [RULES[name] for name in here | self._pattern_rules.get(route.pattern, set())]
                     sources.append((override, beside))
-                options = self._resolved(RULES[route.rule], route, sources)
+                options, lr_origin = self._resolved(RULES[route.rule], route, sources)
                 overridden = override.of(RULES[route.rule], beside) if override is not None else {}
-                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(overridden))
-                resolved[known[kind]] = options, tuple(overridden)
+                known[kind] = (not RULES[route.rule].needs_matrices, _key(options, lr_origin), _key(overridden))
+                noted = {"overridden": tuple(overridden), "lr_origin": lr_origin}
+                resolved.setdefault(known[kind], (options, noted))
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
         return [(resolved[key][0], members[key], resolved[key][1]) for key in ordered]
@@ -350,9 +409,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def routing_report(self) -> RoutingReport:
         """Return the rule of every parameter with its reason, and the options in force; `print` shows a table."""
-        groups = [RoutingGroup.of(index, RULES[group["rule"]], group) for index, group in enumerate(self.param_groups)]
+        records = self._records()
+        groups = [
+            RoutingGroup.of(index, RULES[group["rule"]], group, routes[0].lr_origin if routes else "")
+            for index, (group, routes) in enumerate(zip(self.param_groups, self._routes, strict=True))
+        ]
         rows = []
-        for record in self._records():
+        for record in records:
             shapes = sorted({(rows, cols) for _, rows, cols in record.view.block_shapes}) if record.view else []
             sizes = [record.rule.update_scale(record.group, *shape) for shape in shapes]
             scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
@@ -367,6 +430,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         frozen = [row for row in self._frozen_rows if row.name not in held]
         return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups))
 
+    def _forget_origins_of_lr(self) -> None:
+        """Drop the notes on where learning rates came from, after others were loaded."""
+        self._routes = [[replace(route, lr_origin="") for route in routes] for routes in self._routes]
+
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
         for number, group in enumerate(self.param_groups):
@@ -378,8 +445,20 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             group.update(canonical({name: group[name] for name in options}))
 
-    def _warn(self, message: str, stacklevel: int = 3) -> None:
+    def _warn(self, message: str) -> None:
         if self._is_strict:
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
-        warnings.warn(message, stacklevel=stacklevel)
+        warn_user(message)
+
+
+def _key(options: Mapping[str, Any], lr_origin: str = "") -> tuple[object, ...]:
+    """Return a key that is equal for equal options.
+
+    A tensor stands for itself, because reading it would wait for the device. An lr that follows from that of the
+    matrices is a new tensor each time, so its origin stands for it.
+    """
+    return tuple(
+        (name, (lr_origin or id(value)) if isinstance(value, Tensor) else repr(value))
+        for name, value in options.items()
+    )

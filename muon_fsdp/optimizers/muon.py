@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +44,7 @@ from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
+from muon_fsdp.text import warn_user
 
 
 @show_options(DEFAULT_RULE)
@@ -61,10 +61,10 @@ class MuonOptimizer(GroupedOptimizer):
         O   = orthogonalize(grad + momentum * buf  if nesterov else  buf)
         W   = W * (1 - lr * weight_decay) - lr * scale(d_out, d_in) * ns_stepsize * O
 
-    and every other parameter by AdamW with the `adamw_*` options. A matrix of one row or one column counts as a vector.
-    A group that holds both is replaced by one group per rule, matrices first, so every group has one `rule`, one `lr`
-    and one `weight_decay` that you can read and schedule. A rule of matrices in a group applies to its matrices. In a
-    group of your own that holds only AdamW parameters, `lr` and `weight_decay` are theirs.
+    and every other parameter by AdamW with the `adamw_*` options. AdamW's learning rate follows from `lr` unless you
+    pass `adamw_lr`. A matrix of one row or one column counts as a vector. A group that holds both is replaced by one
+    group per rule, matrices first, so every group has one `rule`, one `lr` and one `weight_decay` that you can read
+    and schedule. In a group of your own that holds only AdamW parameters, `lr` and `weight_decay` are theirs.
 
     Options belong to rules. Pass those of the rule of matrices by their names, and those of the element-wise rule with
     the name of the rule as a prefix (`adamw_lr`). This includes rules that you registered. An option that no rule in
@@ -413,10 +413,11 @@ class MuonOptimizer(GroupedOptimizer):
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
+        self._forget_origins_of_lr()
         if self._planned is not None:
             self._planned.expect_comparison()
         for message in what_was_not_loaded(self._records(), incoming):
-            warnings.warn(message, stacklevel=2)
+            warn_user(message)
 
     def __getstate__(self) -> dict[str, Any]:
         own = (

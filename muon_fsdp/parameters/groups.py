@@ -17,6 +17,8 @@ from muon_fsdp.rules import RULES, Rule, rule_named
 
 Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Group: TypeAlias = dict[str, Any]
+# The learning rate of AdamW where matrices have no usual ratio to it: scale "size" or a number, or a user's own rule.
+INDEPENDENT_LR = 3e-4
 
 
 # ------------------------------------------------------------------------------------------------------------ options
@@ -33,6 +35,7 @@ class Source:
     where: str  # for errors: "MuonOptimizer", "a parameter group", "overrides['fc.*']"
     options: dict[str, Any]
     is_constructor: bool = False  # there, options of element-wise rules need their prefix
+    lr_is_for_others: bool = False  # in a constructor without matrices, lr belongs to the element-wise rule
     taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -56,13 +59,21 @@ class Source:
                 continue
             if own in result:
                 raise ValueError(
-                    f"{self.where}: {own!r} and {prefixed(rule, own)!r} mean the same here, because no parameter has a "
-                    "rule of matrices; pass one of them"
+                    f"{self.where}: {own!r} and {prefixed(rule, own)!r} mean the same here, because no parameter is a "
+                    "matrix; pass one of them"
                 )
             self._validate(rule.all_options[own], value, name)
-            result[own] = value
             self.taken.add(name)
+            if own != "lr" or value is not None:  # adamw_lr=None is the same as leaving it out
+                result[own] = value
         return result
+
+    def origin_of_lr(self, rule: Rule, beside: Sequence[Rule]) -> str | None:
+        """Return which option here sets the lr of a rule, for a report; None if none does."""
+        for name, value in self.options.items():
+            if value is not None and self._own_name(name, rule, beside) == "lr":
+                return f"{name} of {self.where}"
+        return None
 
     def _own_name(self, name: str, rule: Rule, beside: Sequence[Rule]) -> str | None:
         """Return the option of the rule that a name refers to in this place; None if it refers to none."""
@@ -70,7 +81,9 @@ class Source:
             for option in rule.all_options:
                 if name == prefixed(rule, option):
                     return option
-            if self.is_constructor or any(other.needs_matrices and name in other.all_options for other in beside):
+            if self.is_constructor and not (name == "lr" and self.lr_is_for_others):
+                return None
+            if any(other.needs_matrices and name in other.all_options for other in beside):
                 return None
         return name if name in rule.all_options else None
 
@@ -82,18 +95,24 @@ class Source:
                 raise
             raise type(error)(f"{self.where}: {error}") from None
 
-    def require_taken(self, rules: Iterable[Rule]) -> None:
-        """Raise if an option had no effect, because no parameter of the place has a rule with this option."""
-        rules = list(dict.fromkeys(rules))
+    def require_taken(self, rules: Iterable[Rule], unused: Iterable[Rule] = ()) -> None:
+        """Raise if an option had no effect, because no parameter of the place has a rule with this option.
+
+        Args:
+            rules: the rules of the parameters.
+            unused: further rules that the user may have meant.
+        """
+        in_use = dict.fromkeys(rules)
+        rules = list(dict.fromkeys([*in_use, *unused]))
         for name in self.options:
             if name in self.taken:
                 continue
             for rule in rules:
                 if name in rule.hints:
                     raise ValueError(f"{self.where}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
-            used = ", ".join(repr(rule.name) for rule in rules) or "none"
+            used = ", ".join(repr(rule.name) for rule in in_use) or "none"
             instead = next((prefixed(r, name) for r in rules if not r.needs_matrices and name in r.all_options), None)
-            advice = f"; pass {instead!r}" if instead else ""
+            advice = f"; pass {instead!r}{' alone' if instead in self.options else ''}" if instead else ""
             owners = [repr(rule.name) for rule in rules_with_option(name)]
             belongs = f"it belongs to rule {', '.join(owners)}, and " if len(owners) <= 3 else ""
             raise ValueError(

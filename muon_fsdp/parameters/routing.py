@@ -49,6 +49,7 @@ class Route:
     transposed: bool = False
     pattern: str | None = None  # the override that matches its name
     overridden: tuple[str, ...] = ()  # the names of the options that this override sets for it
+    lr_origin: str = ""  # which option its learning rate came from, if its rule may follow the matrices
     # Options of this parameter, as pairs, unless its group or an override sets them.
     defaults: tuple[tuple[str, Any], ...] = ()
     given_name: str | None = None  # as the user passed it, including what wrappers insert

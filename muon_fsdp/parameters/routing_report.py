@@ -55,26 +55,29 @@ class RoutingGroup:
         rule: its rule.
         num_parameters: how many parameters it has.
         options: the value that each option of the rule has now, after schedulers, for example, have changed `lr`.
+        lr_origin: where `lr` came from when the group was made, such as "0.15 x lr=0.02"; empty for matrices.
     """
 
     index: int
     rule: str
     num_parameters: int
     options: Mapping[str, Any] = field(hash=False)
+    lr_origin: str = ""
 
     @classmethod
-    def of(cls, index: int, rule: Rule, group: Mapping[str, Any]) -> RoutingGroup:
+    def of(cls, index: int, rule: Rule, group: Mapping[str, Any], lr_origin: str) -> RoutingGroup:
         """Return the entry of a parameter group; values that are tensors of one element become numbers."""
         values = {name: group.get(name, option.default) for name, option in rule.all_options.items()}
         options = {
             name: value.item() if isinstance(value, Tensor) and not value.is_meta else value
             for name, value in values.items()
         }
-        return cls(index, rule.name, len(group["params"]), options)
+        return cls(index, rule.name, len(group["params"]), options, lr_origin)
 
     def __str__(self) -> str:
         counted = "1 parameter" if self.num_parameters == 1 else f"{self.num_parameters} parameters"
-        text = f"group {self.index} ({self.rule}, {counted}): {_listed(self.options, between=_SPACE)}"
+        origin = f"; lr began as {self.lr_origin}" if self.lr_origin else ""
+        text = f"group {self.index} ({self.rule}, {counted}): {_listed(self.options, between=_SPACE)}{origin}"
         lines = textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         return lines.replace(_SPACE, " ")
 

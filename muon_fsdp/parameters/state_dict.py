@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,7 +18,7 @@ from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
-from muon_fsdp.text import first_names
+from muon_fsdp.text import first_names, warn_user
 
 StateDict: TypeAlias = dict[str, Any]
 
@@ -61,10 +60,9 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
         template: Tensor | None = None
         for spec in record.rule.all_state:
             if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
-                warnings.warn(
+                warn_user(
                     f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule or view was changed, and "
-                    "it no longer fits",
-                    stacklevel=5,
+                    "it no longer fits"
                 )
                 del state[spec.name]
             # State created on the meta device does not follow a parameter that was materialised since.

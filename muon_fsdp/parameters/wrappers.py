@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +16,7 @@ from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.twins import twin
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.routing import clean_name
-from muon_fsdp.text import first_names
+from muon_fsdp.text import first_names, warn_user
 
 
 def replicate_group_of(model: object) -> dist.ProcessGroup | None:
@@ -62,11 +61,10 @@ class ModelWatch:
         missing = [name for name, p in current.items() if p.requires_grad and id(p) not in held]
         if missing and not gone and self._warns_about_missing:
             self._warns_about_missing = False
-            warnings.warn(
+            warn_user(
                 f"{len(missing)} trainable parameters of the model are not in the optimizer and will not be trained: "
                 f"{first_names(missing)}. Build the optimizer after they exist and are unfrozen, or add them with "
-                "add_param_group.",
-                stacklevel=5,
+                "add_param_group."
             )
 
 
@@ -105,11 +103,10 @@ def warn_about_twin(records: Sequence[ParameterRecord], *, has_sharded: bool) ->
     if found is None or (has_sharded and found[1]):
         return
     which = "the same parameters" if len(alone) == len(records) else first_names([alone[0].name])
-    warnings.warn(
+    warn_user(
         f"Ranks {found[0]} and {my_rank()} train {which}, which nothing shards or replicates: they will drift "
         "apart. Call fully_shard on the whole model or wrap it in DDP; if something else averages gradients, pass "
-        "replicate_group=, which also splits the work. If ranks are pipeline stages, pass agreement_group=.",
-        stacklevel=5,
+        "replicate_group=, which also splits the work. If ranks are pipeline stages, pass agreement_group=."
     )
 
 

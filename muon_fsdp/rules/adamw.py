@@ -56,7 +56,14 @@ class AdamW(Rule):
     options: ClassVar[tuple[Option, ...]] = merge(
         Rule.options,
         (
-            Option("lr", 3e-4, "learning rate", check=number, per_step=True, label="learning rate"),
+            Option(
+                "lr",
+                None,
+                "learning rate; None follows from the lr of the matrices, by a ratio that depends on their scale",
+                check=number,
+                per_step=True,
+                label="learning rate",
+            ),
             Option(
                 "betas",
                 (0.9, 0.95),

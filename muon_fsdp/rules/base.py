@@ -287,6 +287,13 @@ class Rule:
         """Return the scale of an update of this shape for the routing report; None if the rule has no such scale."""
         return None
 
+    def other_lr_ratio(self, options: GroupOptions) -> float | None:
+        """Return the learning rate of AdamW beside these matrices, relative to their lr, if the user passes none.
+
+        None, the default, if there is no usual ratio: AdamW then has a learning rate of its own.
+        """
+        return None
+
     def not_capturable(self, group: GroupOptions) -> str | None:
         """Return why a step with these options cannot be captured as a CUDA graph; None if it can."""
         return None

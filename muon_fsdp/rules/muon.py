@@ -18,7 +18,7 @@ from muon_fsdp.linalg.newton_schulz import (
     orthogonalize,
     orthogonalize_together,
 )
-from muon_fsdp.linalg.scaling import SCALE_VERSIONS, update_scale
+from muon_fsdp.linalg.scaling import DEFAULT_SCALE, SCALE_MEANINGS, SCALE_NAMES, scale_named, update_scale
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ class Muon(Rule):
         *MOMENTUM_OPTIONS,
         Option(
             "scale",
-            "v2",
-            'factor of the update by shape: "v2" sqrt(max(1, d_out/d_in)), "v1" sqrt(max(d_out, d_in)), '
-            '"v3" sqrt(d_out/d_in), "v4" 0.2 sqrt(max(d_out, d_in)), or a number',
-            choices=SCALE_VERSIONS,
+            DEFAULT_SCALE,
+            'factor of the update by shape: "original" (or "v2") sqrt(max(1, d_out/d_in)), "match_rms_adamw" ("v4") '
+            '0.2 sqrt(max(d_out, d_in)), "spectral" ("v3") sqrt(d_out/d_in), "size" ("v1") sqrt(max(d_out, d_in)), '
+            "or a number",
+            choices=SCALE_NAMES,
+            meanings=SCALE_MEANINGS,
             check=number,
         ),
         Option("ns_stepsize", 1.0, "another factor of the orthogonalized update", check=number),
@@ -121,6 +123,30 @@ class Muon(Rule):
 
     def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
         return update_scale(group["scale"], rows, cols)
+
+    def other_lr_ratio(self, options: GroupOptions) -> float | None:
+        scale = scale_named(options["scale"])
+        return scale.adamw_ratio if scale is not None else None
+
+    def warnings(self, group: GroupOptions) -> list[str]:
+        scale, lr = scale_named(group["scale"]), group["lr"]
+        # A tensor is not read, which would wait for the device; a resumed group has a scheduled lr.
+        if scale is None or scale.usual_lrs is None or isinstance(lr, Tensor) or lr == 0 or "initial_lr" in group:
+            return []
+        low, high = scale.usual_lrs
+        name = group["scale"]
+        if lr < low:
+            return [
+                f"lr={lr:g} looks like a learning rate of AdamW. With scale={name!r} the spectral norm of an update is "
+                f"about lr, so the matrices will hardly train. Pass lr=0.02, or keep lr={lr:g} and pass "
+                "scale='match_rms_adamw', which gives updates the size of AdamW's."
+            ]
+        if lr > high:
+            return [
+                f"lr={lr:g} is far above the usual 0.02. With scale={name!r} the spectral norm of an update is about "
+                "lr, so training will likely diverge. Pass lr=0.02."
+            ]
+        return []
 
     def not_capturable(self, group: GroupOptions) -> str | None:
         return "orthogonalization='exact' waits for the host" if group["orthogonalization"] == "exact" else None

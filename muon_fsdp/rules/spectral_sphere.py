@@ -11,6 +11,7 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, PlannedOptions, number, positive
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.linalg.newton_schulz import orthogonalization_flops
+from muon_fsdp.linalg.scaling import ADAMW_RATIO
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
@@ -131,6 +132,9 @@ class SpectralSphere(Muon):
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
         return None  # the update orthogonalizes M + lambda u v^T, so the residual of M would mislead
+
+    def other_lr_ratio(self, options: GroupOptions) -> float | None:
+        return ADAMW_RATIO
 
     def warnings(self, group: GroupOptions) -> list[str]:
         if group["retract_mode"] != "hard" or group["weight_decay"] == 0:

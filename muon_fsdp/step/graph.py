@@ -7,7 +7,6 @@ order, so ranks need not agree about it.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import CudaGraph
 from muon_fsdp.step.fused import not_fusable
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.text import format_bytes
+from muon_fsdp.text import format_bytes, warn_user
 
 STEPS_BEFORE = 3  # eager steps with the same key before "auto" captures it
 MEMORY_LIMIT = 1.1  # reserved memory of training with a graph, as a multiple of that without
@@ -165,12 +164,11 @@ class CapturedStep:
         else:
             self._run_eagerly(key, step, device())
         if failure is not None:  # after the step, because a warning may raise and other ranks wait for the step
-            warnings.warn(
+            warn_user(
                 f"The step is not captured as a CUDA graph: {failure}. It runs eagerly, with the same results and more "
                 "host time. A rule that makes the host wait for the GPU, with .item() for example, can't be captured. "
                 "Pass cuda_graph=False to switch capturing off.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _run_eagerly(self, key: StepKey, step: Callable[[Recorder], None], device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from muon_fsdp.step.early_round import PURPOSE, EarlyContext, Round, positions_o
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
+from muon_fsdp.text import warn_user
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
 # largest of all ranks counts, so that all of them know who objects and which gradients come last.
@@ -298,11 +298,10 @@ class BackwardOverlap:
         if not self._found_changes or self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             "overlap='backward' gains nothing: gradients of matrices have changed after backward, so what was started "
             "there is discarded and computed again. Clip only other parameters, with "
-            "optimizer.clip_grad_norm_(max_norm, rules=('adamw',)), or pass overlap='step'",
-            stacklevel=2,
+            "optimizer.clip_grad_norm_(max_norm, rules=('adamw',)), or pass overlap='step'"
         )
 
 
