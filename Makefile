@@ -14,13 +14,17 @@ CORE := $(addprefix tests/test_,$(addsuffix .py,utils optimizer optimizer_groups
 	cli_doctor errors gradients graph_capture faults_checkpoints faults_models))
 TORCH ?= torch
 
-.PHONY: demo test coverage core lint format bench docs clean
+.PHONY: demo test slow coverage core lint format bench docs clean
 
 demo: .venv/installed-cli
 	$(BIN)/python -m muon_fsdp.training.demo $(ARGS)
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest tests -n auto --dist worksteal $(ARGS)
+
+# Whole training runs against AdamW, at several learning rates.
+slow: .venv/installed-dev
+	$(BIN)/python -m pytest tests -m slow -s $(ARGS)
 
 # Apart from `test`, because coverage makes the suite a quarter slower.
 coverage: .venv/installed-dev

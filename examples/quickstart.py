@@ -32,7 +32,7 @@ model = Transformer().to(device)
 for block in (*model.body.layers, model):
     fully_shard(block)
 qkv = {"*.in_proj_weight": {"split_sizes": (96, 96, 96)}}  # three matrices in one parameter
-optimizer = FSDPMuonOptimizer(model, lr=0.02, adamw_lr=3e-3, overrides=qkv)
+optimizer = FSDPMuonOptimizer(model, lr=0.02, overrides=qkv)
 
 windows = torch.tensor(list(__doc__.encode()), device=device).unfold(0, 65, 1)  # the model learns the line at the top
 windows = windows[dist.get_rank() :: dist.get_world_size()]  # the part of this rank
