@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from muon_fsdp.text import warn_user
+
 __all__ = ["trainer_optimizer"]
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # make(model, **options)
@@ -20,8 +22,11 @@ def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[...
 
     Trainer passes groups of tensors to an optimizer class, and without the model, embeddings and the output head look
     like any other matrix. It treats anything that is not a class as a factory, and calls `factory()(model, **options)`.
-    Trainers that derive from it, such as those of TRL and axolotl, do the same. If one does not have the argument, set
-    the attribute `optimizer_cls_and_kwargs` before `train()`.
+    Trainers that derive from it, such as those of TRL and axolotl, do the same. If one does not have the argument, as
+    `Seq2SeqTrainer`, set the attribute `optimizer_cls_and_kwargs` before `train()`.
+
+    `learning_rate` and `weight_decay` of TrainingArguments are not used, because Trainer does not pass them on: pass
+    `lr` and `weight_decay` here. A warning says so if no learning rate is passed.
 
     Args:
         make: what builds the optimizer from a model: one of our classes, `create_hybrid_optimizer`, or your own
@@ -30,7 +35,20 @@ def trainer_optimizer(make: MakeOptimizer, **options: Any) -> tuple[Callable[...
 
     Returns:
         The factory and the options, for `Trainer(optimizer_cls_and_kwargs=...)`.
+
+    Raises:
+        ValueError: `gradient_accumulation_steps` is among the options.
     """
+    if options.get("gradient_accumulation_steps", 1) != 1:
+        raise ValueError(
+            "trainer_optimizer: pass gradient_accumulation_steps to TrainingArguments, not to the optimizer. Trainer "
+            "clears gradients with model.zero_grad(), so all but the last of them would be lost."
+        )
+    if not any(name == "lr" or name.endswith("_lr") for name in options):
+        warn_user(
+            "trainer_optimizer: no learning rate was passed, so the optimizer uses its default. learning_rate and "
+            "weight_decay of TrainingArguments are not used: pass lr= and weight_decay= to trainer_optimizer."
+        )
 
     def build(model: nn.Module, training_arguments: object = None, **options: Any) -> torch.optim.Optimizer:
         return make(model, **options)  # axolotl's trainers pass their training arguments too

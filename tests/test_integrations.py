@@ -216,3 +216,12 @@ def test_fabric(ranks: RankPool, kind, tmp_path):
         assert result["muon"] == expected["muon"]
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
         assert_near(result["weights"], expected["weights"], "weights", rtol=1e-3, atol=1e-4)
+
+
+def test_trainers_adapter_says_what_it_does_not_use():
+    with pytest.raises(ValueError, match="pass gradient_accumulation_steps to TrainingArguments"):
+        trainer_optimizer(FSDPMuonOptimizer, lr=0.02, gradient_accumulation_steps=4)
+    with pytest.warns(UserWarning, match="learning_rate and weight_decay of TrainingArguments are not used") as caught:
+        trainer_optimizer(MuonOptimizer, weight_decay=0.1)
+    assert caught[0].filename == __file__
+    trainer_optimizer(create_hybrid_optimizer, muon_lr=0.02)
