@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -27,7 +27,17 @@ PAGES = sorted({"README.md", "CHANGELOG.md", *(str(path.relative_to(ROOT)) for p
 # Pages whose Python snippets run.
 DOCS = [page for page in PAGES if "```python\n" in (ROOT / page).read_text()]
 # What the snippets of a page take for granted.
-GIVEN: dict[str, dict[str, object]] = {"README.md": {"model": nn.Linear(4, 4), "torch": torch}}
+GIVEN: dict[str, Callable[[], dict[str, object]]] = {"README.md": lambda: {"model": Blocks(), "torch": torch}}
+
+
+
+class Blocks(nn.Module):
+    """A model as the README's snippets have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
 
 SNIPPET = re.compile(r"(?:<!-- (distributed|gpu|not run)[^\n]*-->\n)?```python\n(.*?)```", flags=re.DOTALL)
 
@@ -44,7 +54,7 @@ def snippets(page: str, *kinds: str) -> list[tuple[int, str]]:
 
 def run_snippets(page: str, *kinds: str) -> int:
     """Run the snippets of these kinds; return their number. Tracebacks name the page and its lines."""
-    names = {"__name__": page} | GIVEN.get(page, {})
+    names = {"__name__": page} | (GIVEN[page]() if page in GIVEN else {})
     found = snippets(page, *kinds)
     with patch.dict(RULES):  # what a page registers is gone afterwards
         for line, code in found:
@@ -55,10 +65,10 @@ def run_snippets(page: str, *kinds: str) -> int:
 def run_on_ranks(page: str, folder: str) -> int:
     """Run snippets; those of integrations get the environment of a launcher, and Accelerate uses FSDP on CPUs.
 
-    The quick start of the README is a program of its own, but the pool has made the process group already.
+    The quick start is a program of its own, but the pool has made the process group already.
     """
     with ExitStack() as surroundings:
-        if page == "README.md":
+        if page == "docs/guides/quickstart.md":
             surroundings.enter_context(patch("torch.distributed.init_process_group"))
             surroundings.enter_context(patch("torch.distributed.destroy_process_group"))
             surroundings.enter_context(patch.dict(os.environ, LOCAL_RANK="0"))
