@@ -9,17 +9,13 @@ TITLE = """# API reference
 
 <!-- Written by docs/generate_api.py from signatures and docstrings: edit those, then run it. -->
 
-Everything that is public, and nothing else: names that are not on this page may change without notice. How to begin:
-[quick start](guides/quickstart.md). The defaults of all constructors side by side: [options.md](options.md). Error
-messages: [errors.md](errors.md). Coming from another optimizer:
-[migration.md](migration.md). The `muon-fsdp` command: [cli.md](cli.md). Trainers and frameworks:
-[integrations.md](integrations.md). The training program: [training.md](training.md).
+Names that are not on this page may change without notice. [Options and defaults](options.md) lists the options of all
+constructors.
 """
 
 OPTIMIZERS_INTRODUCTION = """\
-The three classes share one `step()` and one set of options; with equal options and routing they give
-equal results. They are `torch.optim.Optimizer`s: closures, hooks, schedulers, `GradScaler` and checkpoints work as
-usual.
+The three classes share one `step()` and one set of options; [their defaults differ](options.md). They are
+`torch.optim.Optimizer`s: closures, hooks, schedulers, `GradScaler` and checkpoints work as usual.
 
 ```python
 import torch
@@ -27,13 +23,10 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 
 model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-optimizer = MuonOptimizer(model, lr=0.02, adamw_lr=1e-3)
+optimizer = MuonOptimizer(model, lr=0.02)
 model(torch.randint(0, 50, (8,))).square().mean().backward()
 optimizer.step()
-```
-
-In the tables, *group* says whether an option may also be set for a group of parameters, or by `overrides`; the other
-options hold for the whole optimizer."""
+```"""
 
 UTILS_EXAMPLE = """```python
 from muon_fsdp.utils import zeropower_via_newtonschulz5
@@ -97,8 +90,7 @@ ENVIRONMENT = (
 )
 
 RULES_INTRODUCTION = """\
-For writing an update rule of your own: [rules.md](rules.md) grows one from five lines. The options of the built-in
-rules:"""
+For writing an update rule of your own: [rules.md](rules.md) grows one from five lines."""
 
 ELEMENTWISE_INTRODUCTION = """\
 *Not* the orthogonalizing Muon: fused element-wise optimizers. The module `muon_optimizer` has the same names. State of

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import api_prose as prose
 from api_entries import BUILT_IN, function_entry, method_rows, optimizer_entry, record_entry
-from api_markdown import code_names, code_value, markdown, parse, table
+from api_markdown import code_names, markdown, parse, table
 from generated_page import write_or_check
 
 import muon_fsdp
@@ -168,7 +168,7 @@ def _kernels_section() -> list[str]:
 
 def _rules_section() -> list[str]:
     rules = muon_fsdp.rules
-    parts = [prose.RULES_INTRODUCTION, _rule_options(), "### Rule", parse(Rule).summary, parse(Rule).body]
+    parts = [prose.RULES_INTRODUCTION, "### Rule", parse(Rule).summary, parse(Rule).body]
     parts.append(table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in prose.RULE_ATTRIBUTES]))
     parts.append(table(["method", "meaning"], method_rows(Rule)))
     parts += ["Built-in rules, which can be extended:", _built_in_rules()]
@@ -185,15 +185,6 @@ def _rules_section() -> list[str]:
     rows = [(f"`{name}`", statistic.doc) for name, statistic in STATISTICS.items()]
     parts += ["Statistics of the weights:", table(["name", "value"], rows), record_entry(rules.TopSingular)]
     return [part for part in parts if part]
-
-
-def _rule_options() -> str:
-    rows = [
-        (f"`{rule.name}`", f"`{option.name}`", code_value(option.default), option.doc, "yes" if option.per_step else "")
-        for rule in BUILT_IN.values()
-        for option in rule.all_options.values()
-    ]
-    return table(["rule", "option", "default", "meaning", "per step"], rows)
 
 
 def _built_in_rules() -> str:

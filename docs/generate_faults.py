@@ -1,4 +1,4 @@
-"""Writes docs/contributing/faults.md from the promises in tests/test_faults_*.py; only the introduction below is written by hand.
+"""Writes docs/contributing/faults.md from the promises in tests/test_faults_*.py; the introduction is written by hand.
 
 python docs/generate_faults.py            # write the page
 python docs/generate_faults.py --check    # exit with 1 if the page is not what would be written
