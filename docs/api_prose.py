@@ -10,7 +10,8 @@ TITLE = """# API reference
 <!-- Written by docs/generate_api.py from signatures and docstrings: edit those, then run it. -->
 
 Names that are not on this page may change without notice. [Options and defaults](options.md) lists the options of all
-constructors.
+constructors. Wrong values raise `ValueError`, wrong types `TypeError`, and problems at a step or on load
+`RuntimeError`: [Errors and what to do](errors.md).
 """
 
 OPTIMIZERS_INTRODUCTION = """\
@@ -115,31 +116,10 @@ A logical matrix is what is orthogonalized: `num_heads=8` makes eight of one par
 min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
-Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, `started`, and the
-options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is
-*given*, options of the rules that its parameters take may be there. In a group that holds matrices, options of the
-other parameters have the name of their rule before them (`adamw_lr`). {foreign} may be there for
-schedulers and users; any other key is an error."""
-
-ERRORS = (
-    (
-        "`ValueError`",
-        "a value that no rule can work with, an option or a pattern that is unknown, a parameter that can't be "
-        "optimized, `strict=True`",
-    ),
-    ("`TypeError`", "an option of the wrong type, or something that is no tensor, model or group"),
-    (
-        "`RuntimeError`",
-        'at a step or on load: sparse gradients, gradients that are not finite (`nonfinite="raise"`), ranks that '
-        "differ, a state that does not fit, a layout or wrapper that is not supported",
-    ),
-    (
-        "`UserWarning`",
-        "overrides that match nothing, bare parameters that look like a language model's embedding or head, no matrix "
-        "among the parameters (under `strict=True` a `ValueError`), decay that does nothing, a state "
-        "dict without state",
-    ),
-)
+Every group has `params` (with `param_names` where parameters have names) and these keys, which can be read and set
+between steps, and which a checkpoint holds. In a group that you pass with matrices, options of the other parameters
+have the name of their rule as a prefix (`adamw_lr`). {foreign} may be there for schedulers and users; any other key is
+an error."""
 
 # What a subclass of Rule may set, in words.
 RULE_ATTRIBUTES = (

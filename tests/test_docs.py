@@ -151,13 +151,13 @@ def test_commands_name_what_exists(page: str):
 # Words in capitals that stand for the parts of a message that vary, and values that stand for themselves.
 VARYING = re.compile(
     r"'?\b(?:ATTRIBUTE|DEVICE|DTYPE|KIND|MESH|MODULE|NAMES?|N|OPTION|PATTERNS|PLACEMENTS?|RANKS?|RULE|SHAPE|SIZES|STAGE"
-    r"|TIME|VALUE)\b'?|\.\.\.(?!\))|^FSDPMuonOptimizer|^Muon(?= has nothing)|^overrides(?= need)|^replicate_mesh(?= must)"
-    r"|(?<=built before )(?:fully_shard|parameters of the model were replaced)"
+    r"|TIME|VALUE)\b'?|\.\.\.(?!\))|^FSDPMuonOptimizer|^Muon(?= has nothing)|^overrides(?= need)"
+    r"|^replicate_mesh(?= must)|(?<=built before )(?:fully_shard|parameters of the model were replaced)"
 )
 # Messages that say all there is to say, because they name the valid values or what to pass: they need no heading.
 COMPLETE = re.compile(
-    r"valid names are|valid kinds are|valid names:|must be (an?|one|ordered|positive|True|None|between)\b|needs 'params'"
-    r"|\(name, tensor\) pairs|have names or none|param_names must|a list of groups|degrees must|did not converge"
+    r"valid names are|valid kinds are|valid names:|must be (an?|one|ordered|positive|True|None|between)\b"
+    r"|needs 'params'|\(name, tensor\) pairs|have names or none|param_names must|a list of groups|degrees must|did not converge"
     r"|Invalid ns_steps|is not a tensor|is not a leaf|is complex|pass rules or groups|pass num_heads or split_sizes"
     r"|other_rule=|needs a dense tensor|needs a real floating|needs real floating|expected a matrix|left \n with shape"
     r"|does not support sparse|pass the same parameters|has no option|has a name that the optimizers use"
@@ -190,7 +190,11 @@ def messages() -> Iterator[str]:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = ast.unparse(node.func)
-        if name == "warnings.warn" or name.endswith("_warn") or re.fullmatch(r"\w*(?<!Assertion)(?<!Kernel)Error", name):
+        if (
+            name == "warnings.warn"
+            or name.endswith("_warn")
+            or re.fullmatch(r"\w*(?<!Assertion)(?<!Kernel)Error", name)
+        ):
             text = text_of(node.args[0])
             if re.search(r"\w+ \w+", text):
                 yield text

@@ -56,7 +56,9 @@ def test_every_page_is_built_and_can_be_found(site: Path):
 def test_the_search_finds_errors_by_their_words(site: Path):
     """Titles weigh most in the search, so each message is one; HTML is escaped there."""
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    titles = [html.unescape(re.sub(r"<[^>]+>", "", e["title"])) for e in entries if e["location"].startswith("errors/#")]
+    titles = [
+        html.unescape(re.sub(r"<[^>]+>", "", e["title"])) for e in entries if e["location"].startswith("errors/#")
+    ]
     for query in ("Ranks disagree", "built before fully_shard", "bf16", "out of memory", "FSDP1", "not finite"):
         assert any(query in title for title in titles), query
     messages = re.findall(r"^### `(.+)`$", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
