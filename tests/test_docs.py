@@ -158,11 +158,11 @@ VARYING = re.compile(
 COMPLETE = re.compile(
     r"valid names are|valid kinds are|valid names:|must be (an?|one|ordered|positive|True|None|between)\b"
     r"|needs 'params'|\(name, tensor\) pairs|have names or none|param_names must|a list of groups|degrees must"
-    r"|did not converge|Invalid ns_steps|is not a tensor|is not a leaf|is complex|pass rules or groups"
-    r"|pass num_heads or split_sizes|other_rule=|needs a dense tensor|needs a real floating|needs real floating"
-    r"|expected a matrix|left \n with shape|does not support sparse|pass the same parameters|has no option"
-    r"|has a name that the optimizers use|the default of an option|needs a name|shards the parameters, and"
-    r"|needs at least 3 dimensions|needs a shape|add it to statistics"
+    r"|did not converge|Invalid ns_steps|is not a tensor|is not a leaf|is complex|pass rules or groups|pass num_heads or split_sizes"
+    r"|other_rule=|needs a dense tensor|needs a real floating|needs real floating|expected a matrix|left \n with shape"
+    r"|does not support sparse|pass the same parameters|has no option|has a name that the optimizers use"
+    r"|the default of an option|needs a name|shards the parameters, and|needs at least 3 dimensions|needs a shape"
+    r"|add it to statistics"
 )
 # Messages that only appear within others, or around them.
 PARTS = re.compile(r"^a parameter group: \n$|^strict: \n|^\n\n If that is intended|^placements \n|^saved (by|with)")
