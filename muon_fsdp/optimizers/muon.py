@@ -79,8 +79,8 @@ class MuonOptimizer(GroupedOptimizer):
         other_rule: the name of the element-wise rule of all other parameters.
         {settings}
         overrides: {pattern of names: rule, or dict of group options}; the first match wins. Needs names.
-        replicate_group: process group over which plain parameters are replicas, so the work is split over it. If DDP
-            wraps the model, its process group is the default.
+        replicate_group: process group over which plain parameters are replicas, so that its ranks can share the work.
+            If DDP wraps the model, its process group is the default.
         replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a slice of it are equal on all
             slices: each is then orthogonalized once, not once per slice. The first step raises an error if they
             differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
