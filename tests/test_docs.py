@@ -30,7 +30,6 @@ DOCS = [page for page in PAGES if "```python\n" in (ROOT / page).read_text()]
 GIVEN: dict[str, Callable[[], dict[str, object]]] = {"README.md": lambda: {"model": Blocks(), "torch": torch}}
 
 
-
 class Blocks(nn.Module):
     """A model as the README's snippets have it."""
 
