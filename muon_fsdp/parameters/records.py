@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from muon_fsdp.comm.process_groups import Ranks, my_rank
 from muon_fsdp.comm.transfers import is_replica, local, local_gradient, local_values
-from muon_fsdp.declarations.views import MatrixView, matrix_view
+from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import Route
@@ -158,11 +158,13 @@ def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | 
     """Return how a parameter of a group is read as matrices; None under an element-wise rule."""
     if not RULES[group["rule"]].needs_matrices:
         return None
+    kind = group["view"] if group["view"] != "auto" else route.view
+    detected = route.transposed and can_be_transposed(shape, kind)
     return matrix_view(
         shape,
         name=route.name,
-        kind=group["view"] if group["view"] != "auto" else route.view,
-        transposed=route.transposed,
+        kind=kind,
+        transposed=detected if group["transposed"] is None else group["transposed"],
         num_heads=group["num_heads"],
         split_sizes=group["split_sizes"],
     )
