@@ -113,7 +113,7 @@ def matrix_view(
     if split_sizes is not None and sum(split_sizes) != rows:
         raise ValueError(f"{which}: split_sizes {split_sizes} add up to {sum(split_sizes)}, not to its {rows} rows")
     if transposed and count > 1 and num_heads is not None:  # these heads do not lie at one distance in memory
-        num_heads, split_sizes = None, (rows // num_heads,) * num_heads
+        split_sizes, num_heads = (rows // num_heads,) * num_heads, None
     return MatrixView(tuple(shape), kind, transposed, split_sizes or (rows,), num_heads or 1)
 
 
