@@ -143,7 +143,7 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
         max_stage_bytes=max_stage_bytes,
         model=model,
         report=report,
-        routes=optimizer.routing_report(),
+        routes=optimizer.routing_report(full=True),
         memory=estimate.memory(model, optimizer, report, layout, of_state),
         time=estimate.time(optimizer, report, of_state, speeds),
     )

@@ -50,14 +50,14 @@ def find_experts(layers: Layers) -> None:
     for experts in _all_experts(layers):
         routers = _routers(layers, experts)
         for layer, count in routers:
-            _guess(layer, f"router: one row for each of {count} experts")
+            _guess(layer, f"router of {count} experts")
         if experts.stacked:
             inputs = [layer.cols if layer.rows == count else layer.rows for layer, count in routers]
             if _is_transposed(experts, inputs):
                 for layer in experts.layers:
                     layer.facts.transposed = True
             for layer in _biases(layers, experts):
-                _guess(layer, "one vector for each matrix of a stack")
+                _guess(layer, "one vector per stacked matrix")
 
 
 def _guess(layer: Layer, reason: str) -> None:
