@@ -44,18 +44,19 @@ def _fused(layers: Layers, layer: Layer) -> Fused | None:
         return _gates(layer)
     if layer.facts.belongs_to(nn.MultiheadAttention):
         return Fused("Q, K, V", _equal(layer, 3)) if layer.name == "in_proj_weight" else None
-    if _IN_NAME.fullmatch(layer.name) and not _is_in_attention(layers, layer):
-        return _input_projection(layers, layer)
-    if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
-        return Fused("gate, up", _equal(layer, 2)) if _is_concatenated(layer) else None
-    if _QKV_NAME.fullmatch(layer.name) or _IN_NAME.fullmatch(layer.name):
+    is_input = _IN_NAME.fullmatch(layer.name) is not None
+    if _QKV_NAME.fullmatch(layer.name) or (is_input and _is_in_attention(layers, layer)):
         return _attention(layers, layer)
+    if is_input:
+        return _input_projection(layers, layer)
     if _HEADS_NAME.fullmatch(layer.name):
         return _latent_heads(layers, layer)
     if _LATENT_NAME.fullmatch(layer.name):
         return _latent(layers, layer)
     if _KV_NAME.fullmatch(layer.name):
         return _keys_and_values(layers, layer)
+    if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
+        return Fused("gate, up", _equal(layer, 2)) if _is_concatenated(layer) else None
     return None
 
 
