@@ -54,7 +54,7 @@ to choose.
 """
 
 SECTIONS = {
-    "Options of the matrices": ("lr", "split_sizes"),
+    "Options of the matrices": ("lr", "transposed"),
     "Options of AdamW": ("adamw_lr", "adamw_eps"),
     "Options of the whole optimizer": ("rule", "agreement_group"),
 }
