@@ -61,7 +61,7 @@ never decayed unless a group or an override asks for it. Its `beta2` of 0.99 app
 is 0.95."""
 
 SECTIONS = {
-    "Options of the matrices": ("lr", "split_sizes"),
+    "Options of the matrices": ("lr", "transposed"),
     "Options of AdamW": ("adamw_lr", "adamw_eps"),
     "Options of the whole optimizer": ("rule", "agreement_group"),
 }

@@ -57,7 +57,7 @@ def test_matrices_by_hand():
     latent = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
     dense = [(18432, 7168), (18432, 7168), (7168, 18432)]
     expert = [(2048, 7168), (2048, 7168), (7168, 2048)]
-    mixture = [(256, 7168), *((256, *shape) for shape in expert), *expert]
+    mixture = [*((256, *shape) for shape in expert), *expert]
     assert matrix_shapes(PUBLIC_MODELS["deepseek-v3"]) == 3 * [*latent, *dense] + 58 * [*latent, *mixture]
 
 

@@ -99,7 +99,8 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
         model = Net().to(DEVICE)
         groups = [
             {"params": [model.qkv], "split_sizes": (8, 4, 12)},
-            {"params": [model.weight, model.other, model.stack, model.odd, model.bias]},
+            {"params": [model.stack], "transposed": True},
+            {"params": [model.weight, model.other, model.odd, model.bias]},
         ]
         optimizer = SpectralSphereOptimizer(groups, lambda_mode=mode, retract_mode=retract_mode)
         for step in range(2):

@@ -170,7 +170,7 @@ def _plan(
         device_memory=device_memory,
         model=model,
         report=report,
-        routes=optimizer.routing_report(),
+        routes=optimizer.routing_report(full=True),
         memory=estimate.memory(model, optimizer, report, layout, of_state),
         time=estimate.time(optimizer, report, of_state, speeds),
     )

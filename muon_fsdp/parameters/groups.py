@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, suggestion
-from muon_fsdp.parameters.routing import Route, clean_name
+from muon_fsdp.parameters.names import clean_name
+from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.rules import RULES, Rule, rule_named
 

@@ -14,8 +14,8 @@ from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, warn_user
