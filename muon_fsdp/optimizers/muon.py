@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
+from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -362,8 +363,7 @@ class MuonOptimizer(GroupedOptimizer):
         Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why; and with
         `overlap="backward"`, how many stages start in backward.
         """
-        if device_memory is not None and device_memory < 1:
-            raise ValueError(f"device_memory must be a positive number of bytes, got {device_memory}")
+        Option("device_memory", None, "total bytes of the smallest device", check=integer).validate(device_memory)
         records = self._records()
         graph = overlap = ""
         if not world_size and not mesh:
