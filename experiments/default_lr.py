@@ -1,4 +1,4 @@
-"""Find AdamW's best learning rate on the demo preset, and the ratio between the learning rates of AdamW and of matrices.
+"""Find AdamW's best learning rate on the demo preset, and the ratio of AdamW's learning rate to that of matrices.
 
 python -m experiments.default_lr                            # the whole search: 70 runs, about 20 minutes on one core
 python -m experiments.default_lr --only torch.optim.AdamW   # a part of it
