@@ -20,7 +20,7 @@ _OUT_NAME = re.compile(r"(w?o|out|to_out|proj|dense|output|[oc]_proj|out_proj|pr
 _ATTENTION = re.compile(r".*att(entio)?n.*", re.IGNORECASE)
 # Classes that store the rows of a fused weight by head: Q, K and V of the first head, then of the second.
 _BY_HEAD_CLASS = re.compile(r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon")
-_INTERLEAVED_CLASS = re.compile(r"GptOss")  # rows of gate and up alternate
+_ALTERNATING_CLASS = re.compile(r"GptOss|ZambaMamba")  # rows of gate and up, or of the two parts of in_proj, alternate
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "nheads", "heads")
 _KV_HEADS = (
@@ -56,7 +56,7 @@ def _fused(layers: Layers, layer: Layer) -> Fused | None:
     if _KV_NAME.fullmatch(layer.name):
         return _keys_and_values(layers, layer)
     if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
-        return Fused("gate, up", _equal(layer, 2)) if _is_concatenated(layer) else None
+        return None if _alternates(layers, layer) else Fused("gate, up", _equal(layer, 2))
     return None
 
 
@@ -91,16 +91,16 @@ def _is_gated(layers: Layers, layer: Layer) -> bool:
     )
 
 
-def _is_concatenated(layer: Layer) -> bool:
-    """Return whether gate and up are two halves, as far as their module says.
+def _alternates(layers: Layers, layer: Layer) -> bool:
+    """Return whether the rows of the parts alternate, so that no option splits them.
 
     Without the module, transposed experts may be those of GPT-OSS.
     """
-    if not layer.facts.owners:
-        return not layer.facts.transposed
-    classes = [cls.__name__ for module in layer.facts.owners for cls in type(module).__mro__]
-    noted = [getattr(module, "is_concatenated", True) for module in layer.facts.owners]
-    return all(noted) and not any(map(_INTERLEAVED_CLASS.search, classes))
+    module = layers.module(layer.parent)
+    if module is None:
+        return layer.facts.transposed
+    is_concatenated = getattr(module, "is_concatenated", True)  # Transformers notes it on modules of experts
+    return not is_concatenated or any(map(_ALTERNATING_CLASS.search, layers.class_names(layer.parent)))
 
 
 def _is_in_attention(layers: Layers, layer: Layer) -> bool:
@@ -110,7 +110,7 @@ def _is_in_attention(layers: Layers, layer: Layer) -> bool:
 def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
     """Return the parts of `in_proj`, as in Mamba; None if it is the first layer of an MLP or reduces its input."""
     rows, beside = layer.rows, layers.beside(layer)
-    if layers.readers(layer, rows) or (rows <= layer.cols and not beside):
+    if layers.readers(layer, rows) or (rows <= layer.cols and not beside) or _alternates(layers, layer):
         return None
     inner = next((other.cols for other in beside if _OUT_NAME.fullmatch(other.name)), None)
     if inner is not None and rows == 2 * inner:
