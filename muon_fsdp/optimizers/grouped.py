@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -271,8 +272,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
         Keys are `rule`, options of the rules of its parameters, and `name`. In a group with matrices, options of the
-        other parameters have the name of their rule as a prefix (`adamw_lr`). A key that has no effect raises an
-        error. An optimizer built from a model routes new parameters by the model as it is now: unfreeze them first.
+        other parameters have the name of their rule as a prefix (`adamw_lr`). An option that has no effect raises an
+        error, and so does a key that resembles one. Keys of other programs are kept (timm's `lr_scale`). An optimizer built from a model routes new parameters by the model as it is now: unfreeze them first.
         """
         model = self._watch.model() if self._is_built and self._watch is not None else None
         with self._router.reading(model) if self._is_built else nullcontext():
@@ -296,6 +297,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
             group, _ = self._resolved(rule, None, [(source, ())])
             new_groups = [self._new_group(group, [], [], source, foreign)]
+        self._name_parts([group for group, _ in new_groups])
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
             self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
@@ -355,6 +357,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
         kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
         lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
         return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
+
+    def _name_parts(self, parts: Sequence[Group]) -> None:
+        """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
+
+        The first part keeps the user's name, and the others add their rule: "body", "body.adamw", "body.adamw.2".
+        """
+        taken = {group.get("name") for group in self.param_groups}
+        for part in parts[1:] if "name" in parts[0] else ():
+            taken.add(parts[0]["name"])
+            first = f"{parts[0]['name']}.{part['rule']}"
+            part["name"] = next(name for name in chain([first], (f"{first}.{n}" for n in count(2))) if name not in taken)
+            taken.add(part["name"])
 
     def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
         """Add names to all groups if some group has names: torch requires all or none."""
