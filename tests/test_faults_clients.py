@@ -173,3 +173,63 @@ def test_state_of_others_is_loaded():
     again = MuonOptimizer(model)
     again.load_state_dict(other.state_dict())
     assert_same(again.state[model.weight]["slow"], slow)
+
+
+# ------------------------------------------------------------------------------------------- groups that are assigned
+
+
+@promise(
+    "A program assigns `optimizer.param_groups`, or rearranges it (Lightning's `BaseFinetuning` does when it resumes)",
+    "Each parameter keeps its rule and its name; new ones in groups that an optimizer of ours has made are routed. "
+    "Groups that were written by hand, and missing parameters, are an error",
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_that_are_assigned_are_followed(named):
+    def build(count: int) -> tuple[list[nn.Linear], MuonOptimizer]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4) for _ in range(2)]
+        given = [list(layer.named_parameters() if named else layer.parameters()) for layer in layers[:count]]
+        return layers, MuonOptimizer([{"params": params, "lr": 0.1 + i} for i, params in enumerate(given)])
+
+    def step(layers: list[nn.Linear], optimizer: MuonOptimizer) -> None:
+        for number, layer in enumerate(layers):
+            layer(torch.linspace(0, 1, 12).reshape(3, 4) + number).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    layers, first = build(2)
+    step(layers, first)
+    saved = copy.deepcopy(first.state_dict())
+    others, resumed = build(1)  # the second layer is still frozen
+    for other, layer in zip(others, layers, strict=True):
+        other.load_state_dict(layer.state_dict())
+    parameters = [others[0].weight, others[0].bias, others[1].weight, others[1].bias]
+    resumed.param_groups = [
+        {**group, "params": [parameter]} for group, parameter in zip(first.param_groups, parameters, strict=True)
+    ]
+    resumed.load_state_dict(saved)
+    step(layers, first)
+    step(others, resumed)
+    assert_same([p for layer in others for p in layer.parameters()], [p for layer in layers for p in layer.parameters()])
+    names = [row.name for row in first.routing_report().rows]
+    assert [row.name for row in resumed.routing_report().rows] == names
+
+    resumed.param_groups.reverse()  # groups of equal sizes
+    rows = resumed.routing_report().rows
+    assert [row.rule for row in rows] == ["adamw", "muon", "adamw", "muon"]
+    assert [row.reason for row in rows] == ["vector", "group with rule 'muon'", "vector", "matrix"]
+    step(layers, first)
+    step(others, resumed)
+    assert_same([p for layer in others for p in layer.parameters()], [p for layer in layers for p in layer.parameters()])
+
+    resumed.param_groups.append({"params": [nn.Parameter(torch.ones(2, 2))], "lr": 0.1})
+    for use in (resumed.step, resumed.routing_report, resumed.state_dict):
+        with pytest.raises(RuntimeError, match="param_groups were changed by hand: use add_param_group"):
+            use()
+
+
+def test_an_unknown_rule_that_was_written_into_a_group_is_named():
+    optimizer = MuonOptimizer(linear())
+    optimizer.param_groups[0]["rule"] = "moun"
+    with pytest.raises(ValueError, match="Unknown rule 'moun'"):
+        optimizer.step()

@@ -34,7 +34,7 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router, clean_name
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
 
@@ -79,6 +79,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         # Schedulers write into a tensor in place; groups that are added later start from its first value.
         first_lr = options["lr"].clone() if isinstance(options.get("lr"), Tensor) else None
         self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
+        self._routed: list[int] = []  # the `id` of the parameters that they were decided for
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         defaults, _ = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
         self._given.taken.clear()  # no parameter uses an option yet
@@ -286,7 +287,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options, foreign = split_foreign(given)
         source = Source("a parameter group", options)
         named, parameters = names_and_parameters(param_group)
-        routes = self._route(parameters, named, given)
+        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        routes = self._route(parameters, named, given, taken)
         self._require_rule(source.where, given.get("rule"), routes)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
@@ -316,6 +318,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for key in missing:
                 del group[key]
             self._routes.append(group_routes)
+            self._routed += map(id, group["params"])
 
     def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int], dict[str, Any]]]:
         """Divide the parameters of a user's group by their options.
@@ -377,10 +380,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group, routes in (*zip(self.param_groups, self._routes, strict=True), *new_groups):
             group.setdefault("param_names", [route.given_name or route.name for route in routes])
 
-    def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
+    def _route(
+        self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any], taken: dict[int, str]
+    ) -> list[Route]:
+        """Decide about the parameters of a group; `taken` are the names of those in other groups, by `id`."""
         group_rule = self._rule_of_group(given)
-        first = sum(map(len, self._routes))
-        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        first = len(taken)
         routes = []
         for index, parameter in enumerate(parameters):
             model_name = self._router.name_of(parameter) if isinstance(parameter, Tensor) else None
@@ -407,19 +412,62 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _records(self) -> list[ParameterRecord]:
         """Return one record per parameter, for the parameters and options that groups have now."""
-        self._all_routes()  # raises if groups were changed by hand
+        self._follow_groups()
         return make_records(self.param_groups, self._routes, self._replicas)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _all_routes(self) -> list[Route]:
-        if [len(group["params"]) for group in self.param_groups] != [len(routes) for routes in self._routes]:
-            raise RuntimeError(
-                "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer "
-                "to remove some"
-            )
+        self._follow_groups()
         return [route for routes in self._routes for route in routes]
+
+    def _follow_groups(self) -> None:
+        """Find the routes of all parameters again if others have assigned or rearranged `param_groups`.
+
+        Frameworks replace the tensors of a group (Accelerate does), so a new tensor gets the route of its position.
+        Others assign groups that one of our optimizers has made (Lightning's BaseFinetuning does): if all parameters
+        are still there, each keeps its route, and new ones are routed as by `add_param_group`.
+        """
+        present = [id(parameter) for parameter in self._parameters()]
+        has_sizes = [len(group["params"]) for group in self.param_groups] == [len(routes) for routes in self._routes]
+        if has_sizes and present == self._routed:
+            return
+        if self._routed and set(self._routed) <= set(present):
+            self._routes = self._routes_of_assigned(dict(zip(self._routed, chain(*self._routes), strict=True)))
+        elif not has_sizes:
+            raise _changed_by_hand()
+        self._routed = present
+
+    def _routes_of_assigned(self, known: Mapping[int, Route]) -> list[list[Route]]:
+        """Return the routes of the parameters of groups that were assigned.
+
+        Args:
+            known: the routes of the parameters that were there before, by `id`.
+        """
+        parameters = self._parameters()
+        is_ours = all(key in group for group in self.param_groups for key in ("rule", *PROGRESS))
+        if not is_ours or len(set(map(id, parameters))) != len(parameters):
+            raise _changed_by_hand()
+        result: list[list[Route]] = []
+        taken = {key: route.name for key, route in known.items()}
+        model = self._watch.model() if self._watch is not None else None
+        with self._router.reading(model):
+            for group in self.param_groups:
+                names = group.get("param_names")
+                new = [index for index, parameter in enumerate(group["params"]) if id(parameter) not in known]
+                named = [names[index] for index in new] if names and len(names) == len(group["params"]) else None
+                of_new = iter(self._route([group["params"][index] for index in new], named, group, taken))
+                result.append([known[id(p)] if id(p) in known else next(of_new) for p in group["params"]])
+        positions = count()
+        for routes in result:  # a parameter without a name is named by its position
+            for index, (route, position) in enumerate(zip(routes, positions, strict=False)):
+                if route.unnamed_position is not None:
+                    routes[index] = replace(route, name=f"param[{position}]", unnamed_position=position)
+        if any("param_names" in group for group in self.param_groups):
+            for group, routes in zip(self.param_groups, result, strict=True):
+                group["param_names"] = [route.given_name or route.name for route in routes]
+        return result
 
     def routing_report(self) -> RoutingReport:
         """Return the rule of every parameter with its reason, and the options in force; `print` shows a table."""
@@ -450,8 +498,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
+        self._follow_groups()
         for number, group in enumerate(self.param_groups):
-            options = RULES[group["rule"]].all_options
+            options = rule_named(group["rule"]).all_options
             try:
                 for name, option in options.items():
                     option.validate(group.setdefault(name, option.default))
@@ -464,6 +513,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
         warn_user(message)
+
+
+def _changed_by_hand() -> RuntimeError:
+    return RuntimeError(
+        "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer to remove some"
+    )
 
 
 def _key(options: Mapping[str, Any], lr_origin: str = "") -> tuple[object, ...]:

@@ -156,7 +156,7 @@ class MuonOptimizer(GroupedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         # Only steps change STARTED, so all ranks branch alike. Ranks that differ here would wait for each other.
-        has_begun = any(group[STARTED] for group in self.param_groups)
+        has_begun = any(group.get(STARTED) for group in self.param_groups)
         if has_begun and self._still_accumulates():
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
@@ -215,14 +215,14 @@ class MuonOptimizer(GroupedOptimizer):
             group[STARTED] = True
         if self._accumulation_steps == 1:
             return False
-        micro_step = (self.param_groups[0][MICRO_STEP] + 1) % self._accumulation_steps
+        micro_step = (self.param_groups[0].get(MICRO_STEP, 0) + 1) % self._accumulation_steps
         for group in self.param_groups:
             group[MICRO_STEP] = micro_step
         return bool(micro_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last call."""
-        if self.param_groups[0][MICRO_STEP] == 0:
+        if self.param_groups[0].get(MICRO_STEP, 0) == 0:
             super().zero_grad(set_to_none)
 
     def _is_inert(self, found: Gradients) -> bool:
@@ -303,12 +303,10 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _current_plan(self) -> PlannedStep:
         """Return the plan, made anew if parameters or planned options have changed since the last step."""
-        parameters = self._parameters()
-        self._all_routes()  # raises if groups were changed by hand
-        key = self._plan_key(parameters)
-        if self._planned is None or self._planned.key != key:
+        key = self._plan_key()
+        if key is None or self._planned is None or self._planned.key != key:
             self._complete_groups()
-            key = self._plan_key(parameters)
+            key = self._plan_key()
             if self._planned is not None:
                 self._planned.abandon()
             self._planned = PlannedStep(
@@ -322,14 +320,17 @@ class MuonOptimizer(GroupedOptimizer):
             )
         return self._planned
 
-    def _plan_key(self, parameters: Sequence[Tensor]) -> object:
-        """Return a key that changes whenever a new plan is needed."""
-        rules = [RULES[group["rule"]] for group in self.param_groups]
+    def _plan_key(self) -> object:
+        """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
+        rules = [RULES.get(group.get("rule", "")) for group in self.param_groups]
+        if None in rules:
+            return None
         options = [
-            (rule, *[group.get(name) for name in rule.plan_names])
+            (rule, len(group["params"]), *[group.get(name) for name in rule.plan_names])
             for rule, group in zip(rules, self.param_groups, strict=True)
+            if rule is not None
         ]
-        return options, [(id(p), p.dtype, p.device) for p in parameters]
+        return options, [(id(p), p.dtype, p.device) for p in self._parameters()]
 
     def plan_report(self, world_size: int | None = None, mesh: Sequence[int] | None = None) -> PlanReport:
         """Return which ranks orthogonalize what, what travels, and how even the work is; `print` shows a table.
@@ -446,5 +447,6 @@ class MuonOptimizer(GroupedOptimizer):
             "_agreement": StepAgreement(),
             "_totals": {},
             "_watch": None,
+            "_routed": [],
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
