@@ -233,3 +233,50 @@ def test_an_unknown_rule_that_was_written_into_a_group_is_named():
     optimizer.param_groups[0]["rule"] = "moun"
     with pytest.raises(ValueError, match="Unknown rule 'moun'"):
         optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------- classes of tensors
+
+
+class Quantized(Tensor):
+    """A weight in 8 bits, like torchao's for training: it has the operations of torch's loops, and no `_foreach_`."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor) -> Quantized:
+        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        self.data_in_8_bits, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.clone.default):
+            return cls(func(args[0].data_in_8_bits), func(args[0].scale))
+        if func is aten.zeros_like.default:
+            return torch.zeros(args[0].shape, dtype=(kwargs or {}).get("dtype") or args[0].dtype)
+        raise NotImplementedError(f"{cls.__name__} has no {func}")
+
+
+class Named(nn.Parameter):
+    """A parameter of a class of its own, which is updated like any other."""
+
+
+@promise(
+    "A parameter is of a tensor class that can't be updated (torchao's `Int8QuantizedTrainingLinearWeight`)",
+    "An error when the optimizer is built, which names the parameter and its class",
+)
+def test_tensor_classes_that_can_not_be_updated_are_refused():
+    model = linear()
+    model.weight = nn.Parameter(Quantized(torch.ones(4, 6, dtype=torch.int8), torch.ones(4)))
+    for make in (lambda: MuonOptimizer(model), lambda: FSDPMuonOptimizer(model)):
+        with pytest.raises(TypeError, match=r"parameter 'weight' is a Quantized, .*NotImplementedError: .*_foreach_"):
+            make()
+    model = linear()
+    model.weight = Named(model.weight.detach().clone())
+    before = model.weight.detach().clone()
+    optimizer = MuonOptimizer(model)
+    assert_same(model.weight, before)  # it was tried on a copy
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)

@@ -427,7 +427,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
         Frameworks replace the tensors of a group (Accelerate does), so a new tensor gets the route of its position.
         Others assign groups that one of our optimizers has made (Lightning's BaseFinetuning does): if all parameters
-        are still there, each keeps its route, and new ones are routed as by `add_param_group`.
+        are still there, each keeps its route, and those of new groups are routed as by `add_param_group`.
         """
         present = [id(parameter) for parameter in self._parameters()]
         has_sizes = [len(group["params"]) for group in self.param_groups] == [len(routes) for routes in self._routes]
@@ -446,19 +446,20 @@ class GroupedOptimizer(torch.optim.Optimizer):
             known: the routes of the parameters that were there before, by `id`.
         """
         parameters = self._parameters()
+        new = [{id(parameter) not in known for parameter in group["params"]} for group in self.param_groups]
         is_ours = all(key in group for group in self.param_groups for key in ("rule", *PROGRESS))
-        if not is_ours or len(set(map(id, parameters))) != len(parameters):
+        if not is_ours or any(len(kinds) == 2 for kinds in new) or len(set(map(id, parameters))) != len(parameters):
             raise _changed_by_hand()
         result: list[list[Route]] = []
         taken = {key: route.name for key, route in known.items()}
         model = self._watch.model() if self._watch is not None else None
         with self._router.reading(model):
-            for group in self.param_groups:
-                names = group.get("param_names")
-                new = [index for index, parameter in enumerate(group["params"]) if id(parameter) not in known]
-                named = [names[index] for index in new] if names and len(names) == len(group["params"]) else None
-                of_new = iter(self._route([group["params"][index] for index in new], named, group, taken))
-                result.append([known[id(p)] if id(p) in known else next(of_new) for p in group["params"]])
+            for group, kinds in zip(self.param_groups, new, strict=True):
+                if True in kinds:
+                    named, tensors = names_and_parameters(group)
+                    result.append(self._route(tensors, named, group, taken))
+                else:
+                    result.append([known[id(parameter)] for parameter in group["params"]])
         positions = count()
         for routes in result:  # a parameter without a name is named by its position
             for index, (route, position) in enumerate(zip(routes, positions, strict=False)):

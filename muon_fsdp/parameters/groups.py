@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, meant_name, suggestion
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.parameters.routing import Route, clean_name
 from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.rules import RULES, Rule, rule_named
@@ -287,6 +290,31 @@ def check_parameter(name: str, parameter: object) -> None:
         raise ValueError(
             f"parameter {name!r} is not a leaf tensor and can't be optimized: pass the tensor that it was computed from"
         )
+    _check_class(name, parameter)
+
+
+_usable_classes: set[type] = {Tensor, nn.Parameter}
+
+
+def _check_class(name: str, parameter: Tensor) -> None:
+    """Raise if a parameter is of a tensor class that can't be updated, such as torchao's quantized weights.
+
+    One parameter of each class is tried, by a step of size zero on a copy.
+    """
+    with torch.no_grad():
+        tensor = local(parameter)
+        if type(tensor) in _usable_classes:
+            return
+        try:
+            clone = tensor.detach().clone()
+            update = torch.zeros_like(clone, dtype=working_dtype(clone.dtype))
+            Rule().apply({"lr": 0.0, "weight_decay": 0.1}, [clone], [update])
+        except Exception as error:
+            raise TypeError(
+                f"parameter {name!r} is a {type(tensor).__name__}, which can't be updated ({type(error).__name__}: "
+                f"{error}). Keep it a plain floating-point tensor, or freeze it and leave it out"
+            ) from error
+    _usable_classes.add(type(tensor))
 
 
 def refuse_zero_redundancy(name: str) -> None:

@@ -187,7 +187,7 @@ def _mismatches(
         ]
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, records, saved_groups)
-    mismatches = _partial_loads(records, state_dict)
+    mismatches, rule_changes = _partial_loads(records, state_dict), []
     saved_names: list[str | None] = [
         name
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -197,7 +197,7 @@ def _mismatches(
         if saved_name is not None and saved_name != record.name:
             mismatches.append(f"{record.name}: the saved parameter in its place is {saved_name!r}")
         elif saved["rule"] != record.rule.name:
-            mismatches.append(f"{record.name}: {_other_rule(saved['rule'], record.rule.name)}")
+            rule_changes.append(f"{record.name}: {_other_rule(saved['rule'], record.rule.name)}")
         else:
             mismatches += _state_mismatches(record, states.get(key))
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
@@ -207,7 +207,7 @@ def _mismatches(
         for key in states
         if key not in known and type(key) in kinds
     ]
-    return mismatches
+    return [*mismatches, *_with_remedy(rule_changes)]
 
 
 def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
@@ -284,12 +284,15 @@ def _group_mismatches(
     if there:
         lines += [f"{name}: not saved" for name in here if name not in there]
         lines += [f"{name}: saved, but not here" for name in there if name not in here]
-        lines += [
-            f"{name}: {_other_rule(there[name], rule)}"
-            for name, rule in here.items()
-            if there.get(name) not in (rule, None)
-        ]
+        changed = {name: rule for name, rule in here.items() if there.get(name) not in (rule, None)}
+        lines += _with_remedy([f"{name}: {_other_rule(there[name], rule)}" for name, rule in changed.items()])
     return lines
+
+
+def _with_remedy(rule_changes: Sequence[str]) -> list[str]:
+    """Return lines about rules that have changed, followed by what to do about them."""
+    remedy = "to change rules in a run, call muon_fsdp.migrate.load_state_dict, which loads what both rules keep"
+    return [*rule_changes, remedy] if rule_changes else []
 
 
 def _other_rule(saved: object, here: str) -> str:
