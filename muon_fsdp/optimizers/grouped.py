@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
 
@@ -79,6 +80,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         # Schedulers write into a tensor in place; groups that are added later start from its first value.
         first_lr = options["lr"].clone() if isinstance(options.get("lr"), Tensor) else None
         self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
+        self._routed: list[int] = []  # the `id` of the parameters that they were decided for
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         defaults, _ = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
         self._given.taken.clear()  # no parameter uses an option yet
@@ -311,8 +313,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
         Keys are `rule`, options of the rules of its parameters, and `name`. In a group with matrices, options of the
-        other parameters have the name of their rule as a prefix (`adamw_lr`). A key that has no effect raises an
-        error. An optimizer built from a model routes new parameters by the model as it is now: unfreeze them first.
+        other parameters have the name of their rule as a prefix (`adamw_lr`). An option that has no effect raises an
+        error, and so does a key that resembles one. Keys of other programs are kept (timm's `lr_scale`). An optimizer
+        built from a model routes new parameters by the model as it is now: unfreeze them first.
         """
         if not self._is_built:  # the constructor reads all groups
             self._add(param_group)
@@ -329,7 +332,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options, foreign = split_foreign(given)
         source = Source("a parameter group", options)
         named, parameters = names_and_parameters(param_group)
-        routes = self._route(parameters, named, given)
+        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        routes = self._route(parameters, named, given, taken)
         self._require_rule(source.where, given.get("rule"), routes)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
@@ -340,6 +344,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
             group, _ = self._resolved(rule, None, [(source, ())])
             new_groups = [self._new_group(group, [], [], source, foreign)]
+        self._name_parts([group for group, _ in new_groups])
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
             self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
@@ -360,6 +365,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for key in missing:
                 del group[key]
             self._routes.append(group_routes)
+            self._routed += map(id, group["params"])
 
     def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int], dict[str, Any]]]:
         """Divide the parameters of a user's group by their options.
@@ -402,17 +408,17 @@ class GroupedOptimizer(torch.optim.Optimizer):
         lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
         return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
 
-    def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
-        """Add names to all groups if some group has names: torch requires all or none."""
-        if not (named or any("param_names" in group for group in self.param_groups)):
-            return
-        for group, routes in (*zip(self.param_groups, self._routes, strict=True), *new_groups):
-            group.setdefault("param_names", [route.given_name or route.name for route in routes])
+    def _name_parts(self, parts: Sequence[Group]) -> None:
+        """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
 
-    def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
-        group_rule = self._rule_of_group(given)
-        first = sum(map(len, self._routes))
-        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        The first part keeps the user's name, and the others add their rule: "body", "body.adamw", "body.adamw.2".
+        """
+        taken = {group.get("name") for group in self.param_groups}
+        for part in parts[1:] if "name" in parts[0] else ():
+            taken.add(parts[0]["name"])
+            first = f"{parts[0]['name']}.{part['rule']}"
+            candidates = chain([first], (f"{first}.{number}" for number in count(2)))
+            part["name"] = next(name for name in candidates if name not in taken)
         routes = []
         for index, parameter in enumerate(parameters):
             model_name = self._router.name_of(parameter) if isinstance(parameter, Tensor) else None
@@ -433,19 +439,63 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _records(self) -> list[ParameterRecord]:
         """Return one record per parameter, for the parameters and options that groups have now."""
-        self._all_routes()  # raises if groups were changed by hand
+        self._follow_groups()
         return make_records(self.param_groups, self._routes, self._replicas)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _all_routes(self) -> list[Route]:
-        if [len(group["params"]) for group in self.param_groups] != [len(routes) for routes in self._routes]:
-            raise RuntimeError(
-                "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer "
-                "to remove some"
-            )
+        self._follow_groups()
         return [route for routes in self._routes for route in routes]
+
+    def _follow_groups(self) -> None:
+        """Find the routes of all parameters again if others have assigned or rearranged `param_groups`.
+
+        Frameworks replace the tensors of a group (Accelerate does), so a new tensor gets the route of its position.
+        Others assign groups that one of our optimizers has made (Lightning's BaseFinetuning does): if all parameters
+        are still there, each keeps its route, and those of new groups are routed as by `add_param_group`.
+        """
+        present = [id(parameter) for parameter in self._parameters()]
+        has_sizes = [len(group["params"]) for group in self.param_groups] == [len(routes) for routes in self._routes]
+        if has_sizes and present == self._routed:
+            return
+        if self._routed and set(self._routed) <= set(present):
+            self._routes = self._routes_of_assigned(dict(zip(self._routed, chain(*self._routes), strict=True)))
+        elif not has_sizes:
+            raise _changed_by_hand()
+        self._routed = present
+
+    def _routes_of_assigned(self, known: Mapping[int, Route]) -> list[list[Route]]:
+        """Return the routes of the parameters of groups that were assigned.
+
+        Args:
+            known: the routes of the parameters that were there before, by `id`.
+        """
+        parameters = self._parameters()
+        new = [{id(parameter) not in known for parameter in group["params"]} for group in self.param_groups]
+        is_ours = all(key in group for group in self.param_groups for key in ("rule", *PROGRESS))
+        if not is_ours or any(len(kinds) == 2 for kinds in new) or len(set(map(id, parameters))) != len(parameters):
+            raise _changed_by_hand()
+        result: list[list[Route]] = []
+        taken = {key: route.name for key, route in known.items()}
+        model = self._watch.model() if self._watch is not None else None
+        with self._router.reading(model, self._named_parameters(self.param_groups)):
+            for group, kinds in zip(self.param_groups, new, strict=True):
+                if True in kinds:
+                    named, tensors = names_and_parameters(group)
+                    result.append(self._route(tensors, named, group, taken))
+                else:
+                    result.append([known[id(parameter)] for parameter in group["params"]])
+        positions = count()
+        for routes in result:  # a parameter without a name is named by its position
+            for index, (route, position) in enumerate(zip(routes, positions, strict=False)):
+                if route.unnamed_position is not None:
+                    routes[index] = replace(route, name=f"param[{position}]", unnamed_position=position)
+        if any("param_names" in group for group in self.param_groups):
+            for group, routes in zip(self.param_groups, result, strict=True):
+                group["param_names"] = [route.given_name or route.name for route in routes]
+        return result
 
     def routing_report(self, full: bool = False) -> RoutingReport:
         """Return which rule each parameter has, why, and its current options; `print` shows a table.
@@ -494,8 +544,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
+        self._follow_groups()
         for number, group in enumerate(self.param_groups):
-            options = RULES[group["rule"]].all_options
+            options = rule_named(group["rule"]).all_options
             try:
                 for name, option in options.items():
                     option.validate(group.setdefault(name, option.default))
@@ -508,6 +559,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
         warn_user(message)
+
+
+def _changed_by_hand() -> RuntimeError:
+    return RuntimeError(
+        "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer to remove some"
+    )
 
 
 def _key(options: Mapping[str, Any], lr_origin: str = "") -> tuple[object, ...]:

@@ -158,7 +158,7 @@ class MuonOptimizer(GroupedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         # Only steps change STARTED, so all ranks branch alike. Ranks that differ here would wait for each other.
-        has_begun = any(group[STARTED] for group in self.param_groups)
+        has_begun = any(group.get(STARTED) for group in self.param_groups)
         if has_begun and self._still_accumulates():
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
@@ -217,14 +217,14 @@ class MuonOptimizer(GroupedOptimizer):
             group[STARTED] = True
         if self._accumulation_steps == 1:
             return False
-        micro_step = (self.param_groups[0][MICRO_STEP] + 1) % self._accumulation_steps
+        micro_step = (self.param_groups[0].get(MICRO_STEP, 0) + 1) % self._accumulation_steps
         for group in self.param_groups:
             group[MICRO_STEP] = micro_step
         return bool(micro_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last call."""
-        if self.param_groups[0][MICRO_STEP] == 0:
+        if self.param_groups[0].get(MICRO_STEP, 0) == 0:
             super().zero_grad(set_to_none)
 
     def _is_inert(self, found: Gradients) -> bool:
@@ -315,14 +315,12 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _current_plan(self) -> PlannedStep:
         """Return the plan, made anew if parameters or planned options have changed since the last step."""
-        parameters = self._parameters()
-        self._all_routes()  # raises if groups were changed by hand
-        key = self._plan_key(parameters)
+        key = self._plan_key()
         agreed_memory = self._agreement.device_memory
         planned = self._planned
-        if planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
+        if key is None or planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
             self._complete_groups()
-            key = self._plan_key(parameters)
+            key = self._plan_key()
             if planned is not None:
                 planned.abandon()
             planned = self._planned = PlannedStep(
@@ -337,14 +335,17 @@ class MuonOptimizer(GroupedOptimizer):
             )
         return planned
 
-    def _plan_key(self, parameters: Sequence[Tensor]) -> object:
-        """Return a key that changes whenever a new plan is needed."""
-        rules = [RULES[group["rule"]] for group in self.param_groups]
+    def _plan_key(self) -> object:
+        """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
+        rules = [RULES.get(group.get("rule", "")) for group in self.param_groups]
+        if None in rules:
+            return None
         options = [
-            (rule, *[group.get(name) for name in rule.plan_names])
+            (rule, len(group["params"]), *[group.get(name) for name in rule.plan_names])
             for rule, group in zip(rules, self.param_groups, strict=True)
+            if rule is not None
         ]
-        return options, [(id(p), p.dtype, p.device) for p in parameters]
+        return options, [(id(p), p.dtype, p.device) for p in self._parameters()]
 
     def plan_report(
         self,
@@ -473,5 +474,6 @@ class MuonOptimizer(GroupedOptimizer):
             "_agreement": StepAgreement(),
             "_totals": {},
             "_watch": None,
+            "_routed": [],
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from muon_fsdp.parameters.groups import keys_of_others
 from muon_fsdp.parameters.names import clean_name, common_pattern, without_numbers
 from muon_fsdp.rules import Rule
 from muon_fsdp.text import format_count, format_shape, plain_table
@@ -71,6 +73,7 @@ class RoutingGroup:
         num_parameters: how many parameters it has.
         options: the value that each option of the rule has now, after schedulers, for example, have changed `lr`.
         lr_origin: where `lr` came from when the group was made, such as "0.15 x lr=0.02"; empty for matrices.
+        not_ours: what other programs keep in the group, such as timm's `lr_scale`.
     """
 
     index: int
@@ -78,6 +81,7 @@ class RoutingGroup:
     num_parameters: int
     options: Mapping[str, Any] = field(hash=False)
     lr_origin: str = ""
+    not_ours: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, index: int, rule: Rule, group: Mapping[str, Any], lr_origin: str) -> RoutingGroup:
@@ -87,12 +91,14 @@ class RoutingGroup:
             name: value.item() if isinstance(value, Tensor) and not value.is_meta else value
             for name, value in values.items()
         }
-        return cls(index, rule.name, len(group["params"]), options, lr_origin)
+        return cls(index, rule.name, len(group["params"]), options, lr_origin, keys_of_others(group))
 
     def __str__(self) -> str:
         counted = "1 parameter" if self.num_parameters == 1 else f"{self.num_parameters} parameters"
         origin = f"; lr began as {self.lr_origin}" if self.lr_origin else ""
-        text = f"group {self.index} ({self.rule}, {counted}): {_listed(self.options, between=_SPACE)}{origin}"
+        kept = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in self.not_ours.items())
+        others = f"; not ours: {kept}" if kept else ""
+        text = f"group {self.index} ({self.rule}, {counted}): {_listed(self.options, between=_SPACE)}{origin}{others}"
         lines = textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         return lines.replace(_SPACE, " ")
 
