@@ -419,6 +419,21 @@ class GroupedOptimizer(torch.optim.Optimizer):
             first = f"{parts[0]['name']}.{part['rule']}"
             candidates = chain([first], (f"{first}.{number}" for number in count(2)))
             part["name"] = next(name for name in candidates if name not in taken)
+            taken.add(part["name"])
+
+    def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
+        """Add names to all groups if some group has names: torch requires all or none."""
+        if not (named or any("param_names" in group for group in self.param_groups)):
+            return
+        for group, routes in (*zip(self.param_groups, self._routes, strict=True), *new_groups):
+            group.setdefault("param_names", [route.given_name or route.name for route in routes])
+
+    def _route(
+        self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any], taken: dict[int, str]
+    ) -> list[Route]:
+        """Decide about the parameters of a group; `taken` are the names of those in other groups, by `id`."""
+        group_rule = self._rule_of_group(given)
+        first = len(taken)
         routes = []
         for index, parameter in enumerate(parameters):
             model_name = self._router.name_of(parameter) if isinstance(parameter, Tensor) else None
