@@ -32,6 +32,14 @@ class Numbered(nn.ModuleDict):
         self.__dict__.update(numbers)
 
 
+class TokenAttention(nn.Module):
+    """Attention with tokens whose name begins like that of a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_tokens, self.qkv, self.proj = nn.Parameter(torch.randn(1, 4, 32)), linear(96, 32), linear(32, 32)
+
+
 def linear(rows: int, cols: int) -> nn.Linear:
     return nn.Linear(cols, rows)
 
@@ -80,6 +88,9 @@ FUSED = {
     "cross attention": (
         Numbered({"c_attn": linear(64, 32), "q_attn": linear(32, 32), "c_proj": linear(32, 32)}), "c_attn.weight",
         "K, V", {"split_sizes": (32, 32)},
+    ),
+    "queries of learned tokens": (
+        TokenAttention(), "qkv.weight", "Q, K, V", THIRDS,
     ),
     "to_kv": (
         Numbered({"to_q": linear(32, 32), "to_kv": linear(64, 32)}), "to_kv.weight", "K, V", {"split_sizes": (32, 32)},

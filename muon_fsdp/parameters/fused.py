@@ -19,7 +19,7 @@ _HEADS_NAME = re.compile(r"(.*_)?w?kv_(b|up)(_.*)?")  # what expands them: K and
 _IN_NAME = re.compile(r"in_proj(_weight|_(?!weight|bias)[a-z]{2,})?")  # "in_proj_ba" is two; "in_proj_z" is one
 _GATE_UP_NAME = re.compile(r".*gate_?(and_)?up.*|(.*_)?w_?1_?w?3(_.*)?")
 _QUERY_NAME = re.compile(r"(w|to_)?q(_.*)?|query(_.*)?")
-_OUT_NAME = re.compile(r"(w?o|out|to_out|proj|dense|output|[oc]_proj|out_proj|proj_out|out_linear|linear_proj)(_.*)?")
+_OUT_NAME = re.compile(r"w?o|out|to_out|proj|dense|output|(o|c|out|attn|output|linear)_proj|(proj|attn)_out|out_linear")
 _ATTENTION = re.compile(r".*att(entio)?n.*", re.IGNORECASE)
 # Classes that store the rows of a fused weight by head: Q, K and V of the first head, then of the second.
 _BY_HEAD_CLASS = re.compile(r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon")
@@ -130,8 +130,8 @@ def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
 
 def _attention(layers: Layers, layer: Layer) -> Fused:
     """Return Q, K and V, or K and V where queries have a weight of their own."""
-    if any(_QUERY_NAME.fullmatch(other.name) for other in layers.beside(layer)):
-        return Fused("K, V", _equal(layer, 2))
+    if _queries(layers, layer):
+        return _keys_and_values(layers, layer) or Fused("K, V")
     heads, head_dim = (layers.number_at(layer.parent, names) for names in (_HEADS, _HEAD_DIM))
     is_by_head = any(map(_BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
     if is_by_head or "query_key_value" in layer.name:
@@ -163,11 +163,17 @@ def _attention_sizes(layers: Layers, layer: Layer, heads: int | None, head_dim: 
 
 def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
     """Return K and V if the weight has twice the rows of one of them; shared ones are one matrix."""
-    queries = [other.rows for other in layers.beside(layer) if _QUERY_NAME.fullmatch(other.name)]
+    queries = _queries(layers, layer)
     heads = layers.number_at(layer.parent, _KV_HEADS) or layers.number_at(layer.parent, _HEADS)
     head_dim = layers.number_at(layer.parent, _HEAD_DIM)
     size = heads * head_dim if heads and head_dim else next(iter(queries), 0)
     return Fused("K, V", _equal(layer, 2)) if queries and layer.rows == 2 * size else None
+
+
+def _queries(layers: Layers, layer: Layer) -> list[int]:
+    """Return the rows of the weights of queries beside a layer."""
+    beside = [other for other in layers.beside(layer) if _QUERY_NAME.fullmatch(other.name)]
+    return [other.rows for other in beside if other.facts.other_reason is None]  # no learned tokens
 
 
 def _latent(layers: Layers, layer: Layer) -> Fused | None:
