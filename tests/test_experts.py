@@ -305,6 +305,29 @@ def test_a_mixture_has_its_routers_in_one_place():
     assert rules(MuonOptimizer(noisy))["layers.0.mlp.gate.weight"] == "adamw"
 
 
+class OwnMoE(nn.Module):
+    """A whole model whose class is named like one layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": listed()}) for _ in range(3))
+        self.probe = nn.Linear(8, 3)
+
+
+def test_a_list_of_layers_is_no_list_of_experts():
+    found = rules(MuonOptimizer(OwnMoE()))
+    assert found["probe.weight"] == "muon"  # as many classes as layers
+    assert found["layers.2.gate.weight"] == "adamw"
+
+
+def test_experts_in_two_modules_share_a_router():
+    up, down = (nn.ParameterDict({"weight": stack(4, *shape)}) for shape in ((8, 20), (20, 8)))
+    model = nn.ModuleDict(
+        {"up": nn.ModuleDict({"e": up}), "down": nn.ModuleDict({"e": down}), "router": nn.Linear(8, 4)}
+    )
+    assert rules(MuonOptimizer(model))["router.weight"] == "adamw"
+
+
 def test_a_router_of_experts_on_other_ranks():
     """A rank that holds two of eight experts knows all of them by the number that its module notes."""
     model = block(gate=nn.Linear(8, 8), experts=Experts(False, 2, 8, 20))

@@ -349,8 +349,7 @@ ANSWERS = {
 
 @promise(
     "A weight holds Q, K and V, or gate and up; a Linear has one row for each expert beside it",
-    "The report marks the first with the option that splits it, AdamW updates the second; `strict=True` asks about "
-    "both",
+    "The report marks the first with the option that splits it, AdamW updates the second; `strict` asks about both",
 )
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_strict_asks_about_fused_weights_and_routers(make):

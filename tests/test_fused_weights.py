@@ -32,6 +32,14 @@ class Numbered(nn.ModuleDict):
         self.__dict__.update(numbers)
 
 
+class TokenAttention(nn.Module):
+    """Attention with tokens whose name begins like that of a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_tokens, self.qkv, self.proj = nn.Parameter(torch.randn(1, 4, 32)), linear(96, 32), linear(32, 32)
+
+
 def linear(rows: int, cols: int) -> nn.Linear:
     return nn.Linear(cols, rows)
 
@@ -81,6 +89,9 @@ FUSED = {
         Numbered({"c_attn": linear(64, 32), "q_attn": linear(32, 32), "c_proj": linear(32, 32)}), "c_attn.weight",
         "K, V", {"split_sizes": (32, 32)},
     ),
+    "queries of learned tokens": (
+        TokenAttention(), "qkv.weight", "Q, K, V", THIRDS,
+    ),
     "to_kv": (
         Numbered({"to_q": linear(32, 32), "to_kv": linear(64, 32)}), "to_kv.weight", "K, V", {"split_sizes": (32, 32)},
     ),
@@ -92,12 +103,16 @@ FUSED = {
         nn.ModuleDict({"attn": attention("in_proj", 96)}), "attn.in_proj.weight", "Q, K, V", THIRDS,
     ),
     "in_proj of Mamba": (
-        mlp("in_proj", 128, "out_proj", 64), "in_proj.weight", "two matrices", {"split_sizes": (64, 64)},
+        mlp("in_proj", 128, "out_proj", 64), "in_proj.weight", "2 matrices", {"split_sizes": (64, 64)},
     ),
     "in_proj of Mamba 2": (
         attention("in_proj", 2 * 64 + 2 * 16 + 8, ("out_proj", 64), n_groups=2, ssm_state_size=8, num_heads=8),
         "in_proj.weight", "z, x, B, C, dt", {"split_sizes": (64, 64, 16, 16, 8)},
     ),
+    "in_proj with three times the inputs of the next layer": (
+        mlp("in_proj", 144, "out_proj", 48), "in_proj.weight", "3 matrices", {"split_sizes": (48, 48, 48)},
+    ),
+    "Q, K, V and more": (attention("to_qkv_mlp", 160, ("to_out", 64)), "to_qkv_mlp.weight", "Q, K, V", {}),
     "in_proj of something else": (mlp("in_proj", 150, "out_proj", 64), "in_proj.weight", "several matrices", {}),
     "gate_up_proj": (mlp("gate_up_proj", 80, "down", 40), "gate_up_proj.weight", "gate, up", {"split_sizes": (40, 40)}),
     "w13": (mlp("w13", 80, "w2", 40), "w13.weight", "gate, up", {"split_sizes": (40, 40)}),
@@ -138,12 +153,28 @@ def test_the_report_marks_fused_weights_with_what_splits_them(model, name, parts
 
 
 @pytest.mark.parametrize(
-    "case", ["qkv", "c_attn", "to_kv", "in_proj of Mamba", "gate_up_proj", "w13", "the compressed part"]
+    "case",
+    [
+        "nn.MultiheadAttention",
+        "qkv",
+        "c_attn",
+        "to_kv",
+        "in_proj of Mamba",
+        "gate_up_proj",
+        "w13",
+        "the compressed part",
+    ],
 )
 def test_names_and_shapes_suffice(case):
     model, name, parts, split = FUSED[case]
     row = rows(MuonOptimizer(model.named_parameters()))[name]
     assert (row.fused, row.split_by) == (parts, split)
+
+
+def test_the_name_that_torch_gives_suffices():
+    model = nn.ModuleDict({"some": nn.MultiheadAttention(32, 4)})
+    row = rows(MuonOptimizer(model.named_parameters()))["some.in_proj_weight"]
+    assert (row.fused, row.split_by) == ("Q, K, V", THIRDS)
 
 
 def test_the_advice_updates_each_part_like_a_weight_of_its_own():

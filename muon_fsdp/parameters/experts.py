@@ -77,12 +77,15 @@ def _all_experts(layers: Layers) -> Iterator[_Experts]:
             for length, part in enumerate(layer.path[:-1]):
                 if length > 0 and _NUMBERED.fullmatch(part):
                     lists[layer.path[:length]][part].append(layer)
+    around = {path[:length] for path, _ in stacks for length in range(len(path))}
     for (path, count), members in stacks.items():
         of_all_ranks = getattr(layers.module(path), "num_experts", count)
         counts = frozenset({count, of_all_ranks if isinstance(of_all_ranks, int) else count})
         yield _Experts(path, counts, members, stacked=True, named=True)
+    lists = {path: items for path, items in lists.items() if len(items) > 1}
+    around |= {path[:length] for path in lists if _EXPERTS_NAME.fullmatch(path[-1]) for length in range(len(path))}
     for path, items in lists.items():
-        if len(items) > 1:
+        if path not in around:  # a list of blocks that have experts
             of_items = layers.class_names((*path, next(iter(items))))
             named = any(map(_EXPERTS_NAME.fullmatch, (*path[-2:], *of_items))) or any(
                 _MIXTURE_CLASS.fullmatch(name) for name in layers.class_names(path[:-1])
@@ -126,7 +129,8 @@ def _routers(layers: Layers, experts: _Experts) -> list[tuple[Layer, int]]:
 def _scored(layer: Layer, experts: _Experts) -> int | None:
     """Return the number of experts that a weight may score, (experts, width) or a bare (width, experts); else None."""
     facts = layer.facts
-    if len(facts.shape) != 2 or facts.other_reason is not None or "lora_" in facts.name:
+    is_other = facts.other_reason is not None and not facts.guessed
+    if len(facts.shape) != 2 or is_other or "lora_" in facts.name:
         return None
     classes = [cls.__name__ for module in facts.owners for cls in type(module).__mro__]
     if facts.shape[0] in experts.counts or any(map(_ROUTER_CLASS.search, classes)):

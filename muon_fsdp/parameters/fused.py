@@ -9,14 +9,17 @@ from torch import nn
 
 from muon_fsdp.parameters.facts import Fused, Layer, Layers
 
-_QKV_NAME = re.compile(r".*qkv.*|(.*_)?c_attn|.*query_key_value.*")
+_QKV_NAME = re.compile(r".*qkv.*|(.*_)?c_attn|.*query_key_value.*|w_pack")
+_QKV_ALONE_NAME = re.compile(
+    r"(.*_)?w?qkv(_(proj|projection|linear|layer|fc|weight))?|(.*_)?c_attn|w_pack|in_proj(_weight)?"
+)
 _KV_NAME = re.compile(r"(.*_)?w?kv(_proj|_linear|_fc)?|.*key_value")
 _LATENT_NAME = re.compile(r"(.*_)?w?kv_(a|down)(_.*)?")  # the compressed K and V of latent attention, and a rotary key
 _HEADS_NAME = re.compile(r"(.*_)?w?kv_(b|up)(_.*)?")  # what expands them: K and V of every head
 _IN_NAME = re.compile(r"in_proj(_weight|_(?!weight|bias)[a-z]{2,})?")  # "in_proj_ba" is two; "in_proj_z" is one
-_GATE_UP_NAME = re.compile(r".*gate_(and_)?up.*|(.*_)?w_?1_?w?3(_.*)?")
+_GATE_UP_NAME = re.compile(r".*gate_?(and_)?up.*|(.*_)?w_?1_?w?3(_.*)?")
 _QUERY_NAME = re.compile(r"(w|to_)?q(_.*)?|query(_.*)?")
-_OUT_NAME = re.compile(r"(w?o|out|to_out|proj|dense|output|[oc]_proj|out_proj|proj_out|out_linear|linear_proj)(_.*)?")
+_OUT_NAME = re.compile(r"w?o|out|to_out|proj|dense|output|(o|c|out|attn|output|linear)_proj|(proj|attn)_out|out_linear")
 _ATTENTION = re.compile(r".*att(entio)?n.*", re.IGNORECASE)
 # Classes that store the rows of a fused weight by head: Q, K and V of the first head, then of the second.
 _BY_HEAD_CLASS = re.compile(r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon")
@@ -104,7 +107,9 @@ def _alternates(layers: Layers, layer: Layer) -> bool:
 
 
 def _is_in_attention(layers: Layers, layer: Layer) -> bool:
-    return any(map(_ATTENTION.fullmatch, (*layer.parent[-1:], *layers.class_names(layer.parent)[:-2])))
+    """Return whether a layer is part of attention, by the name or the class of its module, or by torch's own name."""
+    names = (*layer.parent[-1:], *layers.class_names(layer.parent)[:-2])
+    return layer.name == "in_proj_weight" or any(map(_ATTENTION.fullmatch, names))
 
 
 def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
@@ -113,8 +118,8 @@ def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
     if layers.readers(layer, rows) or (rows <= layer.cols and not beside) or _alternates(layers, layer):
         return None
     inner = next((other.cols for other in beside if _OUT_NAME.fullmatch(other.name)), None)
-    if inner is not None and rows == 2 * inner:
-        return Fused("two matrices", _split_sizes(inner, inner))
+    if inner is not None and rows in (2 * inner, 3 * inner):
+        return Fused(f"{rows // inner} matrices", _split_sizes(*[inner] * (rows // inner)))
     groups = layers.number_at(layer.parent, ("n_groups", "ngroups"))
     state = layers.number_at(layer.parent, ("ssm_state_size", "d_state", "state_size"))
     heads = layers.number_at(layer.parent, _HEADS)
@@ -125,8 +130,8 @@ def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
 
 def _attention(layers: Layers, layer: Layer) -> Fused:
     """Return Q, K and V, or K and V where queries have a weight of their own."""
-    if any(_QUERY_NAME.fullmatch(other.name) for other in layers.beside(layer)):
-        return Fused("K, V", _equal(layer, 2))
+    if _queries(layers, layer):
+        return _keys_and_values(layers, layer) or Fused("K, V")
     heads, head_dim = (layers.number_at(layer.parent, names) for names in (_HEADS, _HEAD_DIM))
     is_by_head = any(map(_BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
     if is_by_head or "query_key_value" in layer.name:
@@ -149,8 +154,8 @@ def _attention_sizes(layers: Layers, layer: Layer, heads: int | None, head_dim: 
         size = head_dim or rows // (heads + 2 * kv_heads)
         if (heads + 2 * kv_heads) * size == rows and read in (None, heads * size):
             return heads * size, kv_heads * size, kv_heads * size
-    if _QKV_NAME.fullmatch(layer.name) is None or layer.name.startswith("in_proj"):
-        return None if rows != 3 * layer.cols else (layer.cols,) * 3
+    if _QKV_ALONE_NAME.fullmatch(layer.name) is None:
+        return None
     if read is not None and read < rows <= 3 * read and (rows - read) % 2 == 0:
         return read, (rows - read) // 2, (rows - read) // 2
     return (layer.cols,) * 3 if read is None and rows == 3 * layer.cols else None
@@ -158,11 +163,17 @@ def _attention_sizes(layers: Layers, layer: Layer, heads: int | None, head_dim: 
 
 def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
     """Return K and V if the weight has twice the rows of one of them; shared ones are one matrix."""
-    queries = [other.rows for other in layers.beside(layer) if _QUERY_NAME.fullmatch(other.name)]
+    queries = _queries(layers, layer)
     heads = layers.number_at(layer.parent, _KV_HEADS) or layers.number_at(layer.parent, _HEADS)
     head_dim = layers.number_at(layer.parent, _HEAD_DIM)
     size = heads * head_dim if heads and head_dim else next(iter(queries), 0)
     return Fused("K, V", _equal(layer, 2)) if queries and layer.rows == 2 * size else None
+
+
+def _queries(layers: Layers, layer: Layer) -> list[int]:
+    """Return the rows of the weights of queries beside a layer."""
+    beside = [other for other in layers.beside(layer) if _QUERY_NAME.fullmatch(other.name)]
+    return [other.rows for other in beside if other.facts.other_reason is None]  # no learned tokens
 
 
 def _latent(layers: Layers, layer: Layer) -> Fused | None:

@@ -28,7 +28,9 @@ _HEAD_NAME = re.compile(
 _LAST_HEAD_NAME = re.compile(r"fc|score")  # heads if no other Linear follows
 # Parameters that a model adds to its inputs or looks up, by their own names: `reg_token`, `latents`, `rel_pos_h`.
 _TOKEN_NAME = re.compile(r"(^|_)(tokens?|latents?|registers?|queries|prompts?|slots)$")
-_TABLE_NAME = re.compile(r"(^|_)(table|codebooks?)$|(^|_)(pos|positions?|positional)(_(?!.*(proj|weight)$)|\d|$)")
+_TABLE_NAME = re.compile(
+    r"(^|_)(table|codebooks?)$|(^|_)(pos(emb|embed|enc)?|positions?|positional)(_(?!.*(proj|weight)$)|\d|$)"
+)
 # Parameters of PEFT: factors or rows of an embedding, whose shapes differ from its shape.
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
@@ -218,6 +220,8 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> Facts:
     name = plain_name(name)
     facts.plain_names.add(name)
     *path, leaf = name.lower().split(".")
+    if leaf.isdigit() and path:  # an element of a ParameterList
+        leaf = path.pop()
     owner = path[-1] if path else ""
     if _BIAS_NAME.search(leaf):
         facts.other_reason = "bias, by name"
