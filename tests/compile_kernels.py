@@ -132,10 +132,6 @@ def _operand(name: str, block: tuple[int, int], bulk: bool) -> str:
 
 
 def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int, transposed: bool = False) -> None:
-    from muon_fsdp.kernels.select import GLUON_VERSIONS, triton_version
-
-    if triton_version() not in GLUON_VERSIONS:
-        return
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from muon_fsdp.kernels import triton_hopper as hopper

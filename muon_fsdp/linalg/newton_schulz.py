@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import on_device, unusable
-from muon_fsdp.kernels.select import is_hopper, selection_state
+from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
 from muon_fsdp.linalg.coefficients import NORM_MARGINS, check_steps, coefficients
@@ -115,12 +115,6 @@ def orthogonalize_together(
         if method == "exact":
             for matrices, out, factor, _ in requests:
                 out.copy_(_polar_by_svd(matrices).mul_(factor))
-        elif unusable(device) is None and not any(_is_recorded(request.matrices) for request in requests):
-            from muon_fsdp.kernels.launch_plan import run_planned
-
-            tensors = [tensor for matrices, out, _, norms in requests for tensor in (matrices, out, norms)]
-            key = (method, steps, form, device, selection_state(), *(request.factor for request in requests))
-            run_planned(key, tensors, lambda: _iterate_together(requests, method, steps, form))
         else:
             _iterate_together(requests, method, steps, form)
 
