@@ -289,6 +289,8 @@ def fused_updates() -> None:
     norms = {"CHUNK": triton_norms.CHUNK, "ALIGNED": True}
     elementwise(triton_norms._partials_kernel, ["*bf16!", "*fp32!", "i32", "i32"], norms)
     elementwise(triton_norms._scaled_cast_kernel, ["*bf16!", "*fp32", "*fp16!", "i32", "i32", "fp32"], norms)
+    damping = {"EACH": triton_norms.DAMPING_PROGRAMS, **norms}
+    elementwise(triton_norms._damp_kernel, ["*fp16!", "*fp32", "i32", "fp32"], damping)
     for first_chunk in ("*i32!", None):
         types = ["*fp32!", first_chunk, "*fp32!", "i32"]
         elementwise(triton_norms._inverse_norms_kernel, types, {"BLOCK": 1024}, False)

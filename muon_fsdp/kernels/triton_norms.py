@@ -11,6 +11,8 @@ from muon_fsdp.kernels.launch import is_aligned, launch
 from muon_fsdp.kernels.tables import ALIGNMENT, CHUNK
 
 INT32_MAX = 2**31 - 1  # Triton compiles another kernel for larger integer arguments
+# Programs of `damp` per matrix. Nearly all of them return at once, so there are fewer than a pass over the data needs.
+DAMPING_PROGRAMS = 16
 
 
 @triton.jit
@@ -82,6 +84,22 @@ def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.
     tl.store(out + position, values.to(out.dtype.element_ty), mask=offset < offset_end)
 
 
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["inverse_norms"])
+def _damp_kernel(updates, inverse_norms, numel, eps, EACH: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    matrix, part = tl.program_id(0) // EACH, tl.program_id(0) % EACH
+    norm = 1.0 / tl.load(inverse_norms + matrix)
+    if norm < eps:
+        start = matrix.to(tl.int64) * numel
+        if ALIGNED:  # without this hint the compiled kernel loads single elements
+            start = tl.multiple_of(start, 16)
+            numel = numel // 16 * 16
+        for first in range(part * CHUNK, numel, EACH * CHUNK):
+            offset = first + tl.arange(0, CHUNK)
+            at = updates + start + offset
+            values = tl.load(at, mask=offset < numel, other=0.0).to(tl.float32) * (norm / eps)
+            tl.store(at, values.to(updates.dtype.element_ty), mask=offset < numel)
+
+
 def inverse_norms(batch: Tensor) -> Tensor:
     """Return one over the Frobenius norm of every matrix of a contiguous (B, m, n) batch.
 
@@ -116,6 +134,24 @@ def _combine(partials: Tensor, first_chunk: Tensor | None, count: int, chunks: i
     kind = (partials.device, first_chunk is None)
     launch(_inverse_norms_kernel, count, (partials, first_chunk, result, chunks), {"BLOCK": 1024}, kind)
     return result
+
+
+def damp(
+    updates: Tensor,  # (B, m, n), contiguous, changed in place
+    inverse_norms: Tensor,  # (B,) float32
+    eps: float,
+) -> None:
+    """Multiply every matrix by min(1, norm / eps). Matrices with a factor of 1 are neither read nor written."""
+    count, numel = updates.shape[0], updates.shape[1] * updates.shape[2]
+    aligned = numel % ALIGNMENT == 0 and all(is_aligned(updates))
+    launch(
+        _damp_kernel,
+        count * DAMPING_PROGRAMS,
+        (updates, inverse_norms, numel, float(eps)),
+        {"EACH": DAMPING_PROGRAMS, "CHUNK": CHUNK, "ALIGNED": aligned},
+        (updates.device, updates.dtype, is_aligned(updates), numel > INT32_MAX),
+        num_warps=8,
+    )
 
 
 def scaled_cast(

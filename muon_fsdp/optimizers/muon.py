@@ -59,6 +59,7 @@ class MuonOptimizer(GroupedOptimizer):
 
         buf = momentum * buf + grad
         O   = orthogonalize(grad + momentum * buf  if nesterov else  buf)
+        O   = O * min(1, norm / momentum_eps)          # the Frobenius norm of what was orthogonalized
         W   = W * (1 - lr * weight_decay) - lr * scale(d_out, d_in) * ns_stepsize * O
 
     and every other parameter by AdamW with the `adamw_*` options. AdamW's learning rate follows from `lr` unless you
