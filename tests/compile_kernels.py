@@ -174,7 +174,7 @@ def spectral() -> None:
     elementwise(
         triton_spectral._bilinear_kernel, ["*fp32!", "*fp16!", "*fp32!", "*i32", "*fp32", *numbers], tiles, True
     )
-    shifted: list[str | None] = ["*bf16!", "*fp32!", "*fp32!", "*fp32!", "*fp32!", "*i32", "*fp16!", *numbers]
+    shifted: list[str | None] = ["*bf16!", *["*fp32!"] * 5, "*i32", "*fp16!", *numbers]
     elementwise(triton_spectral._shifted_cast_kernel, shifted, tiles)
     projected: list[str | None] = ["*fp16!", "*fp32!", "*fp32!", "*fp32", "*fp32", "fp32", *numbers]
     elementwise(triton_spectral._project_out_kernel, projected, {"ALIGNED": True, "ROWS": 8, "BLOCK": 512})

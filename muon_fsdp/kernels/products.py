@@ -125,7 +125,8 @@ def multiply_add(
         if summand is not None and c_scale is not None:
             # Part of beta comes before the rounding, because half precision would round small entries coarsely.
             early = min(max(abs(beta), 1.0), LARGEST_EARLY_FACTOR)
-            scaled, rest = summand * (early * c_scale)[:, None, None], beta / early
+            # The scale of a tiny matrix is near the largest float32, so early * c_scale could overflow.
+            scaled, rest = summand * c_scale[:, None, None] * early, beta / early
         added = None if scaled is None else scaled.to(a.dtype)
         product = _library_product(a, b, added, alpha, rest)
         if out is not None:

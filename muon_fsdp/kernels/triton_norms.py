@@ -62,7 +62,10 @@ def _inverse_norms_kernel(partials, first_chunk, inverse_norms, chunks, BLOCK: t
         ratio = tl.load(partials + 2 * index, mask=index < stop, other=0.0) / unit
         squares += ratio * ratio * tl.load(partials + 2 * index + 1, mask=index < stop, other=0.0)
     total = tl.sum(squares, axis=0)
-    inverse = 1.0 / unit / tl.sqrt(tl.where(total == 0, 1.0, total))
+    root = tl.sqrt(tl.where(total == 0, 1.0, total))
+    # 1 / unit is infinite if the largest entry is below 3e-39, also where the norm has a finite inverse. A scale that is
+    # too large would make the iteration diverge.
+    inverse = tl.where(unit < 1.0e-38, 1.0 / (unit * root), 1.0 / unit / root)
     # The inverse of a norm below the smallest normal number would be infinite, so it is limited. NaN stays NaN.
     tl.store(inverse_norms + matrix, tl.where(inverse > 3.0e38, 3.0e38, inverse))
 
@@ -80,7 +83,8 @@ def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.
         offset_end = numel
     position = start + offset
     values = tl.load(matrices + position, mask=offset < offset_end, other=0.0).to(tl.float32)
-    values *= factor * tl.load(scales + matrix)
+    # The scale of a tiny matrix is near the largest float32, so factor * scale could overflow.
+    values = values * tl.load(scales + matrix) * factor
     tl.store(out + position, values.to(out.dtype.element_ty), mask=offset < offset_end)
 
 

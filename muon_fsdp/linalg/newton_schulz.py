@@ -184,8 +184,8 @@ def orthogonalize_shifted(
     with without_autocast(matrices.device.type), on_device(matrices.device):
         x = torch.empty_like(matrices, dtype=_iteration_dtype(matrices))
         half = x.dtype == torch.float16
-        factor = x_scale(half) / (NORM_MARGINS[method] * norms)
-        triton_spectral.shifted_cast(matrices, scales * factor, left, right, shifts * factor, x, flags)
+        factors = x_scale(half) / (NORM_MARGINS[method] * norms)
+        triton_spectral.shifted_cast(matrices, scales, left, right, shifts, factors, x, flags)
         chain = _chain(method, steps, *matrices.shape[-2:], "auto", half)
         iterate([Operand(x, Exact(x), 1.0, out)], scaled_steps(chain, half), flags)
 
@@ -289,7 +289,7 @@ def _relative(batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _inverse(largest: Tensor, norms: Tensor) -> Tensor:
     """Return 1 / (largest * norms), (B,), without infinity."""
-    inverse = (1 / largest / norms).flatten()
+    inverse = (1 / (largest * norms)).flatten()
     return inverse.clamp_max(torch.finfo(inverse.dtype).max)
 
 
