@@ -63,8 +63,8 @@ def _inverse_norms_kernel(partials, first_chunk, inverse_norms, chunks, BLOCK: t
         squares += ratio * ratio * tl.load(partials + 2 * index + 1, mask=index < stop, other=0.0)
     total = tl.sum(squares, axis=0)
     root = tl.sqrt(tl.where(total == 0, 1.0, total))
-    # 1 / unit is infinite if the largest entry is below 3e-39, also where the norm has a finite inverse. A scale that is
-    # too large would make the iteration diverge.
+    # If the largest entry is below 3e-39, 1 / unit is infinite although 1 / norm may not be. A scale that is too large
+    # would make the iteration diverge.
     inverse = tl.where(unit < 1.0e-38, 1.0 / (unit * root), 1.0 / unit / root)
     # The inverse of a norm below the smallest normal number would be infinite, so it is limited. NaN stays NaN.
     tl.store(inverse_norms + matrix, tl.where(inverse > 3.0e38, 3.0e38, inverse))
