@@ -312,11 +312,11 @@ def fused_updates() -> None:
 def small_matrices() -> None:
     """Compile the kernel of small matrices, with the tiles for 64 and 128 rows."""
     steps, refreshes = QUINTICS[:2], frozenset({1})  # short, because compilation takes seconds per step
-    for rows, dtype, norms, tall in ((64, torch.bfloat16, None, True), (128, torch.float32, "*fp32", False)):
+    for rows, dtype, has_norms, tall in ((64, torch.bfloat16, False, True), (128, torch.float32, True, False)):
         config = triton_small.small_config(rows, 4096, dtype)
         constants = {
             **triton_small._chain_constants(steps, refreshes),
-            "HAS_NORMS": norms is not None,
+            "HAS_NORMS": has_norms,
             "WIDE": dtype == torch.float32,
             "EXACT": rows == 64,
             "SPLIT_FROM": config.split_from,
@@ -326,7 +326,7 @@ def small_matrices() -> None:
             "TILE": config.tile,
             "STAGES": config.num_stages,
         }
-        types = [f"*{NAMES[dtype]}!", norms, f"*{NAMES[dtype]}!", "i32", "i32", "fp32", "fp32"]
+        types = [f"*{NAMES[dtype]}!", "*fp32", f"*{NAMES[dtype]}!", "i32", "i32", "fp32", "fp32"]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         result = compiled(triton_small._small_kernel, types, constants, HOPPER, **options)
         wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", result.asm["ptx"]))

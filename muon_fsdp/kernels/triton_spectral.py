@@ -119,9 +119,7 @@ def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
             at = base + row[:, None] * cols + col[None, :]
             values = scale * tl.load(matrices + at, mask=mask, other=0.0).to(tl.float32)
             values += weights[:, None] * tl.load(right + matrix * cols + col, mask=col < cols, other=0.0)[None, :]
-            values *= (
-                factor  # last: the scale of a tiny matrix is near the largest float32, so their product may overflow
-            )
+            values *= factor  # last, because factor * scale could overflow: a tiny matrix has a huge scale
             tl.store(out + at, values.to(out.dtype.element_ty), mask=mask)
 
 

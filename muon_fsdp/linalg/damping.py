@@ -29,7 +29,4 @@ def damp(updates: Tensor, inverse_norms: Tensor, eps: float) -> None:
             triton_norms.damp(updates, inverse_norms, eps)
         return
     norms = 1 / inverse_norms
-    is_idle = norms < eps
-    if updates.device.type == "cpu" and not bool(is_idle.any()):
-        return
-    updates.mul_(torch.where(is_idle, norms / eps, 1.0)[:, None, None])
+    updates.mul_(torch.where(norms < eps, norms / eps, 1.0)[:, None, None])
