@@ -330,7 +330,7 @@ class MuonOptimizer(GroupedOptimizer):
             (rule, *[group.get(name) for name in rule.plan_names])
             for rule, group in zip(rules, self.param_groups, strict=True)
         ]
-        return options, [(id(p), p.dtype, p.device) for p in parameters]
+        return options, [(id(p), p.dtype, p.device, p.shape) for p in parameters]
 
     def plan_report(self, world_size: int | None = None, mesh: Sequence[int] | None = None) -> PlanReport:
         """Return which ranks orthogonalize what, what travels, and how even the work is; `print` shows a table.
