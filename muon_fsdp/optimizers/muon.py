@@ -61,6 +61,7 @@ class MuonOptimizer(GroupedOptimizer):
 
         buf = momentum * buf + grad
         O   = orthogonalize(grad + momentum * buf  if nesterov else  buf)
+        O   = O * min(1, norm / momentum_eps)          # the Frobenius norm of what was orthogonalized
         W   = W * (1 - lr * weight_decay) - lr * scale(d_out, d_in) * ns_stepsize * O
 
     and every other parameter by AdamW with the `adamw_*` options. AdamW's learning rate follows from `lr` unless you
@@ -345,7 +346,7 @@ class MuonOptimizer(GroupedOptimizer):
             for rule, group in zip(rules, self.param_groups, strict=True)
             if rule is not None
         ]
-        return options, [(id(p), p.dtype, p.device) for p in self._parameters()]
+        return options, [(id(p), p.dtype, p.device, p.shape) for p in self._parameters()]
 
     def plan_report(
         self,

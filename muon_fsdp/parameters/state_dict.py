@@ -54,7 +54,7 @@ def has_all_state(groups: Sequence[Group], states: Mapping[Tensor, State]) -> bo
 def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Tensor, State]) -> None:
     """Create the state that parameters lack, with or without a gradient; no communication.
 
-    State that no longer fits, because the rule or the view of its parameter was changed, is replaced with a warning.
+    State that no longer fits, because the rule, view or shape of its parameter was changed, is replaced with a warning.
     """
     for record in records:
         state, parameter = states[record.tensor], record.tensor
@@ -62,8 +62,8 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
         for spec in record.rule.all_state:
             if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
                 warn_user(
-                    f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule or view was changed, and "
-                    "it no longer fits"
+                    f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule, view or shape was "
+                    "changed, and it no longer fits"
                 )
                 del state[spec.name]
             # State created on the meta device does not follow a parameter that was materialised since.

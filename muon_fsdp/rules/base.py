@@ -77,11 +77,16 @@ class MatrixBatch:
         self.diagnostics: dict[str, Tensor] = {}
         self.inverse_norms = inverse_norms
         self.later: Sequence[MatrixBatch] = ()
+        self.computed_norms: Tensor | None = None
         self._computed_from: tuple[object, ...] | None = None
 
-    def note_computed(self) -> None:
-        """Note that the direction of an earlier batch has computed the update of this one from its matrices."""
-        self._computed_from = self._inputs()
+    def note_computed(self, norms: Tensor | None = None) -> None:
+        """Note that the direction of an earlier batch has computed the update of this one from its matrices.
+
+        Args:
+            norms: (B,), one over their Frobenius norms, if that direction has found them; kept as `computed_norms`.
+        """
+        self._computed_from, self.computed_norms = self._inputs(), norms
 
     @property
     def is_computed(self) -> bool:

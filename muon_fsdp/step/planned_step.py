@@ -239,7 +239,7 @@ class PlannedStep:
     def _fuse(self, inputs: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs):
-            _check_devices_of_state(self.records, inputs)
+            _check_state(self.records, inputs)
             rules = [record.rule for record in self.records]
             signature = signature_of(rules, inputs, self._fused, self._unfusable())
             if self._fused is not None and self._fused.signature == signature:
@@ -348,12 +348,19 @@ def _check_placed(record: ParameterRecord) -> None:
         )
 
 
-def _check_devices_of_state(records: Sequence[ParameterRecord], inputs: StepInputs) -> None:
-    """Raise if state was moved to another device than its parameter; kernels would read it at a wrong address."""
+def _check_state(records: Sequence[ParameterRecord], inputs: StepInputs) -> None:
+    """Raise if state is not on the device of its parameter or has another shape; kernels would write elsewhere."""
     for record in records:
-        device = inputs.shards[record.position].device
+        shard = inputs.shards[record.position]
+        device = shard.device
         for spec in record.rule.all_state:
             state = local(inputs.states[record.position][spec.name])
+            shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
+            if state.shape != shape:
+                raise RuntimeError(
+                    f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
+                    f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
+                )
             if state.device != device and state.ndim > 0:  # PyTorch accepts a number on the CPU anywhere
                 raise RuntimeError(
                     f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
