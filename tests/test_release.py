@@ -76,7 +76,6 @@ def test_the_texts_agree_and_a_release_refuses_open_places(monkeypatch: pytest.M
     check = load(".ci/check_release.py")
     version = muon_fsdp.__version__
     assert check.check_texts(None) == version
-    assert "MuonOptimizer(model" in check.quick_start()
     for name in ("muon_fsdp/__init__.py", "CITATION.cff", "CHANGELOG.md", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
