@@ -72,8 +72,17 @@ def train_alone(setting: str, *, steps: int = 5, **options: Any) -> tuple[nn.Mod
     return model, optimizer
 
 
-def sharded_training(overlap: str, steps: int, case: Case, **options: Any) -> tuple[nn.Module, FSDPMuonOptimizer]:
-    module, _, _ = lay_out(make_model(), "fsdp")
+def wait_for_stages(optimizer: MuonOptimizer) -> None:
+    """Wait until the stages of this round have read everything, so that it does not depend on the thread's speed."""
+    overlap = optimizer._planned.overlap
+    if overlap is not None:
+        overlap._round.wait()
+
+
+def sharded_training(
+    overlap: str, steps: int, case: Case, layout: str = "fsdp", **options: Any
+) -> tuple[nn.Module, FSDPMuonOptimizer]:
+    module, _, _ = lay_out(make_model(), layout)
     given = {**OPTIONS, "max_stage_bytes": 600, "overlap": overlap, **options}
     optimizer = FSDPMuonOptimizer(module, **given)
     for step in range(steps):
@@ -129,13 +138,47 @@ def dropped_in_step_3(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int)
     optimizer.zero_grad()
 
 
+def unsharded_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    if step >= 3:
+        with optimizer.unshard_params():
+            pass
+    _one_backward(model, optimizer, step)
+
+
+def failed_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    """Call step() in step 3 before backward, with an lr that differs between ranks."""
+    if step == 3:
+        group = optimizer.param_groups[0]
+        lr, group["lr"] = group["lr"], 1.0 + dist.get_rank()
+        assert "lr" in error_of(optimizer.step)
+        group["lr"] = lr
+        wait_for_stages(optimizer)
+    _one_backward(model, optimizer, step)
+
+
+def cleared_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    if step == 3:
+        _clear(model, optimizer)
+    _one_backward(model, optimizer, step)
+
+
+def cleared_before_backward_on_rank_1(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    if step == 3 and dist.get_rank() == 1:
+        _clear(model, optimizer)
+    _one_backward(model, optimizer, step)
+
+
+def _one_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def changed_in_step_3(change: str) -> Case:
     def case(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
         backward(model, step)
         if step == 3:
-            overlap = optimizer._planned.overlap
-            if overlap is not None:  # so that the same stages have read what is changed now in every run
-                overlap._round.wait()
+            wait_for_stages(optimizer)
             CHANGES[change](getattr(model, "module", model), optimizer)  # DDP wraps it
         optimizer.step()
         optimizer.zero_grad()
@@ -191,6 +234,25 @@ def _change_momentum_buffer(model: nn.Module, optimizer: FSDPMuonOptimizer) -> N
         optimizer.state[p]["momentum_buffer"].zero_()
 
 
+def _change_state_by_foreach(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    torch._foreach_mul_([optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]], 0.5)
+
+
+def _change_state_through_data(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        for value in optimizer.state[p].values():  # per-matrix state too
+            value.data.mul_(0.5)
+
+
+def _clear(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p].clear()
+
+
+def _drop_all_state(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    optimizer.state.clear()
+
+
 def _load(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
     state = optimizer.state_dict()
     for value in state["state"].values():
@@ -231,6 +293,10 @@ CHANGES: dict[str, Callable[[nn.Module, FSDPMuonOptimizer], None]] = {
     "remove one": _remove_one,
     "remove one on rank 1": _remove_one_on_rank_1,
     "momentum buffer": _change_momentum_buffer,
+    "state by foreach": _change_state_by_foreach,
+    "state through data": _change_state_through_data,
+    "clear": _clear,
+    "drop all state": _drop_all_state,
     "load": _load,
     "momentum": _set_momentum,
     "lr": _set_lr,
@@ -244,6 +310,10 @@ CASES: dict[str, Case] = {
     "one more in step 3": one_more_in_step_3,
     "one less in step 3": one_less_in_step_3,
     "dropped in step 3": dropped_in_step_3,
+    "unsharded before backward": unsharded_before_backward,
+    "failed before backward": failed_before_backward,
+    "cleared before backward": cleared_before_backward,
+    "cleared before backward on rank 1": cleared_before_backward_on_rank_1,
 }
 
 
@@ -261,9 +331,9 @@ def same_in(name: str, steps: int = 6, **options: Any) -> tuple[int, int, int]:
     return *counts(optimizer), sum(RULES[stage.rule].needs_matrices for stage in planned.plan.stages)
 
 
-def same_in_all(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """Run several cases, because a process group for each takes time."""
-    found = {name: same_in(name) for name in names if name != "by the optimizer"}
+def same_in_all(names: list[str], options: dict[str, Any] | None = None) -> dict[str, tuple[int, int, int]]:
+    """Run several cases, because a process group for each takes time; `options` may name a layout too."""
+    found = {name: same_in(name, **(options or {})) for name in names if name != "by the optimizer"}
     if "by the optimizer" in names:
         found["by the optimizer"] = same_in("by the optimizer", gradient_accumulation_steps=3)
     return found

@@ -19,6 +19,11 @@ ACCUMULATED = ["by hand", "without reductions", "by the optimizer"]
 DISCARDING = ["one more in step 3", "one less in step 3", "dropped in step 3", "clip", "clip by optimizer"]
 DISCARDING_SOME = ["double one", "double one through data", "average one by hand", "double one on rank 1"]
 DISCARDING_SOME += ["replace one", "remove one", "remove one on rank 1"]
+LAYOUTS = [
+    (2, {"layout": "ddp", "rule": "normuon"}),
+    (3, {"layout": "fsdp"}),
+    (4, {"layout": "hsdp", "rule": "normuon"}),
+]
 
 
 @promise(
@@ -42,6 +47,54 @@ def test_what_no_longer_counts_is_discarded(ranks: RankPool):
             rounds = 3 if name == "dropped in step 3" else 4
             assert used + discarded == rounds * stages, name
             assert discarded >= stages, name
+
+
+@promise(
+    'With `overlap="backward"`, `step()` raises an error before backward, and is called again after it',
+    'What was started without these gradients is discarded; the results are those of `overlap="step"`',
+)
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS)
+def test_gradients_that_came_too_late_were_not_read(ranks: RankPool, world_size, options):
+    for found in ranks.run(world_size, cases.same_in_all, ["failed before backward"], options, timeout=LIMIT):
+        ((used, discarded, stages),) = found.values()
+        assert (used, discarded) == (3 * stages, stages)
+
+
+@promise(
+    'With `overlap="backward"`, `unshard_params()` is entered before backward or after it',
+    'Nothing is discarded; the results are those of `overlap="step"`',
+)
+def test_unsharded_weights_leave_stages_alone(ranks: RankPool):
+    for found in ranks.run(2, cases.same_in_all, ["unsharded before backward", "nothing"], timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (4 * stages, 0), name
+
+
+@promise(
+    'With `overlap="backward"`, state changes between backward and `step()`, even where PyTorch does not count it: by '
+    "`torch._foreach_*` on DTensors or through `.data` (on a GPU, such a change is not noticed)",
+    'What was started is discarded; the results are those of `overlap="step"`',
+)
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS)
+def test_changed_state_is_noticed_by_its_values(ranks: RankPool, world_size, options):
+    names = ["state by foreach", "state through data"]
+    for found in ranks.run(world_size, cases.same_in_all, names, options, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (3 * stages, stages), name
+
+
+@promise(
+    'With `overlap="backward"`, the state of parameters is cleared before `step()`, on one rank or on all',
+    'What was started is discarded on all ranks, and state starts anew; the results are those of `overlap="step"`',
+)
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS)
+def test_cleared_state_starts_anew(ranks: RankPool, world_size, options):
+    names = ["clear", "drop all state", "cleared before backward"]
+    if options["layout"] == "fsdp":  # elsewhere ranks hold the same state
+        names += ["cleared before backward on rank 1"]
+    for found in ranks.run(world_size, cases.same_in_all, names, options, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (3 * stages, stages), name
 
 
 @promise(

@@ -22,10 +22,11 @@ from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
+from muon_fsdp.rules import RULES
 from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
 from muon_fsdp.step.early_matrices import EarlyMatrices
 from muon_fsdp.step.early_results import EarlyResult
-from muon_fsdp.step.fused import FusedStep
+from muon_fsdp.step.fused import FusedStage, FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.pipeline import StepContext, run_stages
@@ -88,6 +89,7 @@ class Round:
         self._changed = Condition()  # guards all that follows
         self._arrivals: dict[int, Arrival] = {}
         self._is_complete = self._is_cancelled = False
+        self._started: set[int] = set()  # the stages that have read what they found, by number
         self._loaded: dict[int, _Loaded] = {}
         self._results: dict[int, Future[tuple[EarlyResult, Any]]] = {stage.number: Future() for stage in stages}
         self.numbers = EarlyMatrices(context.records if context is not None else ())
@@ -97,14 +99,18 @@ class Round:
     # ------------------------------------------------------------------------------------------- called in backward
 
     def arrive(self, position: int, arrival: Arrival) -> bool:
-        """Note a gradient.
+        """Note a gradient, unless its stage has started without it: then it was not read, and never will be.
 
         Returns:
             Whether a stage has become complete.
         """
         with self._changed:
+            stage = self._stage_of.get(position)
+            if stage is None or stage.number in self._started:
+                self._arrivals.pop(position, None)
+                return False
             self._arrivals[position] = arrival
-            ready = position in self._stage_of and self._is_ready(self._stage_of[position])
+            ready = self._is_ready(stage)
             if ready:
                 self._changed.notify_all()
         return ready
@@ -133,21 +139,28 @@ class Round:
     def has_read(self, position: int, grad: Tensor | None) -> bool:
         """Return whether a stage has used, or will use, the present gradient of a parameter."""
         with self._changed:
-            arrival = self._arrivals.get(position)
-            return arrival is not None and arrival.is_unchanged(grad)
+            return self._is_readable(position) and self._arrivals[position].is_unchanged(grad)
+
+    def has_arrived(self, position: int) -> bool:
+        """Return whether the gradient of a parameter has arrived in time to be read."""
+        with self._changed:
+            return self._is_readable(position)
 
     def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
-        """Return whether a stage has read the present state and options, or has not read them yet."""
+        """Return whether a stage has read the present state and options, or will read them."""
         assert self._context is not None
-        records = self._context.records
-        with self._changed:
-            loaded = self._loaded.get(stage.number)
-            if loaded is None:  # it will read what it finds now, unless others were put in their place
-                inputs = self._context.inputs
-                same_groups = all(groups[group] is inputs.groups[group] for group, _ in stage.positions_by_group)
-                positions = self._positions[stage.number]
-                return same_groups and all(states[records[i].tensor] is inputs.states[i] for i in positions)
+        inputs, records = self._context.inputs, self._context.records
         now = {position: states[records[position].tensor] for position in self._positions[stage.number]}
+        with self._changed:
+            if stage.number not in self._started:  # it will read what it finds, unless that was replaced or is missing
+                same_groups = all(groups[group] is inputs.groups[group] for group, _ in stage.positions_by_group)
+                names = {spec.name for spec in RULES[stage.rule].all_state}
+                return same_groups and all(
+                    state is inputs.states[position] and names <= state.keys() for position, state in now.items()
+                )
+            loaded = self._loaded.get(stage.number)
+        if loaded is None:  # it could not be loaded
+            return False
         of_groups = all(options.are_current(groups[group]) for group, options in loaded.options.items())
         return of_groups and loaded.state.are_current(now)
 
@@ -251,13 +264,18 @@ class Round:
                     self._changed.wait()
                 if self._is_cancelled:
                     return
-                self._load(stage)
+                self._started.add(stage.number)
+                try:
+                    self._load(stage)
+                except Exception as error:  # such as state that is missing
+                    self._load_nothing(stage, error)
             yield stage
             for position in self._positions[stage.number]:  # `prepare` was called: free the copies of the state
                 self._single.pop(position, None)
                 self._inputs.gradients.pop(position, None)
                 self._inputs.states[position] = {}  # type: ignore[index]
-            self._loaded[stage.number].state.copies.clear()
+            if stage.number in self._loaded:
+                self._loaded[stage.number].state.copies.clear()
 
     def _load(self, stage: Stage) -> None:
         """Read gradients, and copy the state that the stage needs."""
@@ -267,6 +285,10 @@ class Round:
             {position: context.inputs.states[position] for position in positions},
             {position: context.inputs.shards[position] for position in positions},
         )
+        for position in positions:
+            for spec in RULES[stage.rule].all_state:
+                if spec.name not in states.copies[position]:
+                    raise KeyError(f"{context.records[position].name!r} has no state {spec.name!r}")
         self.numbers.load(stage, states.copies)
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for group, noted in options.items():
@@ -287,14 +309,30 @@ class Round:
             )  # the tables have them too, and the kernels of `prepare` do not read them
         self._loaded[stage.number] = _Loaded(states, options)
 
+    def _load_nothing(self, stage: Stage, error: Exception) -> None:
+        """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it is not loaded."""
+        assert self._context is not None
+        context = self._context
+        self.fail(stage, error)
+        # Without its lists: their tables are those of `step()`, so that kernels would write the state.
+        self._fused[stage.number] = FusedStage(example=context.fused.stages[stage.number].example)
+        for position in self._positions[stage.number]:
+            shard, dtype = context.inputs.shards[position], context.dtypes[position]
+            self._single[position] = SingleUpdate(shard, {}, dtype, None, context.inputs.divisor)
+
+    def _is_readable(self, position: int) -> bool:
+        """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
+        assert self._context is not None
+        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
+        return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
+
     def _read(self, position: int) -> Tensor | None:
         """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
         assert self._context is not None
-        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
-        if arrival is None or (kinds is not None and arrival.dtype is not kinds[1]):
+        if not self._is_readable(position):
             self._arrivals.pop(position, None)  # `step()` finds that it was not used
             return None
-        return self._context.records[position].rows_of(arrival.read())
+        return self._context.records[position].rows_of(self._arrivals[position].read())
 
 
 def positions_of(stage: Stage) -> frozenset[int]:

@@ -188,11 +188,6 @@ class BackwardOverlap:
         self._claim = None  # the thread holds it until the round has ended
         self._stage_counts["discarded_stages"] += len(self._round.stages)
 
-    def finish(self) -> None:
-        """Wait until everything that was started has ended. All ranks must call this."""
-        self.complete()
-        self._round.wait()
-
     def objections(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> dict[int, int]:
         """Return, by position, whether the updates of a parameter can be used and may be started next time.
 
@@ -227,7 +222,9 @@ class BackwardOverlap:
             return UNREADY
         if not is_running or self._round.has_read(position, parameter.grad):
             return 0
-        if self._is_last(position):  # else there was another backward
+        if self._is_last(position) and self._round.has_arrived(
+            position
+        ):  # else there was another backward, or a late one
             self._found_changes = True
         return CHANGED
 
