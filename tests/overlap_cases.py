@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.comm.process_groups import are_claimed, claim_groups
 from muon_fsdp.comm.transfers import StageExchange, local
 from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.step import metrics
+from muon_fsdp.step.early_round import PURPOSE, Round, RoundThread
+from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from tests.comparisons import assert_same
 from tests.distributed_cases import OPTIONS, batch, lay_out, make_model, train
@@ -469,6 +475,99 @@ def gathered_before_backward_ends() -> tuple[bool, list[str]]:
         handle.remove()
         optimizer.step()
     return in_time == [True], threads
+
+
+def dropped_before_step(layout: str) -> tuple[bool, tuple[int, int]]:
+    """Replace the optimizer between backward and step(), while ranks are at different stages.
+
+    Returns:
+        Whether the thread of the first optimizer has ended, and the stages of the second that were used and discarded.
+    """
+    found = []
+    for overlap in ("step", "backward"):
+        model, optimizer = sharded_training(overlap, 3, _one_backward, layout, strategy="owner")
+        threads = [thread for thread in threading.enumerate() if thread.name == THREAD and thread.is_alive()]
+        is_dropped, start_gather = threading.Event(), StageExchange.start_gather
+
+        def late(self: StageExchange) -> None:
+            if threading.current_thread().name == THREAD and dist.get_rank() == 1:
+                is_dropped.wait(20)  # noqa: B023
+            start_gather(self)  # noqa: B023
+
+        with patch.object(StageExchange, "start_gather", late):
+            backward(model, 3)
+            time.sleep(0.3)  # other ranks start more stages than rank 1
+            del optimizer
+            gc.collect()
+            is_dropped.set()
+            for thread in threads:
+                thread.join(20)
+        model.zero_grad()
+        optimizer = FSDPMuonOptimizer(model, **{**OPTIONS, "max_stage_bytes": 600, "overlap": overlap})
+        for step in range(4, 9):
+            _one_backward(model, optimizer, step)
+        found.append(contents(model, optimizer))
+    assert_same(*found)
+    return not any(thread.is_alive() for thread in threads), counts(optimizer)
+
+
+def samples_after_step() -> dict[str, float]:
+    """Call step() without gradients, and let stages that are discarded take samples while it ends."""
+    _, optimizer = sharded_training("backward", 3, _one_backward)
+    before = optimizer.metrics()  # asks for samples
+    round_, is_ending, taken = optimizer._planned.overlap._round, threading.Event(), threading.Event()
+    direction, end_step, kept = type(RULES["muon"]).direction, Samples.end_step, metrics._kept
+
+    def late(self: Any, batch: MatrixBatch) -> None:
+        if taken.is_set():
+            is_ending.wait(20)
+        direction(self, batch)
+        taken.set()
+
+    def slow_end(self: Samples, *args: Any, **options: Any) -> None:
+        taken.wait(20)
+        time.sleep(0.1)
+        end_step(self, *args, **options)
+        is_ending.set()
+
+    def slow_kept(lr: Any) -> Any:
+        is_ending.set()
+        round_.wait()
+        return kept(lr)
+
+    with (
+        patch.object(type(RULES["muon"]), "direction", late),
+        patch.object(Samples, "end_step", slow_end),
+        patch.object(metrics, "_kept", slow_kept),
+    ):
+        optimizer.step()
+        round_.wait()
+    after = optimizer.metrics()
+    return {name: after[name] - before[name] for name in ("update_rms", "orthogonality_residual")}
+
+
+def broken_claim() -> list[bool]:
+    """Return whether process groups stay claimed after a round that has ended, and after one that has failed."""
+
+    class Ended(Round):
+        def run(self) -> bool:
+            return True
+
+    class Failed(Round):
+        def run(self) -> bool:
+            return False
+
+    found = []
+    for kind in (Ended, Failed):
+        thread = RoundThread()
+        thread.claim = claim_groups(PURPOSE)
+        thread.begin(kind([SimpleNamespace(number=0, positions_by_group=())]))
+        thread.start()
+        thread.claim = None
+        thread.leave()
+        thread.join(20)
+        found.append(are_claimed(PURPOSE))
+    return found
 
 
 def dies(when: str) -> str:

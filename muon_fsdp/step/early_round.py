@@ -5,17 +5,21 @@ Nothing here writes parameters or state. `prepare` works on copies of the state;
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from threading import Condition
+from queue import SimpleQueue
+from threading import Condition, Thread
+from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.comm.process_groups import groups_for, my_rank
+from muon_fsdp.comm.process_groups import Claim, groups_for, my_rank, world_reference
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.recorder import Recorder
@@ -33,6 +37,7 @@ from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
+SECONDS_AT_EXIT = 10.0  # how long a program that ends waits for exchanges with other ranks
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,13 @@ class Round:
         self._results: dict[int, Future[tuple[EarlyResult, Any]]] = {stage.number: Future() for stage in stages}
         self.numbers = EarlyMatrices(context.records if context is not None else ())
         self._failures: dict[int, Exception] = {}
-        self.took_samples = False
+        self._samples: Samples | None = None
+        self._world = world_reference()
+
+    @property
+    def took_samples(self) -> bool:
+        """Return whether the stages take samples for `metrics()`."""
+        return self._samples is not None
 
     # ------------------------------------------------------------------------------------------- called in backward
 
@@ -131,10 +142,19 @@ class Round:
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Start no further stage, unless all were told to start: other ranks wait for those."""
+        """Start no further stage, though other ranks may wait for it."""
         with self._changed:
-            self._is_cancelled = not self._is_complete
+            self._is_cancelled = True
             self._changed.notify_all()
+
+    def has_begun(self) -> bool:
+        """Return whether stages have started, here or, as far as this rank can know, on other ranks."""
+        with self._changed:
+            return self._is_complete or bool(self._arrivals)
+
+    def is_orphaned(self) -> bool:
+        """Return whether torch.distributed was initialized anew, so that there is nobody to wait for."""
+        return self._world() is not world_reference()()
 
     def has_read(self, position: int, grad: Tensor | None) -> bool:
         """Return whether a stage has used, or will use, the present gradient of a parameter."""
@@ -190,8 +210,12 @@ class Round:
 
     # ----------------------------------------------------------------------------------------- called in the thread
 
-    def run(self) -> None:
-        """Run the stages, each as soon as it may start."""
+    def run(self) -> bool:
+        """Run the stages, each as soon as it may start.
+
+        Returns:
+            Whether all transfers have ended. Otherwise other ranks may be at other transfers of the same groups.
+        """
         context = self._context
         assert context is not None
         self._inputs = StepInputs(
@@ -204,10 +228,9 @@ class Round:
         )
         self._single: dict[int, SingleUpdate] = {}
         self._fused = list(context.fused.stages)
-        self.took_samples = context.samples.wanted(rarely=False)
-        samples = context.samples if self.took_samples else None
+        self._samples = context.samples.apart() if context.samples.wanted(rarely=False) else None
         shared = StepContext(
-            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=samples, keeper=self
+            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=self._samples, keeper=self
         )
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
@@ -218,6 +241,8 @@ class Round:
             for stage in self.stages:
                 if stage.number in self._results:
                     self._set_exception(stage, self._lost(stage, error))
+            return False
+        return True
 
     def keep(self, stage: Stage, buffer: Tensor) -> None:
         """Keep the updates or the gathered units of a stage."""
@@ -226,7 +251,8 @@ class Round:
             return
         stream = self._context.stream if self._context is not None else None
         event = stream.record_event() if stream is not None else None
-        self._results[stage.number].set_result((EarlyResult(buffer, self.numbers.left(stage)), event))
+        samples = self._samples.taken_from(stage) if self._samples is not None else {}
+        self._results[stage.number].set_result((EarlyResult(buffer, self.numbers.left(stage), samples), event))
 
     def fail(self, stage: Stage, error: Exception) -> None:
         """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
@@ -333,6 +359,89 @@ class Round:
             self._arrivals.pop(position, None)  # `step()` finds that it was not used
             return None
         return self._context.records[position].rows_of(self._arrivals[position].read())
+
+
+class RoundThread:
+    """Runs one round after another in a thread, which outlives the optimizer until its last round has ended."""
+
+    def __init__(self) -> None:
+        self.round = Round()
+        self.claim: Claim | None = None  # to the process groups that the rounds use
+        self._is_running = False  # whether the thread has got the present round
+        self._rounds: list[Round] = []  # those that the thread has got and not ended
+        self._calls: SimpleQueue[tuple[Round, Claim | None] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def begin(self, round_: Round) -> None:
+        """Make this the present round."""
+        self.round, self._is_running = round_, False
+
+    def start(self) -> None:
+        """Run the present round in the thread, unless it runs there already."""
+        if self._is_running or not self.round.stages:
+            return
+        self._is_running = True
+        self._rounds.append(self.round)
+        self._calls.put((self.round, self.claim))
+        if self._thread is None:
+            # A daemon, because a program that ends after an error must not wait for other ranks without end.
+            self._thread = Thread(target=self._serve, name="muon_fsdp backward", daemon=True)
+            _threads.add(self)
+            self._thread.start()
+
+    def leave(self) -> None:
+        """Finish what was started, and end the thread, because the optimizer was dropped.
+
+        All ranks finish the same stages, so that those of the next optimizer find the process groups in order.
+        """
+        if self.round.is_orphaned():
+            self.round.cancel()
+        elif self.round.has_begun():
+            self.round.complete()
+            self.start()
+        self.begin(Round())
+        self.claim = None  # the thread holds it until the round has ended
+        self._calls.put(None)
+
+    def cancel(self) -> None:
+        """Start no further stage, and end the thread, because the program ends."""
+        for round_ in list(self._rounds):
+            round_.cancel()
+        self._calls.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, at most so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def is_alive(self) -> bool:
+        """Return whether the thread exists; it does not in a process that was forked from this one."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            round_, claim = call
+            if not round_.run() and claim is not None:
+                claim.give_up()
+            self._rounds.remove(round_)
+            del call, round_, claim  # they would keep tensors alive, and the claim, until the next round
+
+
+_threads: WeakSet[RoundThread] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads before Python does: one that comes back from gloo while Python shuts down aborts the process.
+
+    A thread may wait for a rank that never comes, so this does not wait without end.
+    """
+    alive = [thread for thread in _threads if thread.is_alive()]
+    for thread in alive:
+        thread.cancel()
+    end = monotonic() + SECONDS_AT_EXIT
+    for thread in alive:
+        thread.join(max(0.0, end - monotonic()))
 
 
 def positions_of(stage: Stage) -> frozenset[int]:
