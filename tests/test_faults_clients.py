@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.elementwise import TritonMuon
-from tests.comparisons import assert_same
+from tests.comparisons import assert_near, assert_same
 from tests.optimizer_cases import mlp, train
 from tests.promises import promise
 
@@ -280,3 +285,61 @@ def test_tensor_classes_that_can_not_be_updated_are_refused():
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+# ------------------------------------------------------------------------------------------------ ranks that are threads
+
+
+def on_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
+    """Run a function on ranks that are threads of this process, as torch's own tests of FSDP2 do."""
+    store, results = dist.HashStore(), {}
+
+    def work(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+        try:
+            results[rank] = function()
+        except BaseException as error:
+            results[rank] = error
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the others
+        finally:
+            dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        threaded._uninstall_threaded_pg()
+        threaded.ProcessLocalGroup.reset()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def trained_on_shards(start: dict[str, Tensor], sharded: bool) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
+    model.load_state_dict(start)
+    if sharded:
+        for module in (*model, model):
+            fully_shard(module)
+    optimizer = FSDPMuonOptimizer(model, orthogonalization="exact")
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor().detach() if sharded else p.detach() for p in model.parameters()]
+
+
+@promise("Ranks are threads of one process (torch's threaded process group, for tests)", "Steps work as on processes")
+def test_ranks_may_be_threads():
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).state_dict()
+    expected = trained_on_shards(start, sharded=False)
+    for weights in on_threads(2, lambda: trained_on_shards(start, sharded=True)):
+        assert_near(weights, expected, atol=1e-5)

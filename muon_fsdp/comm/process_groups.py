@@ -152,7 +152,8 @@ def time_limit() -> timedelta:
     """Return the timeout of the default process group, after which ranks stop waiting for each other."""
     world = dist.group.WORLD
     assert world is not None
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    types = world._device_types  # none if the group is not made of backends, as torch's threaded one for tests
+    options = getattr(world._get_backend(types[0]), "options", None) if types else None
     limit: timedelta = options._timeout if options is not None else c10d.default_pg_timeout
     return limit
 
