@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.elementwise import TritonMuon
 from tests.comparisons import assert_near, assert_same
 from tests.optimizer_cases import mlp, train
+from tests.pool import RankPool
 from tests.promises import promise
 
 
 def linear() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(6, 4)
+
+
+def user_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Return the texts of warnings, without those about torch's own deprecated functions."""
+    return [str(each.message) for each in caught if each.category is UserWarning]
 
 
 # ------------------------------------------------------------------------------------------------------ keys of groups
@@ -343,3 +351,64 @@ def test_ranks_may_be_threads():
     expected = trained_on_shards(start, sharded=False)
     for weights in on_threads(2, lambda: trained_on_shards(start, sharded=True)):
         assert_near(weights, expected, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- gradients that disappear
+
+
+@promise(
+    "`gradient_accumulation_steps` of the optimizer, and something clears gradients between two calls of `step()` "
+    "(Trainer's `model.zero_grad()`)",
+    "A warning, once, names the cause. `trainer_optimizer` refuses the option",
+)
+def test_gradients_that_disappear_while_they_accumulate():
+    def run(clear: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+        model = linear()
+        optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=3)
+        for _ in range(6):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            clear(model, optimizer)
+
+    with pytest.warns(UserWarning, match="the gradients that the last call of step.. found are gone") as caught:
+        run(lambda model, _: model.zero_grad())
+    assert len(caught) == 1
+    run(lambda _, optimizer: optimizer.zero_grad())
+    run(lambda model, _: None)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_are_added_out_of_place_have_not_disappeared():
+    model = linear()
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=2)
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward(create_graph=True)
+        optimizer.step()
+    model.zero_grad()
+
+
+def accumulated_on_ranks(kind: str, clears: bool) -> list[str]:
+    """Accumulate gradients over calls of `step()`; return what warnings say."""
+    model: nn.Module = linear()
+    if kind == "fsdp":
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=kind == "views")
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            (model if clears else optimizer).zero_grad()
+    return user_warnings(caught)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "views"])
+def test_gradients_that_disappear_on_ranks(ranks: RankPool, kind):
+    assert ranks.run(2, accumulated_on_ranks, kind, False) == [[], []]
+    if kind != "views":  # there DDP itself replaces the gradients
+        for texts in ranks.run(2, accumulated_on_ranks, kind, True):
+            assert [text.partition(" of step")[0] for text in texts] == [
+                "gradient_accumulation_steps=3: the gradients that the last call"
+            ]

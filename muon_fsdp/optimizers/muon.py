@@ -31,7 +31,7 @@ from muon_fsdp.parameters.state_dict import (
     loading_hooks,
     what_was_not_loaded,
 )
-from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
+from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
@@ -124,6 +124,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
+        # The gradients that accumulate since the first call of step(); None once the second has looked for them.
+        self._held: list[tuple[Tensor, Tensor]] | None = []
         self._planned: PlannedStep | None = None
         given = {} if lr is UNSET else {"lr": lr}
         super().__init__(
@@ -216,9 +218,30 @@ class MuonOptimizer(GroupedOptimizer):
         if self._accumulation_steps == 1:
             return False
         micro_step = (self.param_groups[0].get(MICRO_STEP, 0) + 1) % self._accumulation_steps
+        if self._held is not None:
+            self._check_held(is_first=micro_step == 1)
         for group in self.param_groups:
             group[MICRO_STEP] = micro_step
         return bool(micro_step)
+
+    def _check_held(self, *, is_first: bool) -> None:
+        """Warn if the gradients that the first call of `step()` found are gone at the second; checked once."""
+        if is_first:
+            self._held = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+            return
+        held, self._held = self._held, None
+        # backward(create_graph=True) adds out of place, and DDP moves gradients to its buckets.
+        is_lost = [p.grad is None or (p.grad is not grad and not p.grad.requires_grad) for p, grad in held or ()]
+        if not any(is_lost) or not all(is_lost):
+            return
+        if any(wrapper.gradient_as_bucket_view for wrapper, _ in ddp_wrappers(self._parameters())):
+            return
+        steps = self._accumulation_steps
+        warn_user(
+            f"gradient_accumulation_steps={steps}: the gradients that the last call of step() found are gone, so their "
+            "micro-batch does not count. model.zero_grad() clears gradients: call optimizer.zero_grad(), which keeps "
+            f"them for {steps} calls. A trainer that accumulates gradients itself needs the option there, not here."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last call."""
@@ -448,5 +471,6 @@ class MuonOptimizer(GroupedOptimizer):
             "_totals": {},
             "_watch": None,
             "_routed": [],
+            "_held": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
