@@ -20,7 +20,8 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.elementwise import TritonMuon
 from tests.comparisons import assert_near, assert_same
-from tests.optimizer_cases import mlp, train
+from tests.fault_cases import LIMIT, error_of
+from tests.optimizer_cases import mlp
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -412,3 +413,79 @@ def test_gradients_that_disappear_on_ranks(ranks: RankPool, kind):
             assert [text.partition(" of step")[0] for text in texts] == [
                 "gradient_accumulation_steps=3: the gradients that the last call"
             ]
+
+
+# ------------------------------------------------------------------------------------- process groups that are destroyed
+
+
+def destroyed_agreement_group() -> list[str]:
+    """Destroy the group after the optimizer was built, and before; return both errors."""
+    texts = []
+    for is_built in (True, False):
+        group, model = dist.new_group([0, 1]), linear()
+        optimizer = MuonOptimizer(model, agreement_group=group) if is_built else None
+        dist.destroy_process_group(group)
+        model(torch.ones(1, 6)).sum().backward()
+        texts.append(error_of(optimizer.step if optimizer else lambda g=group: MuonOptimizer(linear(), agreement_group=g)))
+        texts.append(error_of(lambda g=group: MuonOptimizer(linear(), replicate_group=g)))
+    return texts
+
+
+@promise("`agreement_group` or `replicate_group` was destroyed", "An error names the option")
+def test_a_destroyed_group_is_named(ranks: RankPool):
+    for texts in ranks.run(2, destroyed_agreement_group, timeout=LIMIT):
+        assert [text.partition(": make a new")[0] for text in texts] == [
+            "agreement_group was destroyed",
+            "replicate_group was destroyed",
+        ] * 2
+
+
+def step_of_shards_after_new_groups(folder: str) -> str:
+    """Initialize torch.distributed anew between two steps of a model that FSDP2 has sharded."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = fully_shard(linear())
+    optimizer = FSDPMuonOptimizer(model)
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    return error_of(optimizer.step)
+
+
+@promise(
+    "torch.distributed is initialized anew, and an optimizer of FSDP2 shards takes a step",
+    "An error says to shard the model anew",
+)
+def test_shards_whose_mesh_was_destroyed_are_told(ranks: RankPool, tmp_path):
+    for text in ranks.run(2, step_of_shards_after_new_groups, str(tmp_path), timeout=LIMIT):
+        assert "The process group of the parameters' mesh was destroyed" in text
+        assert "call fully_shard again" in text
+        assert "DistributedDataParallel" not in text
+
+
+def joined(overlap: str) -> str:
+    """Train ranks on different numbers of batches inside DDP's `join()`."""
+    model = DistributedDataParallel(linear())
+    optimizer = FSDPMuonOptimizer(model, overlap=overlap)
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train_unevenly() -> None:
+        with model.join():
+            for _ in range(1 + dist.get_rank()):
+                model(torch.ones(2, 6)).square().sum().backward()
+
+    return error_of(train_unevenly)
+
+
+@promise(
+    'DDP\'s `join()` is entered with `overlap="backward"`, which has registered a hook with DDP',
+    "All ranks raise at the first backward, and say why",
+)
+def test_joining_with_overlap_in_backward_is_refused(ranks: RankPool):
+    for text in ranks.run(2, joined, "backward", timeout=LIMIT):
+        assert "DistributedDataParallel.join() can't be combined with overlap='backward'" in text
+    assert ranks.run(2, joined, "step", timeout=LIMIT) == ["", ""]

@@ -136,6 +136,11 @@ def group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> 
         return None
 
 
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group was destroyed, by itself or with all others."""
+    return isinstance(group, dist.ProcessGroup) and group not in c10d._world.pg_group_ranks
+
+
 def next_meeting(name: str) -> int:
     """Return how often this was called with this name before; all ranks that meet under a name count alike."""
     meetings = _this_world().meetings
@@ -166,16 +171,7 @@ def _this_world() -> _World:
 
 
 def _backend(device: torch.device, like: dist.ProcessGroup | None) -> str:
-    """Return the name of the backend that the group `like` uses for a type of device.
-
-    Raises:
-        RuntimeError: the group was destroyed.
-    """
-    if like is not None and like not in c10d._world.pg_group_ranks:
-        raise RuntimeError(
-            "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel again,"
-            " or make a new group for replicate_group=, and build the optimizer anew"
-        )
+    """Return the name of the backend that the group `like` uses for a type of device."""
     config = dist.get_backend_config(like)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)

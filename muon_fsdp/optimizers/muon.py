@@ -43,7 +43,7 @@ from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, ranks_of_agreement, shared_ranks
 from muon_fsdp.text import warn_user
 
 
@@ -112,8 +112,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._settings = Settings(
             nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap
         )
-        if agreement_group is not None and dist.get_rank(agreement_group) < 0:
-            raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
+        ranks_of_agreement(agreement_group)  # raises if it is of no use
         if replicate_group is None:
             replicate_group = replicate_group_of(params)
         self._agreement_group = agreement_group
@@ -302,7 +301,11 @@ class MuonOptimizer(GroupedOptimizer):
     @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, *, rules: Sequence[str] = (), groups: Sequence[int] = ()
+        self,
+        max_norm: float,
+        *,
+        rules: str | Sequence[str] | None = None,
+        groups: int | Sequence[int] | None = None,
     ) -> dict[str | int, Tensor]:
         """Clip gradients by their norm, in any layout and without waiting for the device.
 
@@ -311,8 +314,8 @@ class MuonOptimizer(GroupedOptimizer):
 
         Args:
             max_norm: the largest norm.
-            rules: names of rules; the parameters of each are clipped by a norm of their own.
-            groups: numbers of parameter groups, clipped in the same way.
+            rules: the name of a rule, or several; the parameters of each are clipped by a norm of their own.
+            groups: the number of a parameter group, or several, clipped in the same way.
 
         Returns:
             The norms before clipping, by name of the rule, number of the group, or "all".
