@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.elementwise import TritonMuon
-from tests.comparisons import assert_same
+from tests.comparisons import assert_near, assert_same
+from tests.fault_cases import LIMIT, error_of
 from tests.optimizer_cases import mlp
+from tests.pool import RankPool
 from tests.promises import promise
 
 
 def linear() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(6, 4)
+
+
+def user_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Return the texts of warnings, without those about torch's own deprecated functions."""
+    return [str(each.message) for each in caught if each.category is UserWarning]
 
 
 # ------------------------------------------------------------------------------------------------------ keys of groups
@@ -280,3 +294,200 @@ def test_tensor_classes_that_can_not_be_updated_are_refused():
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+# ------------------------------------------------------------------------------------------------ ranks that are threads
+
+
+def on_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
+    """Run a function on ranks that are threads of this process, as torch's own tests of FSDP2 do."""
+    store, results = dist.HashStore(), {}
+
+    def work(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+        try:
+            results[rank] = function()
+        except BaseException as error:
+            results[rank] = error
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the others
+        finally:
+            dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        threaded._uninstall_threaded_pg()
+        threaded.ProcessLocalGroup.reset()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def trained_on_shards(start: dict[str, Tensor], sharded: bool) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
+    model.load_state_dict(start)
+    if sharded:
+        for module in (*model, model):
+            fully_shard(module)
+    optimizer = FSDPMuonOptimizer(model, orthogonalization="exact")
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor().detach() if sharded else p.detach() for p in model.parameters()]
+
+
+@promise("Ranks are threads of one process (torch's threaded process group, for tests)", "Steps work as on processes")
+def test_ranks_may_be_threads():
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).state_dict()
+    expected = trained_on_shards(start, sharded=False)
+    for weights in on_threads(2, lambda: trained_on_shards(start, sharded=True)):
+        assert_near(weights, expected, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- gradients that disappear
+
+
+@promise(
+    "`gradient_accumulation_steps` of the optimizer, and something clears gradients between two calls of `step()` "
+    "(Trainer's `model.zero_grad()`)",
+    "A warning, once, names the cause. `trainer_optimizer` refuses the option",
+)
+def test_gradients_that_disappear_while_they_accumulate():
+    def run(clear: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+        model = linear()
+        optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=3)
+        for _ in range(6):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            clear(model, optimizer)
+
+    with pytest.warns(UserWarning, match="the gradients that the last call of step.. found are gone") as caught:
+        run(lambda model, _: model.zero_grad())
+    assert len(caught) == 1
+    run(lambda _, optimizer: optimizer.zero_grad())
+    run(lambda model, _: None)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_are_added_out_of_place_have_not_disappeared():
+    model = linear()
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=2)
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward(create_graph=True)
+        optimizer.step()
+    model.zero_grad()
+
+
+def accumulated_on_ranks(kind: str, clears: bool) -> list[str]:
+    """Accumulate gradients over calls of `step()`; return what warnings say."""
+    model: nn.Module = linear()
+    if kind == "fsdp":
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=kind == "views")
+    optimizer = FSDPMuonOptimizer(model, gradient_accumulation_steps=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            (model if clears else optimizer).zero_grad()
+    return user_warnings(caught)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "views"])
+def test_gradients_that_disappear_on_ranks(ranks: RankPool, kind):
+    assert ranks.run(2, accumulated_on_ranks, kind, False) == [[], []]
+    if kind != "views":  # there DDP itself replaces the gradients
+        for texts in ranks.run(2, accumulated_on_ranks, kind, True):
+            assert [text.partition(" of step")[0] for text in texts] == [
+                "gradient_accumulation_steps=3: the gradients that the last call"
+            ]
+
+
+# ------------------------------------------------------------------------------------- process groups that are destroyed
+
+
+def destroyed_agreement_group() -> list[str]:
+    """Destroy the group after the optimizer was built, and before; return both errors."""
+    texts = []
+    for is_built in (True, False):
+        group, model = dist.new_group([0, 1]), linear()
+        optimizer = MuonOptimizer(model, agreement_group=group) if is_built else None
+        dist.destroy_process_group(group)
+        model(torch.ones(1, 6)).sum().backward()
+        texts.append(
+            error_of(optimizer.step if optimizer else lambda g=group: MuonOptimizer(linear(), agreement_group=g))
+        )
+        texts.append(error_of(lambda g=group: MuonOptimizer(linear(), replicate_group=g)))
+    return texts
+
+
+@promise("`agreement_group` or `replicate_group` was destroyed", "An error names the option")
+def test_a_destroyed_group_is_named(ranks: RankPool):
+    for texts in ranks.run(2, destroyed_agreement_group, timeout=LIMIT):
+        assert [text.partition(": make a new")[0] for text in texts] == [
+            "agreement_group was destroyed",
+            "replicate_group was destroyed",
+        ] * 2
+
+
+def step_of_shards_after_new_groups(folder: str) -> str:
+    """Initialize torch.distributed anew between two steps of a model that FSDP2 has sharded."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = fully_shard(linear())
+    optimizer = FSDPMuonOptimizer(model)
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    return error_of(optimizer.step)
+
+
+@promise(
+    "torch.distributed is initialized anew, and an optimizer of FSDP2 shards takes a step",
+    "An error says to shard the model anew",
+)
+def test_shards_whose_mesh_was_destroyed_are_told(ranks: RankPool, tmp_path):
+    for text in ranks.run(2, step_of_shards_after_new_groups, str(tmp_path), timeout=LIMIT):
+        assert "The process group of the parameters' mesh was destroyed" in text
+        assert "call fully_shard again" in text
+        assert "DistributedDataParallel" not in text
+
+
+def joined(overlap: str) -> str:
+    """Train ranks on different numbers of batches inside DDP's `join()`."""
+    model = DistributedDataParallel(linear())
+    optimizer = FSDPMuonOptimizer(model, overlap=overlap)
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train_unevenly() -> None:
+        with model.join():
+            for _ in range(1 + dist.get_rank()):
+                model(torch.ones(2, 6)).square().sum().backward()
+
+    return error_of(train_unevenly)
+
+
+@promise(
+    'DDP\'s `join()` is entered with `overlap="backward"`, which has registered a hook with DDP',
+    "All ranks raise at the first backward, and say why",
+)
+def test_joining_with_overlap_in_backward_is_refused(ranks: RankPool):
+    for text in ranks.run(2, joined, "backward", timeout=LIMIT):
+        assert "DistributedDataParallel.join() can't be combined with overlap='backward'" in text
+    assert ranks.run(2, joined, "step", timeout=LIMIT) == ["", ""]

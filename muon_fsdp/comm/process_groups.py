@@ -159,6 +159,11 @@ def group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> 
         return None
 
 
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group was destroyed, by itself or with all others."""
+    return isinstance(group, dist.ProcessGroup) and group not in c10d._world.pg_group_ranks
+
+
 def next_meeting(name: str) -> int:
     """Return how often this was called with this name before; all ranks that meet under a name count alike."""
     meetings = _this_world().meetings
@@ -175,7 +180,8 @@ def time_limit() -> timedelta:
     """Return the timeout of the default process group, after which ranks stop waiting for each other."""
     world = dist.group.WORLD
     assert world is not None
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    types = world._device_types  # none if the group is not made of backends, as torch's threaded one for tests
+    options = getattr(world._get_backend(types[0]), "options", None) if types else None
     limit: timedelta = options._timeout if options is not None else c10d.default_pg_timeout
     return limit
 
@@ -188,16 +194,7 @@ def _this_world() -> _World:
 
 
 def _backend(device: torch.device, like: dist.ProcessGroup | None) -> str:
-    """Return the name of the backend that the group `like` uses for a type of device.
-
-    Raises:
-        RuntimeError: the group was destroyed.
-    """
-    if like is not None and like not in c10d._world.pg_group_ranks:
-        raise RuntimeError(
-            "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel again,"
-            " or make a new group for replicate_group=, and build the optimizer anew"
-        )
+    """Return the name of the backend that the group `like` uses for a type of device."""
     config = dist.get_backend_config(like)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)

@@ -32,7 +32,7 @@ from muon_fsdp.parameters.state_dict import (
     loading_hooks,
     what_was_not_loaded,
 )
-from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
+from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn_about_twin
 from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
@@ -45,7 +45,7 @@ from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, own_memory, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, own_memory, ranks_of_agreement, shared_ranks
 from muon_fsdp.text import warn_user
 
 
@@ -115,8 +115,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._settings = Settings(
             nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap
         )
-        if agreement_group is not None and dist.get_rank(agreement_group) < 0:
-            raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
+        ranks_of_agreement(agreement_group)  # raises if it is of no use
         if replicate_group is None:
             replicate_group = replicate_group_of(params)
         self._agreement_group = agreement_group
@@ -127,6 +126,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
+        # The gradients that accumulate since the first call of step(); None once the second has looked for them.
+        self._held: list[tuple[Tensor, Tensor]] | None = []
         self._planned: PlannedStep | None = None
         given = {} if lr is UNSET else {"lr": lr}
         super().__init__(
@@ -219,9 +220,30 @@ class MuonOptimizer(GroupedOptimizer):
         if self._accumulation_steps == 1:
             return False
         micro_step = (self.param_groups[0].get(MICRO_STEP, 0) + 1) % self._accumulation_steps
+        if self._held is not None:
+            self._check_held(is_first=micro_step == 1)
         for group in self.param_groups:
             group[MICRO_STEP] = micro_step
         return bool(micro_step)
+
+    def _check_held(self, *, is_first: bool) -> None:
+        """Warn if the gradients that the first call of `step()` found are gone at the second; checked once."""
+        if is_first:
+            self._held = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+            return
+        held, self._held = self._held, None
+        # backward(create_graph=True) adds out of place, and DDP moves gradients to its buckets.
+        is_lost = [p.grad is None or (p.grad is not grad and not p.grad.requires_grad) for p, grad in held or ()]
+        if not any(is_lost) or not all(is_lost):
+            return
+        if any(wrapper.gradient_as_bucket_view for wrapper, _ in ddp_wrappers(self._parameters())):
+            return
+        steps = self._accumulation_steps
+        warn_user(
+            f"gradient_accumulation_steps={steps}: the gradients that the last call of step() found are gone, so their "
+            "micro-batch does not count. model.zero_grad() clears gradients: call optimizer.zero_grad(), which keeps "
+            f"them for {steps} calls. A trainer that accumulates gradients itself needs the option there, not here."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last call."""
@@ -292,7 +314,11 @@ class MuonOptimizer(GroupedOptimizer):
     @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, *, rules: Sequence[str] = (), groups: Sequence[int] = ()
+        self,
+        max_norm: float,
+        *,
+        rules: str | Sequence[str] | None = None,
+        groups: int | Sequence[int] | None = None,
     ) -> dict[str | int, Tensor]:
         """Clip gradients by their norm, in any layout and without waiting for the device.
 
@@ -301,8 +327,8 @@ class MuonOptimizer(GroupedOptimizer):
 
         Args:
             max_norm: the largest norm.
-            rules: names of rules; the parameters of each are clipped by a norm of their own.
-            groups: numbers of parameter groups, clipped in the same way.
+            rules: the name of a rule, or several; the parameters of each are clipped by a norm of their own.
+            groups: the number of a parameter group, or several, clipped in the same way.
 
         Returns:
             The norms before clipping, by name of the rule, number of the group, or "all".
@@ -476,5 +502,6 @@ class MuonOptimizer(GroupedOptimizer):
             "_totals": {},
             "_watch": None,
             "_routed": [],
+            "_held": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}

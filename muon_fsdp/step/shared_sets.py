@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.device_memory import total_memory
-from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
+from muon_fsdp.comm.process_groups import Ranks, group_like, is_destroyed, my_rank
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
@@ -21,6 +21,15 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.rules import RULES
+
+# What to do if the process group of some parameters was destroyed, by where it came from.
+_DESTROYED = {
+    "mesh": "The process group of the parameters' mesh was destroyed: after init_process_group, make a new mesh, build the "
+    "model and call fully_shard again, and build the optimizer anew",
+    "replicas": "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel "
+    "again, or make a new group for replicate_group=, and build the optimizer anew",
+    "agreement": "agreement_group was destroyed: make a new process group, and build the optimizer anew",
+}
 
 
 class SharedSets:
@@ -52,10 +61,12 @@ class SharedSets:
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
             ranks: group_like(records[positions[0]].tensor, replicate_group) for ranks, positions in members.items()
         }
-        if agreement_group is not None and dist.get_world_size(agreement_group) > 1:
-            ranks = tuple(sorted(dist.get_process_group_ranks(agreement_group)))
+        self._kinds = {ranks: _kind(records[positions[0]]) for ranks, positions in members.items()}
+        ranks = ranks_of_agreement(agreement_group)
+        if len(ranks) > 1:
             members.setdefault(ranks, [])
             self._likes.setdefault(ranks, agreement_group)
+            self._kinds.setdefault(ranks, "agreement")
         self.positions: dict[Ranks, list[int]] = dict(sorted(members.items()))
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
@@ -78,8 +89,11 @@ class SharedSets:
         return bool(self.positions)
 
     def like(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        """Return a process group whose backend serves the parameters of these ranks."""
-        return self._likes.get(ranks)
+        """Return a process group whose backend serves the parameters of these ranks; raise if it was destroyed."""
+        group = self._likes.get(ranks)
+        if group is not None and is_destroyed(group):
+            raise RuntimeError(_DESTROYED[self._kinds[ranks]])
+        return group
 
     def by_position(self, of_sets: Mapping[Ranks, Sequence[int]]) -> dict[int, int]:
         """Return what ranks have agreed on, one number per parameter of every set, by the position of the parameter."""
@@ -249,8 +263,7 @@ def shared_ranks(
     `layouts` are those of `layouts_of_groups`.
     """
     ranks = replicas.mesh_ranks | {tuple(sorted(layout.ranks)) for layout, _ in layouts}
-    if agreement_group is not None:
-        ranks.add(tuple(sorted(dist.get_process_group_ranks(agreement_group))))
+    ranks.add(ranks_of_agreement(agreement_group))
     return {each for each in ranks if len(each) > 1}
 
 
@@ -261,6 +274,21 @@ def _positions(records: Sequence[ParameterRecord]) -> dict[Ranks, list[int]]:
         if len(record.layout.ranks) > 1:
             members[tuple(sorted(record.layout.ranks))].append(record.position)
     return members
+
+
+def ranks_of_agreement(group: dist.ProcessGroup | None) -> Ranks:
+    """Return the ranks of `agreement_group`, () if there is none; raise if it was destroyed or lacks this rank."""
+    if group is None:
+        return ()
+    if is_destroyed(group):
+        raise RuntimeError(_DESTROYED["agreement"])
+    if dist.get_rank(group) < 0:
+        raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _kind(record: ParameterRecord) -> str:
+    return "replicas" if record.is_plain else "mesh"
 
 
 def _options(group: Group) -> tuple[object, ...]:
