@@ -296,7 +296,7 @@ def test_tensor_classes_that_can_not_be_updated_are_refused():
     assert not torch.equal(model.weight, before)
 
 
-# ------------------------------------------------------------------------------------------------ ranks that are threads
+# ----------------------------------------------------------------------------------------------- ranks that are threads
 
 
 def on_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
@@ -354,7 +354,7 @@ def test_ranks_may_be_threads():
         assert_near(weights, expected, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- gradients that disappear
+# --------------------------------------------------------------------------------------------- gradients that disappear
 
 
 @promise(
@@ -415,7 +415,7 @@ def test_gradients_that_disappear_on_ranks(ranks: RankPool, kind):
             ]
 
 
-# ------------------------------------------------------------------------------------- process groups that are destroyed
+# ------------------------------------------------------------------------------------ process groups that are destroyed
 
 
 def destroyed_agreement_group() -> list[str]:

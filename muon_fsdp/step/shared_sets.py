@@ -24,8 +24,8 @@ from muon_fsdp.rules import RULES
 
 # What to do if the process group of some parameters was destroyed, by where it came from.
 _DESTROYED = {
-    "mesh": "The process group of the parameters' mesh was destroyed: after init_process_group, make a new mesh, build the "
-    "model and call fully_shard again, and build the optimizer anew",
+    "mesh": "The process group of the parameters' mesh was destroyed: after init_process_group, make a new mesh, build "
+    "the model and call fully_shard again, and build the optimizer anew",
     "replicas": "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel "
     "again, or make a new group for replicate_group=, and build the optimizer anew",
     "agreement": "agreement_group was destroyed: make a new process group, and build the optimizer anew",
