@@ -126,7 +126,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
-        # The gradients that accumulate since the first call of step(); None once the second has looked for them.
+        # The gradients that accumulate since the first call of step(); None once the second has checked them.
         self._held: list[tuple[Tensor, Tensor]] | None = []
         self._planned: PlannedStep | None = None
         given = {} if lr is UNSET else {"lr": lr}

@@ -185,8 +185,7 @@ class BackwardOverlap:
         running = {stage.number for stage in self._round.stages}
         # Two threads would start transfers in an order that differs between ranks. One rank that objects is enough.
         claim = self._thread.claim
-        is_taken = are_claimed(PURPOSE) if claim is None else claim.is_broken
-        self._is_excluded = _any_travels(self._stages) and is_taken
+        self._is_excluded = _any_travels(self._stages) and (are_claimed(PURPOSE) if claim is None else claim.is_broken)
         # Another rank may be able to start a stage that this one can't.
         numbers = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
