@@ -20,10 +20,12 @@ that decides about a step.
 
 from __future__ import annotations
 
+import atexit
 import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import zip_longest
@@ -78,6 +80,43 @@ class Agreed:
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
 
 
+class _Report:
+    """What this rank tells the others at their next agreement, without waiting for it.
+
+    Args:
+        key: of the text in the store.
+        numbers: the vector of integers of this rank.
+    """
+
+    def __init__(self, key: str, numbers: list[int]) -> None:
+        self.key, self.numbers = key, numbers
+        self._vector = torch.tensor(numbers, dtype=torch.int32)
+        self._group: Any = None
+        self._work: Any = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._work is not None
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Start the reduction on the CPU."""
+        self._group = group
+        self._work = dist.all_reduce(self._vector, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        atexit.register(self._end)
+
+    def wait(self) -> list[int]:
+        """Wait for the other ranks, and return the element-wise maximum."""
+        assert self._work is not None
+        self._work.wait()
+        atexit.unregister(self._end)
+        return self._vector.tolist()
+
+    def _end(self) -> None:
+        """End the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
+        with suppress(Exception):  # the group may be gone
+            dist.destroy_process_group(self._group)
+
+
 class Agreement:
     """The ranks that one step connects, and the integers that they exchange at every step.
 
@@ -112,6 +151,7 @@ class Agreement:
             self._size += 2 + 3 * count
         self._reports = f"reports/{_next_name(self.ranks)}"
         self._num_reports = 0
+        self._report: _Report | None = None  # that this rank has made and the others have not heard of
         self._stream: Any = None
         make_group(self.ranks, self._device, like)
         self._world = weakref.ref(dist.group.WORLD)
@@ -224,6 +264,27 @@ class Agreement:
         shared_store().set(f"{self._next_report()}/{my_rank()}", str(error))
         self._reduce(self._numbers(_Flag.FAILED))
 
+    def report(self, text: str) -> None:
+        """Report to the other ranks that the last step went wrong here; each raises it at its next agreement.
+
+        This rank does not wait for them, because they may need it in a forward pass before. Its part in their next
+        agreement is the report: `finish_report` must be called before anything else.
+        """
+        report = _Report(self._next_report(), self._numbers(_Flag.FAILED))
+        shared_store().set(f"{report.key}/{my_rank()}", text)
+        # On a GPU the reduction would wait there for the other ranks, and so would everything that waits for the GPU.
+        if self._device.type == "cpu":
+            report.start(group_of(self.ranks, self._device))
+        self._report = report
+
+    def finish_report(self) -> None:
+        """Raise what a rank has reported, if this rank has made a report; the others raise it in the same agreement."""
+        if self._report is None:
+            return
+        report, self._report = self._report, None
+        rank = self._reduce(report.numbers, report)[_Flag.FAILED] - 1
+        raise _failure(rank, shared_store().get(f"{report.key}/{rank}").decode())
+
     def leave(self) -> None:
         """Report to the other ranks that this rank's parameters have changed, so that all make a new `Agreement`."""
         self._largest(self._numbers(_Flag.LEAVES))
@@ -263,9 +324,16 @@ class Agreement:
             raise _failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode())
         return largest
 
-    def _reduce(self, numbers: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of the vectors of all ranks; raise if another rank can't be reached."""
+    def _reduce(self, numbers: Sequence[int], report: _Report | None = None) -> list[int]:
+        """Return the element-wise maximum of the vectors of all ranks; raise if another rank can't be reached.
+
+        Args:
+            numbers: the vector of this rank.
+            report: a report whose reduction may have been started.
+        """
         try:
+            if report is not None and report.is_started:
+                return report.wait()
             return self._all_reduce(numbers)
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != my_rank()]

@@ -142,7 +142,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         rule = rule_named(given["rule"]) if "rule" in given else self._rule
         return GroupRule(
             rule.name,
-            is_explicit="rule" in given or not rule.needs_matrices,
+            is_explicit="rule" in given,
             is_divided="rule" in given and MICRO_STEP in given,
             view=given.get("view", self._given.options.get("view", "auto")),
         )
@@ -151,7 +151,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Raise for an option that had no effect on any parameter."""
         self._resolved(self._other_rule)  # counts as used even if no parameter has it: one may be added later
         rules = [RULES[group["rule"]] for group in self.param_groups]
-        self._given.require_taken([*rules, self._rule, self._other_rule])
+        self._given.require_taken([self._rule, *rules, self._other_rule])
         for pattern, source in self._overrides.items():
             if pattern not in self._router.unused_patterns:
                 matched = [route for route in self._all_routes() if route.pattern == pattern]
@@ -182,6 +182,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_doubts(self, routes: Sequence[Route]) -> None:
         """Report what routing leaves open, or raise under `strict`."""
+        if self._rule_name == self._other_rule_name:
+            return  # either answer is the same rule
         for message in self._router.doubts(routes):
             if self._is_strict:
                 raise ValueError(f"strict: {message} Otherwise pass {self._rule_name!r} there.")
@@ -198,12 +200,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
             return
         if self._is_strict:
             raise ValueError(f"strict: no parameter has a rule of matrices\n{self.routing_report()}")
-        if routes and not any(route.decided for route in routes):
-            self._warn(
-                f"no parameter has a rule of matrices: rule {self._rule_name!r} has nothing to do. routing_report() "
-                f"gives the reason for each parameter; pass rule={self._other_rule_name!r} if that is intended",
-                stacklevel=4,
-            )
+        if not routes or any(route.decided or route.rule == self._rule_name for route in routes):
+            return
+        remedy = f"pass rule={self._other_rule_name!r} if that is intended"
+        if not self._rule.needs_matrices:
+            remedy = f"pass other_rule={self._rule_name!r} if it is meant for these"
+        self._warn(
+            f"no parameter has a rule of matrices: rule {self._rule_name!r} has nothing to do. routing_report() gives "
+            f"the reason for each parameter; {remedy}",
+            stacklevel=4,
+        )
 
     def _model_to_route_by(self) -> nn.Module | None:
         """Return the model by whose modules `params` are routed; a subclass may have one."""
@@ -279,7 +285,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     sources.append((override, beside))
                 options = self._resolved(RULES[route.rule], route, sources)
                 overridden = override.of(RULES[route.rule], beside) if override is not None else {}
-                known[kind] = (not RULES[route.rule].needs_matrices, repr(options), repr(overridden))
+                is_other = route.rule == self._other_rule_name or not (
+                    RULES[route.rule].needs_matrices or route.rule == self._rule_name
+                )
+                known[kind] = (is_other, repr(options), repr(overridden))
                 resolved[known[kind]] = options, tuple(overridden)
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))

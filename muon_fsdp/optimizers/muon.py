@@ -41,7 +41,6 @@ from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
@@ -161,6 +160,7 @@ class MuonOptimizer(GroupedOptimizer):
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
+        self._agreement.finish_report()
         planned, found = self._prepare()
         agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
@@ -205,9 +205,13 @@ class MuonOptimizer(GroupedOptimizer):
         )
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            planned.run(inputs, early)
-            if planned.matrices is not None:
+            failures = planned.run(inputs, early)
+            error = failures.error()
+            if error is None and planned.matrices is not None:
                 planned.matrices.count(self._totals)
+        if error is not None:
+            self._agreement.report(f"its last {failures.text}")
+            raise error
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`, and return whether gradients still accumulate."""
@@ -358,9 +362,9 @@ class MuonOptimizer(GroupedOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
 
-        Updates are measured on a sample: one matrix of every shape that this rank computes. For whole matrices they are
-        computed in this call, from the present momentum. For sharded ones they come from the first step after the last
-        call.
+        Updates are measured in the step, on a sample: one matrix of every batch that this rank computes. On a CPU
+        `update_rms` is that of the last step. On a GPU, and for the residual, it is that of the first step after the
+        last call; with CUDA graphs, samples are at least 50 steps apart.
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
@@ -368,8 +372,8 @@ class MuonOptimizer(GroupedOptimizer):
             discarded_stages: those whose results were not used, and that ran again in `step()`.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
                 if there is no sample: before the first step, or if other ranks compute all matrices.
-            update_rms: the mean over the sample of lr times the root mean square of the update. Absent in the same
-                cases.
+            update_rms: the mean over the sample of the root mean square of what was subtracted: lr times the update,
+                times the factor g of rules that have factors. Absent in the same cases.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         if self._settings.overlap == "backward":
@@ -377,9 +381,7 @@ class MuonOptimizer(GroupedOptimizer):
         planned = self._current_plan()
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
-        with torch.no_grad():
-            samples = [*whole_samples(planned.plan.stages, planned.records, self.state), *planned.samples.ask()]
-        return numbers | numbers_of(samples)
+        return numbers | planned.samples.ask()
 
     # -------------------------------------------------------- state and copies
 

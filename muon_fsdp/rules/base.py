@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,29 @@ VIEW_OPTIONS = (
 )
 
 
+class NamedValues(dict[str, Any]):
+    """The state or the statistics of some matrices by name; reading another name raises an error that says why.
+
+    Args:
+        rule: the name of their rule.
+        what: "state" or "statistics".
+        values: the values by name.
+    """
+
+    def __init__(self, rule: str, what: Literal["state", "statistics"], values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._rule, self._what = rule, what
+
+    def __missing__(self, name: str) -> Any:
+        declared = f"rule {self._rule!r} declares {', '.join(map(repr, self)) or 'none'}"
+        if self._what == "statistics":
+            raise KeyError(f"there is no statistic {name!r} of W: {declared}. Add it to `statistics`")
+        raise KeyError(
+            f"there is no per-matrix state {name!r}: {declared}. Declare PerMatrix({name!r}, kind); only `prepare` "
+            "gets PerParameter state"
+        )
+
+
 class MatrixBatch:
     """A batch of B matrices of one shape, which `direction` works on together.
 
@@ -66,12 +89,15 @@ class MatrixBatch:
         inverse_norms: Tensor | None = None,
     ) -> None:
         self.matrices, self._update, self.options = matrices, update, options
-        self.state: MutableMapping[str, Tensor] = state if state is not None else {}
-        self.statistics: Mapping[str, Any] = statistics if statistics is not None else {}
+        self.state: MutableMapping[str, Tensor] = state if state is not None else NamedValues(options.rule, "state", {})
+        self.statistics: Mapping[str, Any] = (
+            statistics if statistics is not None else NamedValues(options.rule, "statistics", {})
+        )
         self.diagnostics: dict[str, Tensor] = {}
         self.inverse_norms = inverse_norms
         self.later: Sequence[MatrixBatch] = ()
         self._computed_from: tuple[object, ...] | None = None
+        self.is_touched = False  # whether somebody has asked for the update or assigned it
 
     def note_computed(self) -> None:
         """Note that the direction of an earlier batch has computed the update of this one from its matrices."""
@@ -98,16 +124,25 @@ class MatrixBatch:
     @property
     def update(self) -> Tensor:
         """Return the tensor (B, d_out, d_in) that holds the update."""
-        self._computed_from = None  # whoever asks for it may write to it
+        self._computed_from, self.is_touched = None, True  # whoever asks for it may write to it
         return self._update
 
     @update.setter
     def update(self, value: Tensor) -> None:
-        self._computed_from = None
-        if value is not self._update:
-            if value.shape != self._update.shape:
-                raise ValueError(f"batch.update has shape {tuple(self._update.shape)}, got {tuple(value.shape)}")
-            self._update.copy_(value)
+        self._computed_from, self.is_touched = None, True
+        if value is self._update:
+            return
+        where = f"rule {self.options.rule!r}: batch.update has shape {tuple(self._update.shape)}"
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}, and direction assigns {shown(value)} to it: assign a tensor")
+        if value.shape != self._update.shape:
+            raise ValueError(f"{where}, got {tuple(value.shape)}: assign a tensor of this shape")
+        self._update.copy_(value)
+
+    @property
+    def result(self) -> Tensor:
+        """Return the same tensor to somebody who only reads it."""
+        return self._update
 
 
 class MatrixNumbers:
@@ -391,6 +426,15 @@ class Rule:
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return the options of a group that `direction` may read, without those of views."""
         return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
+
+
+def shown(value: object) -> str:
+    """Return what a rule has passed, for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" + ("" if value.is_floating_point() else f" of {value.dtype}")
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _host_number(value: float | Tensor) -> float | Tensor:

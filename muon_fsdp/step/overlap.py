@@ -89,7 +89,7 @@ class BackwardOverlap:
         self._stream: Any = None
         self._world = _world()
         self._found_changes = self._has_warned = False
-        self.took_samples = True  # whether the stages that were used have taken samples for `metrics()`
+        self.took_residuals = True  # whether the stages that were used have computed residuals for `metrics()`
         self._stage_counts = counts
         weakref.finalize(self, _stop, self._rounds, self._calls)
         watched -= set(self._positions.values())
@@ -254,7 +254,7 @@ class BackwardOverlap:
         )
         self._expected, self._arrivals = dict(self._arrivals), Counter()
         self._num_arrivals, self._order = 0, {}
-        self.took_samples = round_.took_samples or not used
+        self.took_residuals = round_.took_residuals or not used
         self._new_round(Round())
         return {stage.number: partial(round_.result, stage) for stage in used}
 

@@ -26,6 +26,7 @@ from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.early_results import EarlyResult
 from muon_fsdp.step.early_round import PURPOSE
+from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
@@ -84,7 +85,7 @@ class PlannedStep:
         self.plan: Plan = make_plan(self.outlines, my_rank())
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
-        self.samples = Samples(self.plan.stages, records)
+        self.samples = Samples(self.plan.stages)
         self.weights = WeightGather(records, settings.bucket_bytes)
         self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
         self._groups = self._find_groups()
@@ -96,6 +97,9 @@ class PlannedStep:
             self.overlap = BackwardOverlap(
                 records, self.plan.stages, settings, self.samples, self._dtypes, stage_counts
             )
+        self._names = [record.name for record in records]
+        self._failures = Failures()  # of the present step; a captured step finds them here
+        self._unproven = {stage.number for stage in self.plan.stages}  # stages that have not run yet
         self._positions = [
             frozenset(position for _, positions in stage.positions_by_group for position in positions)
             for stage in self.plan.stages
@@ -174,34 +178,54 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyResult]]) -> None:
+    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyResult]]) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
             early: for stages that ran in backward, by number: returns their result.
+
+        Returns:
+            What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
+        failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
+        has_begun = False
+        if self.matrices is not None:
+            self.matrices.fill(inputs)
+            if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
+                self.matrices.begin(inputs.shards, Recorder(), failures)
+                has_begun, self._fused = True, None
         fused = self._fuse(inputs)
         for position, grad in inputs.gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
                 inputs.gradients[position] = grad.contiguous()
         fused.fill_tables(inputs)
-        if self.matrices is not None:
-            self.matrices.fill(inputs)
         single = self._single_updates(fused, inputs)
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
-        takes_samples = self.samples.wanted(rarely=self.captured.is_due)
+        taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due)
 
         def run(recorder: Recorder) -> None:
-            if self.matrices is not None:
-                self.matrices.begin(inputs.shards, recorder)
-            samples = self.samples if takes_samples else None
-            shared = (inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
-            run_stages(stages, StepContext(*shared, early=early))
+            is_recorded = isinstance(recorder, GraphRecorder)
+            found = Failures(self._names, is_recorded=True) if is_recorded else failures
+            if self.matrices is not None and not has_begun:
+                self.matrices.begin(inputs.shards, recorder, found)
+            shared = (inputs, fused.stages, single, self._settings, recorder)
+            run_stages(
+                stages,
+                StepContext(
+                    *shared,
+                    failures=found,
+                    unproven=self._unproven,
+                    matrices=self.matrices,
+                    samples=None if is_recorded else taken,
+                    early=early,
+                ),
+            )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
             self.weights.run(buckets, recorder)
+            found.end(recorder, lambda: self._failures)
 
         addresses, is_cold = None, False
         if self.matrices is not None:
@@ -211,12 +235,15 @@ class PlannedStep:
             StepKey((addresses, self.weights.addresses()), launches),
             run,
             device=lambda: fused.device,
-            eager=takes_samples or is_cold or not stages,  # a captured step takes no samples
+            # A captured step takes no samples.
+            eager=(taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
         )
-        takes_samples = takes_samples and (self.overlap is None or self.overlap.took_samples)
-        self.samples.end_step(inputs.groups, took_samples=takes_samples)
+        if taken is not None and self.overlap is not None:
+            taken.has_residuals &= self.overlap.took_residuals
+        self.samples.end_step(inputs.groups, taken)
         if self.overlap is not None:
             self.overlap.begin(inputs, fused)
+        return failures
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
         """Return the stages with a parameter to update.

@@ -184,6 +184,19 @@ class StepAgreement:
         self._agreement.fail(error)
         return True
 
+    def report(self, text: str) -> None:
+        """Report to the other ranks, at their next agreement, that this rank has not taken the last step as they have.
+
+        This does not wait for them: they may need this rank before they call `step()` again.
+        """
+        if self._agreement is not None and self._agreement.is_alive:
+            self._agreement.report(text)
+
+    def finish_report(self) -> None:
+        """Raise if the other ranks are about to hear of a report of this rank, or have heard of it."""
+        if self._agreement is not None and self._agreement.is_alive:
+            self._agreement.finish_report()
+
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Report an error of the block to the other ranks, which wait for this one, and raise it here."""
