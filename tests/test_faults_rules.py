@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.comm.transfers import local
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
 from tests.comparisons import assert_same
+from tests.fault_cases import LIMIT, error_of, give_gradients, sharded
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -477,3 +480,182 @@ def test_the_metrics_of_a_sphere_have_an_update():
     p.grad = torch.randn(8, 8)
     optimizer.step()
     assert optimizer.metrics()["update_rms"] == pytest.approx(0.1 * 3 / 8**0.5, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- on ranks
+
+
+def other_versions(difference: str) -> str:
+    """Register another version of a rule on rank 1; return the error of a step, in which nothing changed."""
+    body: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        body = {
+            "state": {"state": (*Muon.state, PerMatrix("v", "scalar"))},
+            "statistics": {"statistics": ("row_norms",)},
+            "diagnostics": {"diagnostics": ("x",)},
+            "options": {"options": (*Muon.options, Option("own", 1.0, "own"))},
+            "methods": {"factors": lambda self, numbers: (1.0, 1.0)},
+            "update_dtype": {"update_dtype": torch.float32},
+            "kernels": {"kernels": None},
+            "flops": {"flops": lambda self, options, rows, cols: 1e15 if rows > cols else 1.0},
+        }[difference]
+    named = sharded_parameters()
+    before = [whole(p) for _, p in named]
+    text = error_of(MuonOptimizer(named, rule=rule(**body)).step)
+    assert_same([whole(p) for _, p in named], before)
+    return text
+
+
+def sharded_parameters(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
+    """Return parameters with gradients, divided over all ranks by rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    named = [(f"w{i}", sharded(torch.randn(shape), mesh)) for i, shape in enumerate(shapes or ((9, 5), (6, 6), (5, 7)))]
+    give_gradients([p for _, p in named])
+    return named
+
+
+@promise(
+    "Ranks have different versions of a rule: other state, statistics, options, methods or costs",
+    "All ranks raise before anything is changed, and say what differs",
+)
+@pytest.mark.parametrize(
+    "difference", ["state", "statistics", "diagnostics", "options", "methods", "update_dtype", "kernels", "flops"]
+)
+def test_versions_of_a_rule_that_differ_are_told(ranks: RankPool, difference):
+    for text in ranks.run(3, other_versions, difference, timeout=LIMIT):
+        assert f"rank 1 has declared {difference}=" in text
+        assert "parameter 'w0' of shape (9, 5)" in text
+        assert "Import the same version of the rule on all ranks" in text
+
+
+class Fragile(Muon):
+    """Raises in one of its methods, on one rank and at one step. Counts the steps of its matrices."""
+
+    name = "fragile"
+    state = (*Muon.state, PerMatrix("steps", "scalar"))
+    method, rank, number = "", 0, 0  # where and when it raises
+
+    def _raise(self, method: str) -> None:
+        if method == Fragile.method and dist.get_rank() == Fragile.rank and Fragile.number == 1:
+            raise FloatingPointError("my own check failed")
+
+    def prepare(self, group: Any, grads: Any, states: Any) -> Any:
+        self._raise("prepare")
+        return super().prepare(group, grads, states)
+
+    def direction(self, batch: Any) -> None:
+        super().direction(batch)
+        batch.state["steps"].add_(1)
+        self._raise("direction")
+
+    def apply(self, group: Any, params: Any, updates: Any, factors: Any = None) -> None:
+        self._raise("apply")
+        super().apply(group, params, updates)
+
+
+class FragileFactors(Fragile):
+    name = "fragile_factors"
+
+    def factors(self, numbers: Any) -> Any:
+        self._raise("factors")
+        return 1.0, 1.0
+
+    def apply(self, group: Any, params: Any, updates: Any, factors: Any = None) -> None:
+        Rule.apply(self, group, params, updates, factors)
+
+
+def failing_rank(method: str, rank: int, options: dict[str, Any]) -> tuple[list[str], list[list[float]]]:
+    """Let a rule raise on one rank at the second of four steps.
+
+    Returns:
+        The errors of the steps, and the steps that the state of matrices has counted after each.
+    """
+    for own in (Fragile, FragileFactors):
+        register(own)
+    Fragile.method, Fragile.rank = method, rank
+    named = sharded_parameters((9, 5), (6, 6), (5, 7), (4,))
+    params = [p for _, p in named]
+    optimizer = MuonOptimizer(
+        named, rule="fragile_factors" if method == "factors" else "fragile", max_stage_bytes=200, **options
+    )
+    texts, counts = [], []
+    for Fragile.number in range(4):
+        if "overlap" in options:
+            optimizer.zero_grad()
+            sum((p * p).full_tensor().sum() for p in params).backward()
+        before = [local(p).detach().clone() for p in params]
+        texts.append(error_of(optimizer.step))
+        if Fragile.number == 2:
+            assert_same([local(p) for p in params], before)
+        counts.append([float(optimizer.state[p]["steps"]) for p in params[:3]])
+    return texts, counts
+
+
+@promise(
+    "A rule raises on one rank only, while other ranks compute or wait for its matrices",
+    "No rank waits: this rank sends zeros, applies nothing of that stage and raises an error that says that the step "
+    "was applied in part. The others raise it at their next step",
+)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("direction", {"strategy": "owner"}),
+        ("direction", {"strategy": "replicate"}),
+        ("direction", {"strategy": "owner", "overlap": "backward"}),
+        ("prepare", {"strategy": "owner", "overlap": "backward"}),
+        ("prepare", {"strategy": "owner"}),
+        ("apply", {"strategy": "owner"}),
+        ("factors", {"strategy": "owner"}),
+    ],
+)
+def test_a_rule_that_raises_on_one_rank_leaves_no_rank_waiting(ranks: RankPool, method, options):
+    for rank in (0, 2):
+        results = ranks.run(3, failing_rank, method, rank, options, timeout=LIMIT)
+        for number, (texts, counts) in enumerate(results):
+            assert [texts[0], texts[3]] == ["", ""]
+            name = "fragile_factors" if method == "factors" else "fragile"
+            reason = f"{method} of rule {name!r} failed on rank {rank} with FloatingPointError: my own check"
+            assert (texts[1] != "") == (number == rank)
+            if number == rank:
+                assert texts[1].startswith(f"This step was applied in part: {reason}")
+                assert "resume all ranks from a checkpoint" in texts[1]
+            assert texts[2].startswith(
+                f"Rank {rank} cannot take this step, so no rank does: its last step was applied in part: {reason}"
+            )
+            assert counts == results[0][1]  # state is the same on all ranks
+            for before, after in zip(counts[0], counts[1], strict=True):
+                assert after in (before, before + 1)
+            assert counts[1] == counts[2]
+
+
+def failing_rank_that_stops(ends: bool) -> tuple[str, float]:
+    """Let a rule raise on rank 0, which takes no further step; return the error of the next step elsewhere.
+
+    Args:
+        ends: whether rank 0 does what it does at the end of its program.
+
+    Returns:
+        The last error of this rank, and the seconds that rank 0 needed to end.
+    """
+    register(Fragile)
+    Fragile.method, Fragile.rank, Fragile.number = "direction", 0, 1
+    optimizer = MuonOptimizer(sharded_parameters(), rule="fragile", strategy="replicate")
+    text, begin = error_of(optimizer.step), time.perf_counter()
+    if dist.get_rank() != 0:
+        return error_of(optimizer.step), 0.0
+    if ends:
+        agreement = optimizer._agreement._agreement
+        assert agreement is not None
+        assert agreement._report is not None
+        agreement._report._end()
+    return text, time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_raised_and_stops_leaves_no_rank_waiting(ranks: RankPool, ends):
+    (first, seconds), *others = ranks.run(3, failing_rank_that_stops, ends, timeout=LIMIT)
+    assert "This step was applied in part" in first
+    assert seconds < 60  # Gloo would wait until the time limit of half an hour
+    for error, _ in others:  # if that rank has ended, they may come too late to hear of its reason
+        assert "its last step was applied in part" in error or (ends and "can't be reached" in error)

@@ -51,6 +51,8 @@ Line: TypeAlias = tuple[str, dict[str, str]]  # the title of a parameter or of t
 Hashes: TypeAlias = Mapping[Ranks, int]  # for every set of ranks, a hash of what must be equal on all of them
 Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # returns what the hash of a set stands for, for an error
 
+DECLARED = "declared"  # the properties of a line that the code of a rule declares begin with this
+FLOPS = f"{DECLARED} flops"  # this one depends on options too
 NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
 _LARGEST_CODE = 2**30
 _NEUTRAL = -(2**31)  # smaller than every other number, so a maximum ignores it
@@ -494,7 +496,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
         second: the same of another rank.
     """
     (rank, lines), (other_rank, other_lines) = first, second
-    texts = []
+    texts, remedy = [], ""
     one: Line
     other: Line
     for one, other in zip_longest(lines, other_lines, fillvalue=("nothing", {})):
@@ -506,8 +508,13 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
             if "unnamed" in text:
                 text += ". Pass the model or named parameters, so that parameters can be told apart by their names"
             return text  # later lines are of different parameters, so comparing them would mislead
+        of_code = [name for name in names if name.startswith(DECLARED) and name != FLOPS]
+        others = [name for name in names if not name.startswith(DECLARED)]
+        names = (of_code if "rule" not in names else []) or others or names
         here = ", ".join(f"{name}={one[1][name]}" for name in names)
         there = ", ".join(f"{name}={other[1].get(name)}" for name in names)
+        if any(name.startswith(DECLARED) for name in names):
+            remedy = ". Import the same version of the rule on all ranks"
         texts.append(f"{one[0]}: rank {rank} has {here}, rank {other_rank} has {there}")
     more = f"; and {len(texts) - 1} more" if len(texts) > 1 else ""
-    return (texts[0] if texts else "no difference found") + more
+    return (texts[0] if texts else "no difference found") + more + remedy

@@ -378,6 +378,24 @@ class Rule:
         return tuple(spec for spec in self.state if isinstance(spec, PerMatrix))
 
     @cached_property
+    def declarations(self) -> dict[str, str]:
+        """Return what a step of this rule depends on besides options, as text: ranks compare it."""
+        methods = ("prepare", "direction", "factors", "apply")
+        specs = [
+            f"{type(spec).__name__}({spec.name!r}, {spec.kind!r}, {getattr(spec, 'initial', None)!r})"
+            for spec in self.state
+        ]
+        return {
+            "state": ", ".join(specs),
+            "statistics": ", ".join(self.statistics),
+            "diagnostics": ", ".join(self.diagnostics),
+            "options": ", ".join(f"{o.name} (per_step)" if o.per_step else o.name for o in self.all_options.values()),
+            "methods": ", ".join(name for name in methods if getattr(type(self), name) is not getattr(Rule, name)),
+            "update_dtype": str(self.update_dtype),
+            "kernels": "none" if self.fused is None else type(self.fused).__name__,
+        }
+
+    @cached_property
     def has_matrix_numbers(self) -> bool:
         """Return whether the rule keeps, computes or reports numbers that belong to whole matrices."""
         return bool(self.matrix_state or self.statistics or self.multiplies_weights or self.diagnostics)

@@ -87,7 +87,8 @@ class PlannedStep:
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
         self.weights = WeightGather(records, settings.bucket_bytes)
-        self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
+        flops = [sum(spec.block_flops) for spec in specs]
+        self.shared = SharedSets(records, flops, settings, accumulation_steps, replicate_group, agreement_group)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None

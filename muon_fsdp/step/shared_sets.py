@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
+from muon_fsdp.comm.agreement import DECLARED, FLOPS, NO_GRADIENT, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
@@ -27,6 +27,7 @@ class SharedSets:
 
     Args:
         records: one per parameter.
+        flops: what `flops` of its rule returns for every parameter, by which ranks are balanced.
         settings: the settings of the whole optimizer.
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
@@ -36,6 +37,7 @@ class SharedSets:
     def __init__(
         self,
         records: Sequence[ParameterRecord],
+        flops: Sequence[float],
         settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
@@ -57,7 +59,8 @@ class SharedSets:
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
         self._lines = {
-            ranks: [whole, *(_line(records[i]) for i in positions)] for ranks, positions in self.positions.items()
+            ranks: [whole, *(_line(records[i], flops[i]) for i in positions)]
+            for ranks, positions in self.positions.items()
         }
         self._hashes = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
         self._groups_of = {
@@ -108,9 +111,10 @@ class SharedSets:
         described = [whole]
         for position, (title, properties) in zip(self.positions[ranks], lines, strict=True):
             group = groups[self._group_of[position]]
-            names = sorted(RULES[group["rule"]].all_options)
-            values = dict(zip(names, map(repr, _options(group)[1:]), strict=True))
-            described.append((title, {**properties, "rule": repr(group["rule"]), **values}))
+            rule = RULES[group["rule"]]
+            values = dict(zip(sorted(rule.all_options), map(repr, _options(group)[2:]), strict=True))
+            declared = {f"{DECLARED} {name}": text for name, text in rule.declarations.items()}
+            described.append((title, {**properties, "rule": repr(rule.name), **declared, **values}))
         return described
 
 
@@ -221,8 +225,9 @@ def shared_ranks(
 
 
 def _options(group: Group) -> tuple[object, ...]:
-    """Return the rule of a group and the values of its options."""
-    return group["rule"], *(_value(group.get(name)) for name in sorted(RULES[group["rule"]].all_options))
+    """Return the rule of a group, what the rule declares, and the values of its options."""
+    rule = RULES[group["rule"]]
+    return rule.name, rule.declarations, *(_value(group.get(name)) for name in sorted(rule.all_options))
 
 
 def _value(option: object) -> object:
@@ -232,7 +237,7 @@ def _value(option: object) -> object:
     return option
 
 
-def _line(record: ParameterRecord) -> Line:
+def _line(record: ParameterRecord, flops: float) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
     which = "an unnamed parameter" if record.route.unnamed_position is not None else f"parameter {record.name!r}"
     title = f"{which} of shape {record.shape}"
@@ -241,4 +246,5 @@ def _line(record: ParameterRecord) -> Line:
         "dtype": str(record.tensor.dtype),
         "mesh": str(layout.mesh_shape),
         "placements": str(layout.placements),
+        FLOPS: f"{flops:.6g}",
     }
