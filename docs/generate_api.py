@@ -112,6 +112,7 @@ def _group_section() -> str:
         ("`weight_decay`", "their decoupled weight decay"),
         ("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"),
         ("`started`", "whether `step()` has been called; a part of another optimizer's checkpoint is known by it"),
+        ("`num_updates`", "steps that have updated parameters; random numbers of rules depend on it"),
     ]
     rows += [
         (code_names(name for name in rule.all_options if name not in common), f"under rule `{rule.name}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
+from tests import graph_cases
 from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT, error_of, give_gradients, sharded
 from tests.pool import RankPool
@@ -659,3 +661,109 @@ def test_a_rank_that_raised_and_stops_leaves_no_rank_waiting(ranks: RankPool, en
     assert seconds < 60  # Gloo would wait until the time limit of half an hour
     for error, _ in others:  # if that rank has ended, they may come too late to hear of its reason
         assert "its last step was applied in part" in error or (ends and "can't be reached" in error)
+
+
+class Gamma(Muon):
+    """Multiplies weights by a number per matrix that users write, as in MuonClip."""
+
+    name = "gamma"
+    state = (*Muon.state, PerMatrix("gamma", "scalar"))
+
+    def factors(self, numbers: Any) -> Any:
+        gamma = numbers.state["gamma"]
+        return torch.where(gamma == 0, 1.0, gamma), 1.0
+
+
+WRITES: dict[str, Callable[[dict[str, Tensor], str, float], object]] = {
+    "in place": lambda state, name, value: state[name].fill_(value),
+    "data": lambda state, name, value: state[name].data.fill_(value),
+    "replaced": lambda state, name, value: state.update({name: torch.full_like(state[name], value)}),
+    "one element": lambda state, name, value: state[name][-1:].fill_(value),
+}
+
+
+def written_state(how: str, own_rule: str, name: str) -> list[str]:
+    """Write state differently on ranks, then equally, then on one rank only; return the errors of these steps."""
+    register(Gamma)
+    named = sharded_parameters((9, 5), (2, 6, 6), (4,))
+    optimizer = MuonOptimizer(named, rule=own_rule, lr=0.0, adamw_lr=0.0)
+    optimizer.step()
+    optimizer.step()
+    state, write = optimizer.state[named[1][1]], WRITES[how]
+    before = [whole(p) for _, p in named]
+    texts = []
+    for values in ((0.5, 0.75, 0.5), (0.5, 0.75, 0.5), (2.0, 2.0, 2.0), (3.0, None, None), (5.0, 5.0, 5.0)):
+        value = values[dist.get_rank()]
+        if value is not None:
+            write(state, name, value)
+        texts.append(error_of(optimizer.step))
+        if texts[-1]:
+            assert_same([whole(p) for _, p in named], before)
+        before = [whole(p) for _, p in named]
+    return texts
+
+
+@promise(
+    "Per-matrix state is written by hand, and differs between ranks",
+    "All ranks raise before anything is changed; the error names the parameter, the state and its values",
+)
+@pytest.mark.parametrize("how", WRITES)
+def test_written_state_that_differs_is_told(ranks: RankPool, how):
+    for own_rule, name in (("gamma", "gamma"), ("normuon", "second_moment")):
+        for texts in ranks.run(3, written_state, how, own_rule, name, timeout=LIMIT):
+            assert [bool(text) for text in texts] == [True, True, False, True, False]
+            for text in (texts[0], texts[1], texts[3]):
+                assert "parameter 'w1' of shape (2, 6, 6)" in text
+                assert f"state {name!r}=[" in text
+                assert "Write the same numbers on all ranks" in text
+
+
+def drawing(strategy: str) -> str:
+    """Take a step with a rule that draws from torch's generator; return the error."""
+
+    def direction(self: Rule, batch: Any) -> None:
+        batch.update = torch.randn_like(batch.matrices)
+
+    own = rule(Rule, direction=direction)
+    optimizer = MuonOptimizer(sharded_parameters(), rule=own, strategy=strategy)
+    return error_of(optimizer.step)
+
+
+@promise(
+    "`direction` draws random numbers from torch's generator, and several ranks compute the same matrix",
+    "Each would get other numbers: an error names `batch.random`, which gives the same on every rank",
+)
+def test_numbers_that_differ_between_ranks_are_an_error(ranks: RankPool):
+    for text in ranks.run(2, drawing, "replicate", timeout=LIMIT):
+        assert "rule 'own': direction draws random numbers from torch's generator" in text
+        assert "Draw them with batch.random" in text
+    assert ranks.run(2, drawing, "owner", timeout=LIMIT) == ["", ""]  # each matrix is computed once
+
+
+def not_finite_in_a_graph() -> list[str]:
+    """Make a NaN in the last of some captured steps, without an error in eager ones; return the errors of all steps."""
+    register(type("Spoiled", (Muon,), {"name": "spoiled", "direction": direction_with(lambda b: b.update.mul_(SPOIL))}))
+    SPOIL.fill_(1.0)
+    training = graph_cases.Recorded("spoiled", True)
+    original, texts = training.optimizer.step, []
+
+    def step() -> None:
+        if len(texts) == graph_cases.NUM_STEPS - 1:
+            SPOIL.fill_(torch.nan)
+        texts.append(error_of(original))
+
+    training.optimizer._settings = replace(training.optimizer._settings, nonfinite="raise")
+    training.optimizer.step = step  # type: ignore[method-assign]
+    training.train()
+    assert training.optimizer.plan_report().cuda_graph == "captured"
+    return texts
+
+
+SPOIL = torch.ones(())
+
+
+def test_a_replayed_step_that_makes_nan_is_blamed(ranks: RankPool):
+    for texts in ranks.run(2, not_finite_in_a_graph, timeout=LIMIT):
+        assert texts[:-1] == [""] * (graph_cases.NUM_STEPS - 1)
+        assert "direction of rule 'spoiled' left an update of" in texts[-1]
+        assert "It was applied: resume from a checkpoint" in texts[-1]

@@ -52,6 +52,7 @@ Hashes: TypeAlias = Mapping[Ranks, int]  # for every set of ranks, a hash of wha
 Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # returns what the hash of a set stands for, for an error
 
 DECLARED = "declared"  # the properties of a line that the code of a rule declares begin with this
+STATE = "state"  # so do the properties that are state, with this
 FLOPS = f"{DECLARED} flops"  # this one depends on options too
 NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
 _LARGEST_CODE = 2**30
@@ -61,14 +62,16 @@ _NEUTRAL = -(2**31)  # smaller than every other number, so a maximum ignores it
 class _Flag(IntEnum):
     """The first integers of the vector, by index.
 
-    All but `NOT_INERT` are 0, or 1 + the rank that sets them, so that the maximum names a rank for the error.
+    All but `NOT_INERT` and `NUM_UPDATES` are 0, or 1 + the rank that sets them, so that the maximum names a rank for
+    the error.
     """
 
     NOT_INERT = 0  # 1 if the step does more than create state
     NOT_FINITE = 1  # the rank has a gradient that is not finite
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
-    COMPARES = 4  # the rank has not compared its replicas with others yet
+    COMPARES = 4  # the rank has not compared its replicas or its per-matrix state with others yet
+    NUM_UPDATES = 5  # steps that have updated parameters
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class Agreed:
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
-    compares: bool = False  # some rank wants to compare replicas, which needs all of them
+    compares: bool = False  # some rank wants to compare replicas or state, which needs all of them
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
+    num_updates: int = 0  # steps that have updated parameters before this one
 
 
 class _Report:
@@ -114,7 +118,7 @@ class _Report:
         return self._vector.tolist()
 
     def _end(self) -> None:
-        """End the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
+        """Cancel the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
         with suppress(Exception):  # the group may be gone
             dist.destroy_process_group(self._group)
 
@@ -213,6 +217,7 @@ class Agreement:
         inert: bool,
         not_finite: bool,
         compares: bool = False,
+        num_updates: int = 0,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
 
@@ -224,7 +229,8 @@ class Agreement:
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
-            compares: whether this rank wants to compare replicas.
+            compares: whether this rank wants to compare replicas or state.
+            num_updates: steps that have updated parameters, of which all ranks get the largest number.
 
         Returns:
             What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new
@@ -238,6 +244,7 @@ class Agreement:
         numbers[_Flag.NOT_INERT] = int(not inert)
         numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
         numbers[_Flag.COMPARES] = (1 + my_rank()) * compares
+        numbers[_Flag.NUM_UPDATES] = num_updates
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
@@ -259,7 +266,8 @@ class Agreement:
         }
         largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
         is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
-        return Agreed(is_inert, rank if rank >= 0 else None, found, compares, largest_early)
+        not_finite_on = rank if rank >= 0 else None
+        return Agreed(is_inert, not_finite_on, found, compares, largest_early, largest[_Flag.NUM_UPDATES])
 
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""
@@ -515,6 +523,8 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
         there = ", ".join(f"{name}={other[1].get(name)}" for name in names)
         if any(name.startswith(DECLARED) for name in names):
             remedy = ". Import the same version of the rule on all ranks"
+        elif any(name.startswith(STATE) for name in names):
+            remedy = ". Write the same numbers on all ranks: reduce them first"
         texts.append(f"{one[0]}: rank {rank} has {here}, rank {other_rank} has {there}")
     more = f"; and {len(texts) - 1} more" if len(texts) > 1 else ""
     return (texts[0] if texts else "no difference found") + more + remedy

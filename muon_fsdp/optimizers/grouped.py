@@ -32,7 +32,7 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router, clean_name
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 
 
@@ -304,7 +304,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     ) -> tuple[Group, list[Route]]:
         kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
         lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
-        return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
+        progress = {MICRO_STEP: 0, STARTED: False, NUM_UPDATES: 0}
+        return {**options, **kept, **lrs, **progress, "params": parameters}, routes
 
     def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
         """Add names to all groups if some group has names: torch requires all or none."""

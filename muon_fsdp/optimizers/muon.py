@@ -35,7 +35,7 @@ from muon_fsdp.parameters.state_dict import (
 from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
-from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
+from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, STARTED, CudaGraph, NonFinite, Overlap, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
@@ -43,7 +43,7 @@ from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, Written, shared_ranks
 
 
 @show_options(DEFAULT_RULE)
@@ -202,10 +202,14 @@ class MuonOptimizer(GroupedOptimizer):
             gradients=gradients,
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
+            num_updates=agreed.num_updates,
         )
         device = inputs.device
         with on_device(device), without_autocast(device.type):
             failures = planned.run(inputs, early)
+            planned.written.note(self.state)
+            for group in self.param_groups:
+                group[NUM_UPDATES] = agreed.num_updates + 1
             error = failures.error()
             if error is None and planned.matrices is not None:
                 planned.matrices.count(self._totals)
@@ -244,8 +248,15 @@ class MuonOptimizer(GroupedOptimizer):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
-        """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere."""
+    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool, written: Written | None = None) -> Agreed:
+        """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
+
+        Args:
+            planned: the plan.
+            found: the gradients of this rank.
+            inert: whether the step only creates state on this rank.
+            written: per-matrix state that must be equal on all ranks; None if it need not be compared.
+        """
         not_finite = self._settings.nonfinite != "propagate" and not are_finite(found.here().values())
         self._objections = planned.objections(self.param_groups, self.state)
         if self._checks_for_twins and self._agreement_group is None:
@@ -258,14 +269,19 @@ class MuonOptimizer(GroupedOptimizer):
             self._objections,
             inert=inert,
             not_finite=not_finite,
-            compares=planned.compares_replicas,
+            compares=written is None and (planned.compares_replicas or planned.written.has_changed(self.state)),
+            written=written,
         )
+        if written is not None:
+            planned.written.note(self.state)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
         if not agreed.compares or agreed.inert:
             return agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
-        return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
+        self._create_state(planned)
+        # Ranks that hold none of the replicas hear of an error here.
+        return self._agree(planned, found, inert=inert, written=planned.written.texts(self.state))
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.

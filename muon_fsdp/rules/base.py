@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -98,6 +98,27 @@ class MatrixBatch:
         self.later: Sequence[MatrixBatch] = ()
         self._computed_from: tuple[object, ...] | None = None
         self.is_touched = False  # whether somebody has asked for the update or assigned it
+        self.draw: Callable[[int, tuple[int, ...], torch.dtype], Tensor] | None = None  # draws random numbers
+        self._num_draws = 0
+
+    def random(self, *shape: int) -> Tensor:
+        """Return random numbers for every matrix, uniform in (0, 1) and never 0 or 1.
+
+        They are a function of seed, name of the parameter, number of the matrix in it, step, and call: a second call
+        returns others. They do not depend on ranks, layouts or `torch.manual_seed`, and a resumed run has the same.
+        Every rank that computes a matrix gets the same numbers, which `torch.rand` does not give. A CUDA graph can
+        capture them. The seed is the rule's option `seed` if it declares one, else 0.
+
+        Args:
+            shape: the shape of the numbers of one matrix.
+
+        Returns:
+            (B, *shape), float32, or float64 for float64 weights.
+        """
+        if self.draw is None:
+            raise RuntimeError("batch.random works within direction only")
+        self._num_draws += 1
+        return self.draw(self._num_draws - 1, shape, working_dtype(self.matrices.dtype))
 
     def note_computed(self) -> None:
         """Note that the direction of an earlier batch has computed the update of this one from its matrices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.state import PerMatrix, State
@@ -90,6 +91,15 @@ def check_direction(rule: Rule, batch: MatrixBatch, returned: object) -> None:
         )
     if not batch.is_touched:
         raise ValueError(f"rule {rule.name!r}: direction has not written batch.update: assign the update to it")
+
+
+def check_generators(rule: Rule, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Raise if `direction` has drawn from torch's generators, which differ between ranks, given their states."""
+    if not all(map(torch.equal, before, after)):
+        raise RuntimeError(
+            f"rule {rule.name!r}: direction draws random numbers from torch's generator, and several ranks compute the "
+            "same matrix: each would get others. Draw them with batch.random(*shape)"
+        )
 
 
 def check_names(rule: Rule, state: Collection[str], diagnostics: Collection[str]) -> None:

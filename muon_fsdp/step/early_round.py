@@ -20,7 +20,7 @@ from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
 from muon_fsdp.step.early_matrices import EarlyMatrices
@@ -29,6 +29,7 @@ from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.metrics import Samples, TakenSamples
 from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
@@ -43,6 +44,7 @@ class EarlyContext:
         dtypes: the working precision of every parameter.
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
+        random: draws the random numbers of rules.
         inputs: those of the last step, without gradients; groups and states are live.
         fused: the fused lists of the last step.
         device: where the stages run.
@@ -54,6 +56,7 @@ class EarlyContext:
     dtypes: Sequence[torch.dtype]
     settings: Settings
     samples: Samples
+    random: RandomNumbers
     inputs: StepInputs
     fused: FusedStep
     device: torch.device
@@ -195,7 +198,14 @@ class Round:
         self._samples = context.samples.start(context.device.type, rarely=False)
         self.took_residuals = self._samples is not None and self._samples.has_residuals
         shared = StepContext(
-            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=self._samples, keeper=self
+            self._inputs,
+            self._fused,
+            self._single,
+            context.settings,
+            Recorder(),
+            context.random,
+            samples=self._samples,
+            keeper=self,
         )
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
@@ -272,6 +282,7 @@ class Round:
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for group, noted in options.items():
             inputs.groups[group] = noted  # type: ignore[index]
+            noted.get(NUM_UPDATES)  # random numbers depend on it
         for position in positions:
             grad, shard = self._read(position), context.inputs.shards[position]
             inputs.states[position] = states.copies[position]  # type: ignore[index]

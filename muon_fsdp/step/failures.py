@@ -55,7 +55,7 @@ class Failures:
         return first_names([self._names[position] for position in sorted(set(positions))])
 
     def postpone(self, update: Tensor, rule: str, names: str) -> bool:
-        """Postpone the check that an update is finite if no value can be read now, and return whether that is so."""
+        """Note an update, to check later that it is finite, if no value can be read now; return whether that is so."""
         if self._is_recorded:
             self._flags.append(update.isfinite().all())
             self._texts.append(f"direction of rule {rule!r} left an update of {names} that is not finite")

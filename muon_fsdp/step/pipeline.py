@@ -14,10 +14,17 @@ from torch.profiler import record_function
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
-from muon_fsdp.rules.checks import GivenStates, check_applied, check_direction, checked_prepared, finite_error
+from muon_fsdp.rules.checks import (
+    GivenStates,
+    check_applied,
+    check_direction,
+    check_generators,
+    checked_prepared,
+    finite_error,
+)
 from muon_fsdp.step.early_results import BatchNumbers, EarlyResult, Keeper
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStage
@@ -25,6 +32,7 @@ from muon_fsdp.step.gradients import are_finite
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs, in_precision
 from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
 from muon_fsdp.step.metrics import TakenSamples
+from muon_fsdp.step.random_numbers import RandomNumbers
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class StepContext:
         single: the updated parameters that are not fused, by position.
         settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches, for a CUDA graph.
+        random: draws the random numbers of rules.
         failures: what rules have raised; unused beside backward.
         unproven: the numbers of stages whose rule has not been seen to write all of its updates. They are removed as
             the stages run.
@@ -51,6 +60,7 @@ class StepContext:
     single: Mapping[int, SingleUpdate]
     settings: Settings
     recorder: Recorder
+    random: RandomNumbers
     failures: Failures = field(default_factory=Failures)
     unproven: set[int] = field(default_factory=set)
     matrices: MatrixStates | None = None
@@ -385,7 +395,9 @@ class _StageRun:
         parts = [part for number in numbers if (part := self._part(number, units, results)) is not None]
         for number, part in enumerate(parts, start=1):
             part.batch.later = [other.batch for other in parts[number:]]
+            before = self._generators(part)
             check_direction(self.rule, part.batch, self.rule.direction(part.batch))  # type: ignore[func-returns-value]
+            check_generators(self.rule, before, self._generators(part))
             self._check_values(part)
             if self._numbers is not None:
                 left = LeftNumbers(len(part.batch.matrices), part.batch.state, part.batch.diagnostics)
@@ -395,6 +407,15 @@ class _StageRun:
             if part.pieces:
                 sizes = [len(piece) for piece in part.pieces]
                 torch._foreach_copy_(part.pieces, list(torch.split(part.batch.update, sizes)))
+
+    def _generators(self, part: _BatchPart) -> list[Tensor]:
+        """Return the states of torch's generators, if several ranks compute a batch that is new to its rule."""
+        owner = self.stage.units[part.members[0].unit].owner
+        if self._is_proven or self.stage.exchange is None or owner is not None:
+            return []
+        device = part.batch.matrices.device
+        of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_device]
 
     def _check_values(self, part: _BatchPart) -> None:
         """Raise if the rule has left an update that is not finite, where that matters."""
@@ -448,11 +469,18 @@ class _StageRun:
             if not self._is_proven:
                 update.fill_(torch.nan)
         if self._numbers is None:
-            plain = MatrixBatch(matrices, update, batch.options, inverse_norms=norms)
-            return _BatchPart(number, members, plain, pieces)
-        place = self._numbers.place(stage, number, members)
-        numbered = self._numbers.batch(batch.options, place, matrices, update, norms)
-        return _BatchPart(number, members, numbered, pieces, place)
+            part = _BatchPart(
+                number, members, MatrixBatch(matrices, update, batch.options, inverse_norms=norms), pieces
+            )
+        else:
+            place = self._numbers.place(stage, number, members)
+            numbered = self._numbers.batch(batch.options, place, matrices, update, norms)
+            part = _BatchPart(number, members, numbered, pieces, place)
+        of_step = None  # beside backward, the number of the step that comes
+        if self._context.keeper is not None:
+            of_step = self._groups[stage.positions_by_group[0][0]].get(NUM_UPDATES, 0)
+        part.batch.draw = self._context.random.source(stage, number, members, matrices.device, of_step)
+        return part
 
 
 @dataclass(frozen=True)

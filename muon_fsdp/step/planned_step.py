@@ -34,9 +34,11 @@ from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
 from muon_fsdp.step.weight_gather import WeightGather
+from muon_fsdp.step.written_state import WrittenState
 
 
 class PlannedStep:
@@ -86,6 +88,7 @@ class PlannedStep:
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
+        self.random = RandomNumbers(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
         flops = [sum(spec.block_flops) for spec in specs]
         self.shared = SharedSets(records, flops, settings, accumulation_steps, replicate_group, agreement_group)
@@ -96,8 +99,9 @@ class PlannedStep:
         self.overlap: BackwardOverlap | None = None
         if settings.overlap == "backward":
             self.overlap = BackwardOverlap(
-                records, self.plan.stages, settings, self.samples, self._dtypes, stage_counts
+                records, self.plan.stages, settings, self.samples, self.random, self._dtypes, stage_counts
             )
+        self.written = WrittenState(records)
         self._names = [record.name for record in records]
         self._failures = Failures()  # of the present step; a captured step finds them here
         self._unproven = {stage.number for stage in self.plan.stages}  # stages that have not run yet
@@ -190,6 +194,7 @@ class PlannedStep:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
+        self.random.fill(inputs.num_updates)
         has_begun = False
         if self.matrices is not None:
             self.matrices.fill(inputs)
@@ -216,6 +221,7 @@ class PlannedStep:
                 stages,
                 StepContext(
                     *shared,
+                    random=self.random,
                     failures=found,
                     unproven=self._unproven,
                     matrices=self.matrices,

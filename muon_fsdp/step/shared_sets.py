@@ -6,20 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.agreement import DECLARED, FLOPS, NO_GRADIENT, Agreed, Agreement, Line, fingerprint
+from muon_fsdp.comm.agreement import DECLARED, FLOPS, NO_GRADIENT, STATE, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.rules import RULES
+
+Written: TypeAlias = Mapping[int, Mapping[str, str]]  # by position and name: per-matrix state as text
 
 
 class SharedSets:
@@ -89,13 +92,23 @@ class SharedSets:
             for position, number in zip(positions, of_sets[ranks], strict=True)
         }
 
-    def hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
-        """Return, per set, a hash of its parameters and their present options; never waits for a device."""
+    def hashes(self, groups: Sequence[Group], written: Written | None = None) -> dict[Ranks, int]:
+        """Return, per set, a hash of its parameters and their present options; never waits for a device.
+
+        Args:
+            groups: the parameter groups.
+            written: by position, per-matrix state as text, if the hash should cover it.
+        """
         options = [_options(group) for group in groups]
         if options != self._options:
             self._options = options
             self._with_options = {ranks: self._hash(ranks, options) for ranks in self.positions}
-        return self._with_options
+        if written is None:
+            return self._with_options
+        return {
+            ranks: fingerprint(self._with_options[ranks], [written.get(position) for position in positions])
+            for ranks, positions in self.positions.items()
+        }
 
     def _hash(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
         """Return the hash of a set, from its parameters, their options, and which parameter has which options."""
@@ -105,7 +118,7 @@ class SharedSets:
         members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
         return fingerprint(self._hashes[ranks], list(numbers), members)
 
-    def describe(self, ranks: Ranks, groups: Sequence[Group]) -> list[Line]:
+    def describe(self, ranks: Ranks, groups: Sequence[Group], written: Written | None = None) -> list[Line]:
         """Return what the hash of a set covers, line by line, for an error."""
         whole, *lines = self._lines[ranks]
         described = [whole]
@@ -114,7 +127,8 @@ class SharedSets:
             rule = RULES[group["rule"]]
             values = dict(zip(sorted(rule.all_options), map(repr, _options(group)[2:]), strict=True))
             declared = {f"{DECLARED} {name}": text for name, text in rule.declarations.items()}
-            described.append((title, {**properties, "rule": repr(rule.name), **declared, **values}))
+            state = {f"{STATE} {name!r}": text for name, text in (written or {}).get(position, {}).items()}
+            described.append((title, {**properties, "rule": repr(rule.name), **declared, **values, **state}))
         return described
 
 
@@ -134,6 +148,7 @@ class StepAgreement:
         inert: bool,
         not_finite: bool,
         compares: bool,
+        written: Written | None = None,
     ) -> Agreed:
         """Tell the other ranks about this rank's gradients, and find out about theirs.
 
@@ -144,19 +159,21 @@ class StepAgreement:
             early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
-            compares: whether replicas are still to be compared.
+            compares: whether replicas or state are still to be compared.
+            written: by position, per-matrix state as text, which must be equal; None if it is not compared.
         """
         if self._agreement is not None and not self._agreement.is_alive:
             self._agreement = None
         if self._agreement is not None and self._agreement.counts != shared.counts:
             self._agreement.leave()
             self._agreement = None
+        num_updates = max((group.get(NUM_UPDATES, 0) for group in groups), default=0)
         if not shared:
-            return Agreed(inert, my_rank() if not_finite else None)
-        hashes = shared.hashes(groups)
+            return Agreed(inert, my_rank() if not_finite else None, num_updates=num_updates)
+        hashes = shared.hashes(groups, written)
 
         def describe(ranks: Ranks) -> list[Line]:
-            return shared.describe(ranks, groups)
+            return shared.describe(ranks, groups, written)
 
         by_ranks, early_by_ranks = (
             {
@@ -171,7 +188,14 @@ class StepAgreement:
                 like = shared.like(max(shared.positions, key=len))
                 self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
             agreed = self._agreement.before_step(
-                hashes, by_ranks, early_by_ranks, describe, inert=inert, not_finite=not_finite, compares=compares
+                hashes,
+                by_ranks,
+                early_by_ranks,
+                describe,
+                inert=inert,
+                not_finite=not_finite,
+                compares=compares,
+                num_updates=num_updates,
             )
             if agreed is None:  # another rank has other parameters than before
                 self._agreement = None
