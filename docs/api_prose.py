@@ -124,10 +124,10 @@ min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
 Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, `started`,
-`num_updates`, and the options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is
-*given*, options of the rules that its parameters take may be there. In a group that holds matrices, options of the
-other parameters have the name of their rule before them (`adamw_lr`). {foreign} may be there for
-schedulers and users; any other key is an error."""
+`num_updates`, and the options of its own rule. They can be read and set between steps, and are what a checkpoint
+holds. When a group is *given*, options of the rules that its parameters take may be there. In a group that holds
+matrices, options of the other parameters have the name of their rule before them (`adamw_lr`). {foreign} may be there
+for schedulers and users; any other key is an error."""
 
 ERRORS = (
     (

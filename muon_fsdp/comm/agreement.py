@@ -118,7 +118,7 @@ class _Report:
         return self._vector.tolist()
 
     def _end(self) -> None:
-        """Cancel the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
+        """Stop the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
         with suppress(Exception):  # the group may be gone
             dist.destroy_process_group(self._group)
 
