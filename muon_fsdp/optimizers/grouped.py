@@ -438,7 +438,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _route(
         self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any], taken: dict[int, str]
     ) -> list[Route]:
-        """Decide about the parameters of a group; `taken` are the names of those in other groups, by `id`."""
+        """Return the routes of the parameters of a group; `taken` are the names of those in other groups, by `id`."""
         group_rule = self._rule_of_group(given)
         first = len(taken)
         routes = []
