@@ -171,12 +171,13 @@ def test_stages_that_start_in_backward_draw_the_numbers_of_their_step():
         for number in range(5):
             optimizer.zero_grad()
             sum((p * (1 + number)).square().sum() for p in params).backward()
-            if number == 3:  # a checkpoint of another step is loaded after backward
-                saved = optimizer.state_dict()
-                for group in saved["param_groups"]:
+            if number == 3:  # what was drawn in backward no longer counts
+                if overlap == "backward":
+                    optimizer._planned.overlap._round.wait()
+                for group in optimizer.param_groups:
                     group["num_updates"] = 40
-                optimizer.load_state_dict(saved)
             optimizer.step()
         found.append(params)
-    assert optimizer.metrics()["overlapped_stages"] >= 3
+    numbers = optimizer.metrics()
+    assert (numbers["overlapped_stages"], numbers["discarded_stages"]) == (2, 1)
     assert_same(*found)

@@ -160,11 +160,12 @@ def finite_error(rule: Rule, batch: MatrixBatch, names: str, *, is_first: bool) 
         is_first: whether the update was filled with NaN before the call. Then NaN counts only where the matrix itself
             is finite, because a gradient that is not finite may be passed on.
     """
-    update = batch.result
-    wrong = (update.isnan() if is_first else ~update.isfinite()).flatten(1).any(1)
+    # The largest elements are not finite if any is not, and take no memory, unlike a mask of all elements.
+    largest = torch.linalg.vector_norm(batch.result, ord=torch.inf, dim=(-2, -1))
+    wrong = largest.isnan() if is_first else ~largest.isfinite()
     if not bool(wrong.any()):
         return None
-    finite = batch.matrices.isfinite().flatten(1).all(1)
+    finite = torch.linalg.vector_norm(batch.matrices, ord=torch.inf, dim=(-2, -1)).isfinite()
     if bool((wrong & finite).any()):
         return ValueError(
             f"rule {rule.name!r}: direction left an update of {names} that is not finite, though its matrices are: "

@@ -57,7 +57,7 @@ class Failures:
     def postpone(self, update: Tensor, rule: str, names: str) -> bool:
         """Note an update, to check later that it is finite, if no value can be read now; return whether that is so."""
         if self._is_recorded:
-            self._flags.append(update.isfinite().all())
+            self._flags.append(torch.linalg.vector_norm(update, ord=torch.inf).isfinite())
             self._texts.append(f"direction of rule {rule!r} left an update of {names} that is not finite")
         return self._is_recorded
 
