@@ -163,7 +163,7 @@ def finite_error(rule: Rule, batch: MatrixBatch, names: str, *, is_first: bool) 
     # The largest elements are not finite if any is not, and take no memory, unlike a mask of all elements.
     largest = torch.linalg.vector_norm(batch.result, ord=torch.inf, dim=(-2, -1))
     wrong = largest.isnan() if is_first else ~largest.isfinite()
-    if not bool(wrong.any()):
+    if wrong.is_meta or not bool(wrong.any()):
         return None
     finite = torch.linalg.vector_norm(batch.matrices, ord=torch.inf, dim=(-2, -1)).isfinite()
     if bool((wrong & finite).any()):
