@@ -14,6 +14,7 @@ from muon_fsdp.linalg import damping, rows, sphere, tangent
 from muon_fsdp.rules import RULES, spectral_sphere
 from muon_fsdp.statistics import shard_products
 from muon_fsdp.step import fused, matrix_state
+from muon_fsdp.step.metrics import Samples
 
 pytest.importorskip("triton")
 
@@ -39,6 +40,12 @@ class Counter(TorchDispatchMode):
         if not func.is_view and name not in NO_WORK:
             self.names.append(name)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def no_samples(monkeypatch):
+    """Take no samples for `metrics()`, as in most steps on a GPU."""
+    monkeypatch.setattr(Samples, "start", lambda self, device_type, *, rarely: None)
 
 
 def launches(monkeypatch, rule: str, **options) -> list[str]:
