@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-
 # Gloo's contexts outlive their process groups, each with threads that wake a hundred times a second. Ranks with more
 # threads than this are replaced, which takes less than their threads would.
 MAX_THREADS = 64
