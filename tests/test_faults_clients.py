@@ -133,6 +133,35 @@ def test_a_setting_in_a_group_is_an_error(key):
 
 
 @promise(
+    "A key that resembles an option, or an option of another rule, is written into a group between two steps",
+    "A warning, once, says that it has no effect",
+)
+def test_a_key_without_effect_that_is_written_later_is_told():
+    model = linear()
+    optimizer = MuonOptimizer(model)
+
+    def step() -> list[str]:
+        model(torch.ones(2, 6)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        return user_warnings(caught)
+
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)  # writes momentum into AdamW's group
+    assert step() == []
+    optimizer.param_groups[0].update(momentm=0.5, lr_scale=0.5)
+    assert step() == ["param_groups[0]: 'momentm' has no effect; did you mean 'momentum'?"]
+    optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+    assert step() == ["param_groups[0]: 'betas' has no effect: rule 'muon' does not have it"]
+    assert step() == []
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["rho"] = 0.5
+    assert step() == []
+    optimizer.param_groups[0]["rule"] = "normuon"  # has options of its own
+    assert step() == []
+
+
+@promise(
     "A named group holds matrices and vectors, and a logger tells groups apart by `name`",
     'The group of the matrices keeps the name; the others add their rule ("body.adamw")',
 )
@@ -489,3 +518,52 @@ def test_joining_with_overlap_in_backward_is_refused(ranks: RankPool):
     for text in ranks.run(2, joined, "backward", timeout=LIMIT):
         assert "DistributedDataParallel.join() can't be combined with overlap='backward'" in text
     assert ranks.run(2, joined, "step", timeout=LIMIT) == ["", ""]
+
+
+# ------------------------------------------------------------------------------------------------- steps without effect
+
+
+@promise(
+    "No parameter has a gradient (`zero_grad()` before `step()`)", "A warning, once, names likely causes"
+)
+def test_a_step_without_any_gradient_is_told():
+    model = linear()
+    optimizer = MuonOptimizer(model)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"step\(\) found no gradient of any parameter.*Call zero_grad") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    optimizer.step()
+    model.requires_grad_(False)
+    MuonOptimizer(list(model.parameters())).step()  # nothing can have a gradient
+
+
+def steps_without_gradients() -> list[list[str]]:
+    """Let one rank have no gradient, and then none; leave the reduction of gradients switched off."""
+    texts = []
+    model = fully_shard(linear())
+    optimizer = FSDPMuonOptimizer(model)
+    for way in ("on one rank", "nowhere"):
+        model.set_requires_gradient_sync(way == "on one rank")
+        model(torch.ones(2, 6)).square().sum().backward()
+        if dist.get_rank() == 1:
+            optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        texts.append(user_warnings(caught))
+    return texts
+
+
+@promise(
+    "FSDP2's `set_requires_gradient_sync(False)` is left on, so that no rank has a gradient",
+    "The same warning on all ranks; none if some rank has a gradient",
+)
+def test_a_step_without_any_gradient_on_ranks(ranks: RankPool):
+    for with_some, with_none in ranks.run(2, steps_without_gradients, timeout=LIMIT):
+        assert with_some == []
+        assert len(with_none) == 1
+        assert "set_requires_gradient_sync(True)" in with_none[0]

@@ -48,6 +48,7 @@ def train(nesterov, dtype, accumulated=False):
     return [p.detach().clone() for p in model.parameters()], states
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation_steps=2")
 @pytest.mark.parametrize(
     ("nesterov", "dtype", "accumulated"), [(False, torch.float32, False), (True, torch.bfloat16, True)]
 )

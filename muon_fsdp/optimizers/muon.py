@@ -118,6 +118,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
+        self._warns_about_no_gradient = True
         self._skipped_steps = 0
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
@@ -204,11 +205,25 @@ class MuonOptimizer(GroupedOptimizer):
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
         )
+        if not inputs.updated and self._warns_about_no_gradient:
+            self._warn_about_no_gradient(planned, agreed)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
             planned.run(inputs, early)
             if planned.matrices is not None:
                 planned.matrices.count(self._totals)
+
+    def _warn_about_no_gradient(self, planned: PlannedStep, agreed: Agreed) -> None:
+        """Warn, once, about a step in which no rank has a gradient of any trainable parameter."""
+        is_elsewhere = any(map(any, agreed.codes.values()))
+        if is_elsewhere or not any(record.tensor.requires_grad for record in planned.records):
+            return
+        self._warns_about_no_gradient = False
+        warn_user(
+            "step() found no gradient of any parameter, so nothing was updated. Call zero_grad() after step(), not "
+            "between backward() and step(). With FSDP2, call set_requires_gradient_sync(True) before the last "
+            "backward() of a step."
+        )
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`, and return whether gradients still accumulate."""
@@ -344,6 +359,7 @@ class MuonOptimizer(GroupedOptimizer):
                 self._agreement_group,
                 self._stage_counts,
             )
+        self._check_new_keys()
         return self._planned
 
     def _plan_key(self) -> object:
@@ -455,7 +471,10 @@ class MuonOptimizer(GroupedOptimizer):
             "_pattern_rules",
             "_is_built",
             "_is_strict",
+            "_num_keys",
+            "_warned_keys",
             "_checks_for_twins",
+            "_warns_about_no_gradient",
             "_settings",
             "_router",
             "_routes",
