@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
 import warnings
@@ -567,3 +568,69 @@ def test_a_step_without_any_gradient_on_ranks(ranks: RankPool):
         assert with_some == []
         assert len(with_none) == 1
         assert "set_requires_gradient_sync(True)" in with_none[0]
+
+
+# ------------------------------------------------------------------------------------------------------- two optimizers
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Calls the step of another optimizer inside its own and shares its groups, as SAM and Lookahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@promise(
+    "One parameter is in two optimizers (`MuonOptimizer(model)` beside `AdamW(model.parameters())`)",
+    "A warning, once, at the second step, names the other optimizer. A wrapper such as SAM is none",
+)
+@pytest.mark.parametrize("rival", ["AdamW", "MuonOptimizer", "disjoint", "idle", "wrapper"])
+def test_a_parameter_in_two_optimizers_is_told(rival):
+    model, other = linear(), linear()
+    ours = MuonOptimizer(model)
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "AdamW": lambda: torch.optim.AdamW([model.bias, *other.parameters()]),
+        "MuonOptimizer": lambda: MuonOptimizer([model.bias]),
+        "disjoint": lambda: torch.optim.AdamW(other.parameters()),
+        "idle": lambda: torch.optim.AdamW(model.parameters()),  # of an earlier phase, and still there
+        "wrapper": lambda: Wrapper(ours),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a lone bias is no matrix
+        second = makers[rival]()
+    steps = {"wrapper": [second], "idle": [ours]}.get(rival, [ours, second])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for layer in (model, other):
+                layer(torch.ones(2, 6)).square().sum().backward()
+            for optimizer in steps:
+                optimizer.step()
+    texts = [text for text in user_warnings(caught) if "updated by" in text]
+    if rival == "AdamW":
+        assert len(texts) == 1
+        assert texts[0].startswith("1 parameters are updated by AdamW too ('bias')")
+    else:
+        assert len(texts) == (2 if rival == "MuonOptimizer" else 0)  # each of ours says so
+
+
+def test_the_watch_for_other_optimizers_ends_with_the_optimizer():
+    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    model = linear()
+    optimizer = MuonOptimizer(model)
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    assert len(hooks) == before + 1
+    copy.deepcopy(optimizer).step()
+    optimizer.step()
+    assert len(hooks) == before
+    optimizer = MuonOptimizer(model)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert len(hooks) == before

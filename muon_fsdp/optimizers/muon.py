@@ -18,6 +18,7 @@ from muon_fsdp.comm.process_groups import is_pretended, num_ranks
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
+from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params
 from muon_fsdp.parameters.records import layouts_of_groups
@@ -119,6 +120,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
         self._warns_about_no_gradient = True
+        self._looks_for_rivals = True
+        self._rivals: RivalWatch | None = None  # between the first step and the second
         self._skipped_steps = 0
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
@@ -153,6 +156,9 @@ class MuonOptimizer(GroupedOptimizer):
         All ranks that hold parameters must call this. `closure`, if given, is called first, with gradients enabled; its
         result is returned.
         """
+        if self._rivals is not None:
+            self._rivals.finish()
+            self._rivals = None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -212,6 +218,9 @@ class MuonOptimizer(GroupedOptimizer):
             planned.run(inputs, early)
             if planned.matrices is not None:
                 planned.matrices.count(self._totals)
+        if self._looks_for_rivals:
+            self._looks_for_rivals = False
+            self._rivals = RivalWatch(self, planned.records)
 
     def _warn_about_no_gradient(self, planned: PlannedStep, agreed: Agreed) -> None:
         """Warn, once, about a step in which no rank has a gradient of any trainable parameter."""
@@ -475,6 +484,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_warned_keys",
             "_checks_for_twins",
             "_warns_about_no_gradient",
+            "_looks_for_rivals",
             "_settings",
             "_router",
             "_routes",
@@ -494,5 +504,6 @@ class MuonOptimizer(GroupedOptimizer):
             "_watch": None,
             "_routed": [],
             "_held": None,
+            "_rivals": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
