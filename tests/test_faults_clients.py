@@ -634,3 +634,44 @@ def test_the_watch_for_other_optimizers_ends_with_the_optimizer():
     del optimizer
     gc.collect()
     assert len(hooks) == before
+
+
+# --------------------------------------------------------------------------------------- checkpoints loaded on one rank
+
+
+def loaded_on(ranks: list[int]) -> list[str]:
+    """Load weights and state on some ranks, and return what warnings say at the next two steps."""
+
+    def step(model: nn.Module, optimizer: MuonOptimizer) -> None:
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = fully_shard(linear())
+    optimizer = FSDPMuonOptimizer(model)
+    step(model, optimizer)
+    weights, state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+    resumed = fully_shard(linear())
+    optimizer = FSDPMuonOptimizer(resumed)
+    if dist.get_rank() in ranks:
+        resumed.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(resumed, optimizer)
+    return user_warnings(caught)
+
+
+@promise(
+    "Rank 0 alone loads its shards of weights or of the optimizer's state",
+    "A warning on all ranks names a rank that has loaded and one that has not",
+)
+def test_a_checkpoint_that_one_rank_loads_is_told(ranks: RankPool):
+    for texts in ranks.run(2, loaded_on, [0], timeout=LIMIT):
+        assert [text.partition(". A checkpoint")[0] for text in texts] == [
+            "Rank 0 has loaded optimizer state since the last step, and rank 1 has not",
+            "Rank 0 has changed its shards of weights since the optimizer was built, and rank 1 has not",
+        ]
+    assert ranks.run(2, loaded_on, [0, 1], timeout=LIMIT) == [[], []]
+    assert ranks.run(2, loaded_on, [], timeout=LIMIT) == [[], []]

@@ -65,6 +65,15 @@ class _Flag(IntEnum):
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
     COMPARES = 4  # the rank has not compared its replicas with others yet
+    # Things that ranks do alike, such as loading: one number for those that did, and one for those that did not.
+    LOADED_STATE = 5
+    KEPT_STATE = 6
+    LOADED_WEIGHTS = 7
+    KEPT_WEIGHTS = 8
+
+
+_LOADED = (_Flag.LOADED_STATE, _Flag.LOADED_WEIGHTS)
+_KEPT = (_Flag.KEPT_STATE, _Flag.KEPT_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class Agreed:
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
     compares: bool = False  # some rank wants to compare replicas, which needs all of them
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
+    loaded_on: tuple[tuple[int, int] | None, ...] = ()  # of state and weights: a rank that loaded, one that did not
 
 
 class Agreement:
@@ -171,6 +181,7 @@ class Agreement:
         inert: bool,
         not_finite: bool,
         compares: bool = False,
+        loaded: tuple[bool, bool] = (False, False),
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
 
@@ -183,6 +194,7 @@ class Agreement:
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
             compares: whether this rank wants to compare replicas.
+            loaded: whether this rank has loaded optimizer state, and weights, since the last step.
 
         Returns:
             What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new
@@ -196,6 +208,8 @@ class Agreement:
         numbers[_Flag.NOT_INERT] = int(not inert)
         numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
         numbers[_Flag.COMPARES] = (1 + my_rank()) * compares
+        for did, did_not, is_done in zip(_LOADED, _KEPT, loaded, strict=True):
+            numbers[did if is_done else did_not] = 1 + my_rank()
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
@@ -217,7 +231,9 @@ class Agreement:
         }
         largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
         is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
-        return Agreed(is_inert, rank if rank >= 0 else None, found, compares, largest_early)
+        pairs = [(largest[did] - 1, largest[did_not] - 1) for did, did_not in zip(_LOADED, _KEPT, strict=True)]
+        loaded_on = tuple(pair if min(pair) >= 0 else None for pair in pairs)
+        return Agreed(is_inert, rank if rank >= 0 else None, found, compares, largest_early, loaded_on)
 
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""

@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
+from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -140,6 +141,9 @@ class MuonOptimizer(GroupedOptimizer):
             strict=strict,
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
+        self._has_loaded = False  # optimizer state, since the last step
+        # How often PyTorch has seen each parameter change, until the first step compares it.
+        self._versions = {id(p): _version(p) for p in self._parameters()} if num_ranks() > 1 else None
 
     # -------------------------------------------------------------------- step
 
@@ -301,13 +305,29 @@ class MuonOptimizer(GroupedOptimizer):
             inert=inert,
             not_finite=not_finite,
             compares=planned.compares_replicas,
+            loaded=(self._has_loaded, self._has_changed_weights(planned)),
         )
+        self._has_loaded = False
+        _warn_about_loads(agreed)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
         if not agreed.compares or agreed.inert:
             return agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
+
+    def _has_changed_weights(self, planned: PlannedStep) -> bool:
+        """Return whether shards of weights have changed since the optimizer was built; only the first step looks.
+
+        FSDP2 copies shards of uneven sizes on some ranks only, so these are left out.
+        """
+        versions, self._versions = self._versions, None
+        return versions is not None and any(
+            versions.get(id(record.tensor), _version(record.tensor)) != _version(record.tensor)
+            for record in planned.records
+            if record.layout.num_replicas < len(record.layout.ranks)
+            and len({box.shape for box in record.layout.boxes(record.shape)}) == 1
+        )
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -466,6 +486,7 @@ class MuonOptimizer(GroupedOptimizer):
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
         self._forget_origins_of_lr()
+        self._has_loaded = True
         if self._planned is not None:
             self._planned.expect_comparison()
         for message in what_was_not_loaded(self._records(), incoming):
@@ -485,6 +506,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_checks_for_twins",
             "_warns_about_no_gradient",
             "_looks_for_rivals",
+            "_has_loaded",
             "_settings",
             "_router",
             "_routes",
@@ -505,5 +527,25 @@ class MuonOptimizer(GroupedOptimizer):
             "_routed": [],
             "_held": None,
             "_rivals": None,
+            "_versions": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
+
+
+@torch.no_grad()
+def _version(parameter: Tensor) -> int:
+    """Return how often PyTorch has seen this rank's part of a parameter change in place."""
+    part = local(parameter)
+    return 0 if part.is_inference() else part._version
+
+
+def _warn_about_loads(agreed: Agreed) -> None:
+    """Warn if a rank has loaded a checkpoint and another has not."""
+    did = ("loaded optimizer state since the last step", "changed its shards of weights since the optimizer was built")
+    for text, ranks in zip(did, agreed.loaded_on, strict=False):
+        if ranks is not None:
+            warn_user(
+                f"Rank {ranks[0]} has {text}, and rank {ranks[1]} has not. A checkpoint that only one rank loads leaves "
+                "the others with what they had: load on all ranks, each its own shards, as torch.distributed.checkpoint "
+                "does."
+            )

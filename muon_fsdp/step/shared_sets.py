@@ -145,6 +145,7 @@ class StepAgreement:
         inert: bool,
         not_finite: bool,
         compares: bool,
+        loaded: tuple[bool, bool] = (False, False),
     ) -> Agreed:
         """Tell the other ranks about this rank's gradients, and find out about theirs.
 
@@ -156,6 +157,7 @@ class StepAgreement:
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
             compares: whether replicas are still to be compared.
+            loaded: whether this rank has loaded optimizer state, and weights, since the last step.
         """
         if self._agreement is not None and not self._agreement.is_alive:
             self._agreement = None
@@ -182,7 +184,14 @@ class StepAgreement:
                 like = shared.like(max(shared.positions, key=len))
                 self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
             agreed = self._agreement.before_step(
-                hashes, by_ranks, early_by_ranks, describe, inert=inert, not_finite=not_finite, compares=compares
+                hashes,
+                by_ranks,
+                early_by_ranks,
+                describe,
+                inert=inert,
+                not_finite=not_finite,
+                compares=compares,
+                loaded=loaded,
             )
             if agreed is None:  # another rank has other parameters than before
                 self._agreement = None
