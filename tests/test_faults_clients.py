@@ -524,9 +524,7 @@ def test_joining_with_overlap_in_backward_is_refused(ranks: RankPool):
 # ------------------------------------------------------------------------------------------------- steps without effect
 
 
-@promise(
-    "No parameter has a gradient (`zero_grad()` before `step()`)", "A warning, once, names likely causes"
-)
+@promise("No parameter has a gradient (`zero_grad()` before `step()`)", "A warning, once, names likely causes")
 def test_a_step_without_any_gradient_is_told():
     model = linear()
     optimizer = MuonOptimizer(model)

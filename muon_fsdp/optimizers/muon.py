@@ -545,7 +545,7 @@ def _warn_about_loads(agreed: Agreed) -> None:
     for text, ranks in zip(did, agreed.loaded_on, strict=False):
         if ranks is not None:
             warn_user(
-                f"Rank {ranks[0]} has {text}, and rank {ranks[1]} has not. A checkpoint that only one rank loads leaves "
-                "the others with what they had: load on all ranks, each its own shards, as torch.distributed.checkpoint "
-                "does."
+                f"Rank {ranks[0]} has {text}, and rank {ranks[1]} has not. A checkpoint that only one rank loads "
+                "leaves the others with what they had: load on all ranks, each its own shards, as "
+                "torch.distributed.checkpoint does."
             )

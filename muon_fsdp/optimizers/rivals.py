@@ -49,6 +49,6 @@ class RivalWatch:
         for other, names in self._found.items():
             warn_user(
                 f"{len(names)} parameters are updated by {other} too ({first_names(names)}), so every step moves them "
-                "twice. Give each parameter to one optimizer: MuonOptimizer(model) updates embeddings, heads and vectors "
-                "with AdamW by itself."
+                "twice. Give each parameter to one optimizer: MuonOptimizer(model) updates embeddings, heads and "
+                "vectors with AdamW by itself."
             )
