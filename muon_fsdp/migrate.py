@@ -12,7 +12,7 @@ from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import PerParameter
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists
-from muon_fsdp.parameters.routing import clean_name
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.state_dict import StateDict, origin
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import Rule, rule_named

@@ -132,10 +132,6 @@ def _operand(name: str, block: tuple[int, int], bulk: bool) -> str:
 
 
 def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int, transposed: bool = False) -> None:
-    from muon_fsdp.kernels.select import GLUON_VERSIONS, triton_version
-
-    if triton_version() not in GLUON_VERSIONS:
-        return
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from muon_fsdp.kernels import triton_hopper as hopper
@@ -178,7 +174,7 @@ def spectral() -> None:
     elementwise(
         triton_spectral._bilinear_kernel, ["*fp32!", "*fp16!", "*fp32!", "*i32", "*fp32", *numbers], tiles, True
     )
-    shifted: list[str | None] = ["*bf16!", "*fp32!", "*fp32!", "*fp32!", "*fp32!", "*i32", "*fp16!", *numbers]
+    shifted: list[str | None] = ["*bf16!", *["*fp32!"] * 5, "*i32", "*fp16!", *numbers]
     elementwise(triton_spectral._shifted_cast_kernel, shifted, tiles)
     projected: list[str | None] = ["*fp16!", "*fp32!", "*fp32!", "*fp32", "*fp32", "fp32", *numbers]
     elementwise(triton_spectral._project_out_kernel, projected, {"ALIGNED": True, "ROWS": 8, "BLOCK": 512})
@@ -293,6 +289,8 @@ def fused_updates() -> None:
     norms = {"CHUNK": triton_norms.CHUNK, "ALIGNED": True}
     elementwise(triton_norms._partials_kernel, ["*bf16!", "*fp32!", "i32", "i32"], norms)
     elementwise(triton_norms._scaled_cast_kernel, ["*bf16!", "*fp32", "*fp16!", "i32", "i32", "fp32"], norms)
+    damping = {"EACH": triton_norms.DAMPING_PROGRAMS, **norms}
+    elementwise(triton_norms._damp_kernel, ["*fp16!", "*fp32", "i32", "fp32"], damping)
     for first_chunk in ("*i32!", None):
         types = ["*fp32!", first_chunk, "*fp32!", "i32"]
         elementwise(triton_norms._inverse_norms_kernel, types, {"BLOCK": 1024}, False)
@@ -314,11 +312,11 @@ def fused_updates() -> None:
 def small_matrices() -> None:
     """Compile the kernel of small matrices, with the tiles for 64 and 128 rows."""
     steps, refreshes = QUINTICS[:2], frozenset({1})  # short, because compilation takes seconds per step
-    for rows, dtype, norms, tall in ((64, torch.bfloat16, None, True), (128, torch.float32, "*fp32", False)):
+    for rows, dtype, has_norms, tall in ((64, torch.bfloat16, False, True), (128, torch.float32, True, False)):
         config = triton_small.small_config(rows, 4096, dtype)
         constants = {
             **triton_small._chain_constants(steps, refreshes),
-            "HAS_NORMS": norms is not None,
+            "HAS_NORMS": has_norms,
             "WIDE": dtype == torch.float32,
             "EXACT": rows == 64,
             "SPLIT_FROM": config.split_from,
@@ -328,7 +326,7 @@ def small_matrices() -> None:
             "TILE": config.tile,
             "STAGES": config.num_stages,
         }
-        types = [f"*{NAMES[dtype]}!", norms, f"*{NAMES[dtype]}!", "i32", "i32", "fp32", "fp32"]
+        types = [f"*{NAMES[dtype]}!", "*fp32", f"*{NAMES[dtype]}!", "i32", "i32", "fp32", "fp32"]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         result = compiled(triton_small._small_kernel, types, constants, HOPPER, **options)
         wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", result.asm["ptx"]))

@@ -344,8 +344,8 @@ def imagined_ranks() -> int:
 
 def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
     """Run another case with updates by fused kernels in Triton's interpreter, and check that they were launched."""
-    from muon_fsdp.kernels import triton_elementwise, triton_rows, triton_spectral
-    from muon_fsdp.linalg import rows, sphere, tangent
+    from muon_fsdp.kernels import triton_elementwise, triton_norms, triton_rows, triton_spectral
+    from muon_fsdp.linalg import damping, rows, sphere, tangent
     from muon_fsdp.step import fused
 
     launched: list[str] = []
@@ -356,9 +356,9 @@ def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
         launch(kernel, *rest, **options)
 
     with ExitStack() as stack:
-        for module in (triton_elementwise, triton_rows, triton_spectral):
+        for module in (triton_elementwise, triton_norms, triton_rows, triton_spectral):
             stack.enter_context(patch.object(module, "launch", noted_launch))
-        for module in (fused, rows, sphere, tangent):
+        for module in (damping, fused, rows, sphere, tangent):
             stack.enter_context(patch.object(module, "unusable", lambda device: None))
         result = case(*args)
     expected = {"_muon_prepare_kernel", "_apply_kernel", "_adamw_kernel"}
@@ -373,3 +373,36 @@ def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
             expected |= of_options.get(option, set())
     assert expected <= set(launched), f"not launched: {expected - set(launched)}"
     return result
+
+
+def stop_idle(rule: str, strategy: str, options: dict[str, Any]) -> None:
+    """Check that every second matrix, which has gradients only at first, stops on shards as it does on one device."""
+
+    def train(sharded: bool) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(*shape) for shape in [(10, 7), (7, 9), (9, 9), (9, 9)]))
+        if sharded:
+            fully_shard(model)
+        optimizer = MuonOptimizer(
+            model.named_parameters(), rule=rule, strategy=strategy, momentum=0.01, comm_dtype=torch.float32, **options
+        )
+        generator = torch.Generator().manual_seed(1)
+        before: list[Tensor] = []
+        for step in range(7):
+            before = [whole(layer.weight) for layer in model]
+            for number, p in enumerate(model.parameters()):
+                grad = torch.randn(p.shape, generator=generator) * (step == 0 or number % 4 != 0)
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+            optimizer.step()
+        after = [whole(layer.weight) for layer in model]
+        return after, [new - old for new, old in zip(after, before, strict=True)]
+
+    def whole(p: Tensor) -> Tensor:
+        return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+
+    expected, _ = train(sharded=False)
+    found, moved = train(sharded=True)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)
+    sizes = [float(each.norm()) for each in moved]
+    assert max(sizes[::2]) < 1e-3 < 1e-2 < min(sizes[1::2]), sizes

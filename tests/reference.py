@@ -24,16 +24,32 @@ def scale_of(version: str | float, d_out: int, d_in: int) -> float:
     }[version]
 
 
+def damping(matrix: np.ndarray, momentum_eps: float) -> float:
+    """Return the factor of the update of a matrix that is orthogonalized: below 1 if its norm is below momentum_eps."""
+    norm = np.linalg.norm(matrix / np.abs(matrix).max()) * np.abs(matrix).max() if matrix.any() else 0.0
+    return norm / momentum_eps if norm < momentum_eps else 1.0
+
+
 class ReferenceMuon:
     """One 2D weight."""
 
     def __init__(
-        self, w, *, lr=0.02, momentum=0.95, weight_decay=0.0, nesterov=False, scale="v2", ns_stepsize=1.0, blocks=None
+        self,
+        w,
+        *,
+        lr=0.02,
+        momentum=0.95,
+        weight_decay=0.0,
+        nesterov=False,
+        scale="v2",
+        ns_stepsize=1.0,
+        blocks=None,
+        momentum_eps=1e-7,
     ):
         self.w = np.array(w, dtype=np.float64)
         self.buf = np.zeros_like(self.w)
         self.lr, self.momentum, self.weight_decay, self.nesterov = lr, momentum, weight_decay, nesterov
-        self.scale, self.ns_stepsize = scale, ns_stepsize
+        self.scale, self.ns_stepsize, self.momentum_eps = scale, ns_stepsize, momentum_eps
         self.blocks = blocks or [self.w.shape[0]]  # heights of the logical matrices
         self.condition = 1.0  # the worst so far: what rounding of an input is multiplied by in its polar factor
 
@@ -43,7 +59,9 @@ class ReferenceMuon:
         u = grad + self.momentum * self.buf if self.nesterov else self.buf
         parts = np.split(u, np.cumsum(self.blocks)[:-1], axis=0)
         self.condition = max(self.condition, *(np.linalg.cond(part) for part in parts))
-        update = np.concatenate([scale_of(self.scale, *part.shape) * polar(part) for part in parts])
+        update = np.concatenate(
+            [scale_of(self.scale, *part.shape) * damping(part, self.momentum_eps) * polar(part) for part in parts]
+        )
         self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * update
         return self.w
 
@@ -68,7 +86,7 @@ class ReferenceNorMuon(ReferenceMuon):
             normalized = o / (np.sqrt(v) + self.eps)
             if normalized.any():
                 normalized *= np.linalg.norm(o) / np.linalg.norm(normalized)
-            updates.append(scale_of(self.scale, *part.shape) * normalized)
+            updates.append(scale_of(self.scale, *part.shape) * damping(part, self.momentum_eps) * normalized)
         self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * np.concatenate(updates)
         return self.w
 
@@ -102,16 +120,18 @@ def matrix_with_condition(rng: np.random.Generator, rows: int, cols: int, condit
 class ReferenceSphere:
     """The Spectral Sphere Optimizer for one 2D weight: SVDs, and lambda by bisection to the last bit."""
 
-    def __init__(self, w, *, lr=0.02, momentum=0.95, nesterov=False, radius=None, mode="exact"):
+    def __init__(self, w, *, lr=0.02, momentum=0.95, nesterov=False, radius=None, mode="exact", momentum_eps=1e-7):
         self.w = np.array(w, dtype=np.float64)
         self.buf = np.zeros_like(self.w)
         self.lr, self.momentum, self.nesterov, self.mode = lr, momentum, nesterov, mode
+        self.momentum_eps = momentum_eps
         self.radius = math.sqrt(self.w.shape[0] / self.w.shape[1]) if radius is None else radius
 
     def step(self, grad) -> np.ndarray:
         grad = np.asarray(grad, dtype=np.float64)
         self.buf = self.momentum * self.buf + grad
         m = grad + self.momentum * self.buf if self.nesterov else self.buf
+        factor = damping(m, self.momentum_eps)
         m = m / np.linalg.norm(m)
         us, s, vt = np.linalg.svd(self.w, full_matrices=False)
         outer = np.outer(us[:, 0], vt[0])
@@ -119,7 +139,7 @@ class ReferenceSphere:
         update = polar(m + self.solve(m, outer) * outer)
         if self.mode == "projection":
             update = update - np.sum(outer * update) * outer
-        self.w = self.w - self.lr * self.radius * update
+        self.w = self.w - self.lr * self.radius * factor * update
         return self.w
 
     def solve(self, m, outer) -> float:

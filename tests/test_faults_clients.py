@@ -254,7 +254,7 @@ def test_groups_that_are_assigned_are_followed(named):
     resumed.load_state_dict(saved)
     step(layers, first)
     step(others, resumed)
-    assert_same([p for layer in others for p in layer.parameters()], [p for layer in layers for p in layer.parameters()])
+    assert_same(*([p for layer in model for p in layer.parameters()] for model in (others, layers)))
     names = [row.name for row in first.routing_report().rows]
     assert [row.name for row in resumed.routing_report().rows] == names
 
@@ -264,7 +264,7 @@ def test_groups_that_are_assigned_are_followed(named):
     assert [row.reason for row in rows] == ["vector", "group with rule 'muon'", "vector", "matrix"]
     step(layers, first)
     step(others, resumed)
-    assert_same([p for layer in others for p in layer.parameters()], [p for layer in layers for p in layer.parameters()])
+    assert_same(*([p for layer in model for p in layer.parameters()] for model in (others, layers)))
 
     resumed.param_groups.append({"params": [nn.Parameter(torch.ones(2, 2))], "lr": 0.1})
     for use in (resumed.step, resumed.routing_report, resumed.state_dict):
@@ -326,7 +326,7 @@ def test_tensor_classes_that_can_not_be_updated_are_refused():
     assert not torch.equal(model.weight, before)
 
 
-# ------------------------------------------------------------------------------------------------ ranks that are threads
+# ----------------------------------------------------------------------------------------------- ranks that are threads
 
 
 def on_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
@@ -384,7 +384,7 @@ def test_ranks_may_be_threads():
         assert_near(weights, expected, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- gradients that disappear
+# --------------------------------------------------------------------------------------------- gradients that disappear
 
 
 @promise(
@@ -445,7 +445,7 @@ def test_gradients_that_disappear_on_ranks(ranks: RankPool, kind):
             ]
 
 
-# ------------------------------------------------------------------------------------- process groups that are destroyed
+# ------------------------------------------------------------------------------------ process groups that are destroyed
 
 
 def destroyed_agreement_group() -> list[str]:
@@ -456,7 +456,9 @@ def destroyed_agreement_group() -> list[str]:
         optimizer = MuonOptimizer(model, agreement_group=group) if is_built else None
         dist.destroy_process_group(group)
         model(torch.ones(1, 6)).sum().backward()
-        texts.append(error_of(optimizer.step if optimizer else lambda g=group: MuonOptimizer(linear(), agreement_group=g)))
+        texts.append(
+            error_of(optimizer.step if optimizer else lambda g=group: MuonOptimizer(linear(), agreement_group=g))
+        )
         texts.append(error_of(lambda g=group: MuonOptimizer(linear(), replicate_group=g)))
     return texts
 

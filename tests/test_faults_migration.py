@@ -206,8 +206,8 @@ def test_keller_jordans_state_is_migrated():
 
 @promise(
     "The rule of the matrices changes in the middle of a run, from `muon` to `normuon`",
-    "`migrate.load_state_dict` loads momentum, which both keep, and AdamW's moments; `optimizer.load_state_dict` refers "
-    "to it",
+    "`migrate.load_state_dict` loads momentum, which both keep, and AdamW's moments; `optimizer.load_state_dict` "
+    "refers to it",
 )
 @pytest.mark.parametrize("rule", ["normuon", "spectral_sphere"])
 @pytest.mark.parametrize("named", [True, False])
@@ -220,7 +220,9 @@ def test_momentum_is_taken_over_by_another_rule(rule, named):
     old = make()
     train(model, old)
     new = make(rule=rule)
-    with pytest.raises(RuntimeError, match="'muon', but takes .* here\n\tto change rules in a run, call muon_fsdp.mig"):
+    with pytest.raises(
+        RuntimeError, match=r"'muon', but takes .* here\n\tto change rules in a run, call muon_fsdp\.mig"
+    ):
         new.load_state_dict(old.state_dict())
     # `params` are not in the order of the groups, which have matrices first.
     loaded = migrate.load_state_dict(new, old.state_dict(), reversed(list(model.parameters())))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from muon_fsdp.step import fused
 
 pytest.importorskip("triton")
 
+from tests.comparisons import assert_same
 from tests.kernel_cases import DEVICE, Net, error, kernels_fixture, random  # noqa: F401
 
 pytestmark = pytest.mark.no_cover  # coverage makes the interpreter of kernels more than twice as slow
@@ -48,7 +51,7 @@ def train(nesterov, dtype, accumulated=False):
     return [p.detach().clone() for p in model.parameters()], states
 
 
-@pytest.mark.filterwarnings("ignore:gradient_accumulation_steps=2")
+@pytest.mark.filterwarnings("ignore:gradient_accumulation_steps=2")  # gradients are assigned, not accumulated
 @pytest.mark.parametrize(
     ("nesterov", "dtype", "accumulated"), [(False, torch.float32, False), (True, torch.bfloat16, True)]
 )
@@ -74,7 +77,7 @@ def test_norms_that_prepare_computes_are_those_of_the_matrices(kernels_everywher
         sizes = 10.0 ** (3 * torch.arange(len(p) if p.ndim == 3 else 1, device=DEVICE) - 4 * number)
         p.grad = random(*p.shape) * (sizes[:, None, None] if p.ndim == 3 else sizes)
     before = [p.detach().clone() for p in params]
-    MuonOptimizer(params, lr=1.0, scale=1.0, ns_steps=2).step()
+    MuonOptimizer(params, lr=1.0, scale=1.0, ns_steps=2, momentum_eps=0.0).step()
     for p, old in zip(params, before, strict=True):
         expected = orthogonalize(p.grad.double().cpu(), steps=2, form="standard").to(DEVICE)
         assert error(old - p.detach(), expected) < 2e-2
@@ -100,7 +103,8 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
         model = Net().to(DEVICE)
         groups = [
             {"params": [model.qkv], "split_sizes": (8, 4, 12)},
-            {"params": [model.weight, model.other, model.stack, model.odd, model.bias]},
+            {"params": [model.stack], "transposed": True},
+            {"params": [model.weight, model.other, model.odd, model.bias]},
         ]
         optimizer = SpectralSphereOptimizer(groups, lambda_mode=mode, retract_mode=retract_mode)
         for step in range(2):
@@ -117,3 +121,70 @@ def test_a_step_on_spheres(monkeypatch, mode, retract_mode):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=2e-3)
     assert metrics["lambda_fallbacks"] == pytest.approx(expected_metrics["lambda_fallbacks"], abs=2)
+
+
+def of_size(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the beginning of some memory as a tensor of this shape."""
+    return memory[: math.prod(shape)].view(shape)
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (17,), (24, 32)])
+def test_a_parameter_that_gets_another_shape_is_planned_anew(kernels_everywhere, shape):
+    """Structured pruning: kernels must not write behind the new data, for which the old plan is too large."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(random(16, 32)), nn.Parameter(random(33))]
+    p = params[len(shape) % 2]
+    optimizer = MuonOptimizer(params, lr=0.1, adamw_lr=0.1, cuda_graph=False)
+    for _ in range(2):
+        for each in params:
+            each.grad = random(*each.shape)
+        optimizer.step()
+    memory, gradients = torch.full((1024,), 7.0, device=DEVICE), torch.zeros(1024, device=DEVICE)
+    start, grad = random(*shape), random(*shape)
+    p.grad, p.data = None, of_size(memory, shape).copy_(start)
+    p.grad = of_size(gradients, shape).copy_(grad)
+    with pytest.warns(UserWarning, match=r"starts anew: its rule, view or shape was changed"):
+        optimizer.step()
+    assert (memory[p.numel() :] == 7).all()
+    if p.ndim == 2:
+        twin = nn.Parameter(start.clone())
+        twin.grad = grad.clone()
+        MuonOptimizer([twin], lr=0.1, cuda_graph=False).step()
+        torch.testing.assert_close(p.detach(), twin.detach(), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(p.detach(), start)
+
+
+def test_a_gradient_of_another_shape_is_an_error(kernels_everywhere):
+    p = nn.Parameter(random(16, 32))
+    optimizer = MuonOptimizer([("w", p)], cuda_graph=False)
+    p.grad = random(16, 32)
+    optimizer.step()
+    p.data = random(24, 32)
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 'w' has shape \(16, 32\), and the parameter \(24"):
+        optimizer.step()
+
+
+def test_state_that_gets_another_dtype_is_not_written_by_kernels_of_the_old_one(kernels_everywhere):
+    p = nn.Parameter(random(16, 32))
+    optimizer = MuonOptimizer([p], cuda_graph=False)
+    for _ in range(2):
+        p.grad = random(16, 32)
+        optimizer.step()
+    buffer = optimizer.state[p]["momentum_buffer"]
+    memory = torch.full((1024,), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    buffer.data = of_size(memory, (16, 32)).copy_(buffer)
+    optimizer.step()
+    assert (memory[512:] == 7).all()
+    assert buffer.isfinite().all()
+
+
+def test_state_that_gets_another_shape_is_an_error(kernels_everywhere):
+    p = nn.Parameter(random(16, 32))
+    optimizer = MuonOptimizer([("w", p)], cuda_graph=False)
+    p.grad = random(16, 32)
+    optimizer.step()
+    optimizer.state[p]["momentum_buffer"].data = torch.zeros(8, 32, device=DEVICE)
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"state 'momentum_buffer' of parameter 'w' has shape \(8, 32\) instead of"):
+        optimizer.step()
+    assert_same(p.detach(), before)

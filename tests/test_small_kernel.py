@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels import triton_small
+from muon_fsdp.kernels import triton_norms, triton_small
 from muon_fsdp.kernels.triton_small import MAX_ROWS, orthogonalize_small
 from tests.comparisons import assert_same
 from tests.kernel_cases import DEVICE
@@ -28,7 +28,13 @@ EXACT, ROUNDED = 3e-4, 6e-3
 def run(batch, chain=MAIN, *, factor=1.0, inverse_norms=None, dtype=torch.float32, config=None):
     memory = torch.full((batch.numel() + 2 * GUARD,), torch.nan, device=DEVICE, dtype=dtype)
     out = memory[GUARD:-GUARD].view(batch.shape)
-    assert orthogonalize_small(batch, *chain, MARGIN, factor, inverse_norms, out, config) is out
+    norms = orthogonalize_small(batch, *chain, MARGIN, factor, inverse_norms, out, config)
+    if inverse_norms is None:
+        expected = 1 / torch.linalg.matrix_norm(batch.double())
+        finite = expected.isfinite() & (expected < 1e38) & (expected > 0)
+        torch.testing.assert_close(norms[finite].double(), expected[finite], rtol=2e-3, atol=0)
+    else:
+        assert norms is inverse_norms
     assert memory[:GUARD].isnan().all()
     assert memory[-GUARD:].isnan().all()
     return out
@@ -62,6 +68,15 @@ def test_any_size(size):
     assert errors(run(batch), expected).max() < EXACT
     inverse = (1 / torch.linalg.matrix_norm(batch.double())).float()
     assert errors(run(batch, inverse_norms=inverse), expected).max() < EXACT
+
+
+@pytest.mark.parametrize("size", [1e-37, 4e-39, 1e-41, 0.0])
+def test_tiny_matrices_stay_finite(size):
+    batch = torch.randn(2, 20, 40, device=DEVICE) * size
+    for inverse in (None, triton_norms.inverse_norms(batch)):
+        result = run(batch, inverse_norms=inverse)
+        assert result.isfinite().all()
+        assert float(torch.linalg.matrix_norm(result, 2).max()) < 1.01
 
 
 def test_norms_that_the_caller_gives_are_used():

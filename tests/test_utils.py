@@ -236,8 +236,9 @@ def test_it_is_differentiable():
 
 def test_normalize_leaves_a_margin():
     batch = torch.randn(4, 30, 70) * 1e25
-    normalized, exact = normalize(batch, 1.01, torch.float32)
+    normalized, exact, inverse_norms = normalize(batch, 1.01, torch.float32)
     torch.testing.assert_close(torch.linalg.matrix_norm(normalized), torch.full((4,), 1 / 1.01))
+    torch.testing.assert_close(inverse_norms.double(), 1 / torch.linalg.matrix_norm(batch.double()), rtol=1e-6, atol=0)
     assert_same(exact.matrices, normalized)
     assert exact.scales is None
     assert exact.factor == 1

@@ -24,10 +24,10 @@ from muon_fsdp.cli.two_ranks import PREFIX
 from muon_fsdp.elementwise import find_other_muon_optimizer
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import (
-    GLUON_VERSIONS,
     KERNELS_VARIABLE,
     gluon_unusable,
     is_hopper,
+    probe_gluon,
     unusable,
 )
 from muon_fsdp.linalg.newton_schulz import orthogonalize
@@ -196,12 +196,10 @@ def check_hopper_kernel(device: torch.device) -> list[Finding]:
     """Check that large symmetric products use their fast kernel, on GPUs that have one."""
     if unusable(device) is not None or not is_hopper(device):
         return []
-    reason = gluon_unusable()
-    if reason is None:
+    if probe_gluon(device):
         return [Finding("Gluon kernel for Hopper", "ok", "large symmetric products use it")]
-    versions = " or ".join(GLUON_VERSIONS)
-    advice = f"Install Triton {versions}. Results are right without it, but large products take up to 29% longer."
-    return [Finding("Gluon kernel for Hopper", "warning", f"not used: {reason}", advice)]
+    advice = f"Results are right without it, but large products take up to 29% longer. {REPORT}"
+    return [Finding("Gluon kernel for Hopper", "warning", f"not used: {gluon_unusable()}", advice)]
 
 
 def _kernels(device: torch.device) -> tuple[float, float, str]:

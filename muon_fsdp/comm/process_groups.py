@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,32 @@ _GroupKey: TypeAlias = tuple[Ranks, str, str, str]
 
 
 class Claim:
-    """The right to use the process groups for a purpose in a thread, as long as somebody holds this object."""
+    """The right to use the process groups for a purpose in a thread, as long as somebody holds this object.
+
+    Args:
+        world: what belongs to the `init_process_group` of these groups.
+    """
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self.is_broken = False  # whether an exchange has failed: ranks no longer agree on what comes next
+
+    def give_up(self) -> None:
+        """Hold the claim until the groups are destroyed, because an exchange has failed: nobody may use them again."""
+        self.is_broken = True
+        self._world.broken.append(self)
 
 
 @dataclass
 class _World:
     """The process groups and counters that belong to one `init_process_group`."""
 
-    groups: dict[_GroupKey, dist.ProcessGroup] = field(default_factory=dict)
+    # torch.distributed owns the groups. Another reference would keep gloo's threads after `destroy_process_group`,
+    # because DTensor's caches may keep the default group, and with it this object, until the program ends.
+    groups: WeakValueDictionary[_GroupKey, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     meetings: Counter[str] = field(default_factory=Counter)  # calls of `next_meeting`, by name
     claims: dict[str, ReferenceType[Claim]] = field(default_factory=dict)  # by purpose
+    broken: list[Claim] = field(default_factory=list)
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
@@ -55,6 +71,12 @@ def my_rank() -> int:
 def num_ranks() -> int:
     """Return the world size; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def world_reference() -> Callable[[], object]:
+    """Return a weak reference to the default process group; one to nothing without torch.distributed."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return ref(world) if world is not None else lambda: None
 
 
 def is_pretended() -> bool:
@@ -89,8 +111,9 @@ def are_claimed(purpose: str) -> bool:
 def claim_groups(purpose: str) -> Claim:
     """Return the claim to the process groups of `groups_for(purpose)`, which nobody else may hold."""
     assert not are_claimed(purpose)
-    claim = Claim()
-    _this_world().claims[purpose] = ref(claim)
+    world = _this_world()
+    claim = Claim(world)
+    world.claims[purpose] = ref(claim)
     return claim
 
 

@@ -246,7 +246,7 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-# Names of the same options in other libraries. In a group they are errors too: there they look as if they had an effect.
+# Names of the same options in other libraries. In a group they are errors too: they look as if they had an effect.
 _SYNONYMS = {
     "learning_rate": "lr",
     "muon_lr": "lr",

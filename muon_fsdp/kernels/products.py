@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels.addends import Addend, contiguous, unpack
-from muon_fsdp.kernels.select import Product, give_up_gluon, select, tune
+from muon_fsdp.kernels.select import Product, give_up_gluon, probe_gluon, select, tune
 from muon_fsdp.kernels.tiles import KernelError
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def multiply_add(
         if summand is not None and c_scale is not None:
             # Part of beta comes before the rounding, because half precision would round small entries coarsely.
             early = min(max(abs(beta), 1.0), LARGEST_EARLY_FACTOR)
-            scaled, rest = summand * (early * c_scale)[:, None, None], beta / early
+            # The scale of a tiny matrix is near the largest float32, so early * c_scale could overflow.
+            scaled, rest = summand * c_scale[:, None, None] * early, beta / early
         added = None if scaled is None else scaled.to(a.dtype)
         product = _library_product(a, b, added, alpha, rest)
         if out is not None:
@@ -153,17 +154,16 @@ def _compute(
     by_gluon: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     choice = select(product, device)
+    if choice.path == "gluon" and not probe_gluon(device):
+        choice = select(product, device)
     if choice.path == "gluon":
         assert by_gluon is not None
         try:
             return by_gluon()
         except KernelError as error:
-            give_up_gluon(error)
+            give_up_gluon(f"it failed with {error}")
             choice = select(product, device)
     if choice.path is None:
-        from muon_fsdp.kernels.launch import mark_unrepeatable
-
-        mark_unrepeatable()  # the next call does not time kernels
         choice = tune(product, device, lambda tiles: by_library() if tiles is None else by_triton(tiles))
     return by_library() if choice.config is None else by_triton(choice.config)
 

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
+from muon_fsdp.kernels.addends import Addend
 from muon_fsdp.kernels.schedule import NO_TILE
-from muon_fsdp.kernels.tiles import KernelError, TileConfig, num_processors
+from muon_fsdp.kernels.tiles import TileConfig, num_processors
 from muon_fsdp.timing import seconds
 
 Operation = Literal["symmetric", "multiply_add"]
@@ -36,8 +36,9 @@ CACHE_VARIABLE = "MUON_FSDP_CACHE"
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# Versions of Triton that compile our Gluon kernel. Gluon is not a stable interface, so other versions may not.
-GLUON_VERSIONS = ("3.6", "3.7")
+# The largest relative error with which `probe_gluon` accepts products of the Gluon kernel; rounding gives about 1e-3.
+PROBE_TOLERANCE = 1e-2
+_is_gluon_probed = False
 _gluon_failure: str | None = None
 
 
@@ -104,13 +105,6 @@ def triton_available() -> bool:
     return find_spec("triton") is not None
 
 
-def triton_version() -> str:
-    """Return the version of Triton without its patch number, such as 3.7."""
-    import triton
-
-    return ".".join(triton.__version__.split(".")[:2])
-
-
 def unusable(device: torch.device) -> str | None:
     """Return why Triton kernels can't run on a device, or None if they can."""
     return _unusable(device, os.environ.get(KERNELS_VARIABLE, "auto"))
@@ -168,48 +162,67 @@ def is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and _capability(device)[0] == 9
 
 
-def selection_state() -> tuple[object, ...]:
-    """Return everything besides the product and the device that `select` depends on."""
-    return _is_distributed(), _gluon_failure
-
-
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def gluon_unusable() -> str | None:
     """Return why the Gluon kernel can't be used, or None if no reason is known yet."""
-    return _gluon_failure or _gluon_import_failure()
+    return _gluon_failure
 
 
-def give_up_gluon(error: KernelError) -> None:
-    """Stop selecting the Gluon kernel until the process ends, because it raised this error, and warn."""
+def give_up_gluon(reason: str) -> None:
+    """Stop selecting the Gluon kernel until the process ends, for this reason, and warn."""
     global _gluon_failure
-    _gluon_failure = f"it failed with {error}"
-    _warn_of_missing_gluon(_gluon_failure)
-
-
-@lru_cache(maxsize=1)
-def _gluon_import_failure() -> str | None:
-    version = triton_version()
-    if version not in GLUON_VERSIONS:
-        return f"it was tested with Triton {' and '.join(GLUON_VERSIONS)}, and {version} is installed"
-    try:
-        import_module("muon_fsdp.kernels.triton_hopper")
-    except Exception as error:
-        reason = f"import failed with {type(error).__name__}: {error}"
-        _warn_of_missing_gluon(reason)
-        return reason
-    return None
-
-
-def _warn_of_missing_gluon(reason: str) -> None:
+    _gluon_failure = reason
     warnings.warn(
         f"The Gluon kernel for Hopper GPUs is not used: {reason}. Results are the same, but large products take up to "
         "29% longer. Please report this with the output of `muon-fsdp doctor`.",
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def probe_gluon(device: torch.device) -> bool:
+    """Compare small products of the Gluon kernel with the library's once, and give the kernel up if they differ.
+
+    Gluon is not a stable interface: another version of Triton may not import, compile or launch the kernel, or may
+    compile something else. The comparison waits for the device, so it is not made while a CUDA graph is captured.
+
+    Returns:
+        Whether the kernel may be used.
+    """
+    global _is_gluon_probed
+    if _is_gluon_probed or torch.cuda.is_current_stream_capturing():
+        return _gluon_failure is None
+    _is_gluon_probed = True
+    try:
+        error = _error_of_gluon(device)
+    except torch.OutOfMemoryError:  # no fault of the kernel: probe it at the next call
+        _is_gluon_probed = False
+        raise
+    except Exception as failure:
+        give_up_gluon(f"it failed with {type(failure).__name__}: {failure}")
+    else:
+        if not error <= PROBE_TOLERANCE:  # NaN too
+            give_up_gluon(f"its products are wrong by {error:.2g}")
+    return _gluon_failure is None
+
+
+def _error_of_gluon(device: torch.device) -> float:
+    """Return the largest relative error of two products: a Gram matrix, and a square with two addends."""
+    from muon_fsdp.kernels import triton_hopper
+
+    x = torch.randn(2, 304, 96, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    gram = triton_hopper.symmetric_product(x, x, [], x.new_empty(2, 304, 304), alpha=2.0**-6)
+    addends = [Addend(gram, -0.5), Addend(gram, 0.25)]
+    square = triton_hopper.symmetric_product(gram, gram, addends, torch.empty_like(gram), alpha=2.0**-4)
+    errors = []
+    for found, left, added in ((gram, 2.0**-6 * x.double(), 0.0), (square, 2.0**-4 * gram.double(), -0.25)):
+        right = x if found is gram else gram
+        expected = left @ right.double().mT + added * gram.double()
+        errors.append(torch.linalg.norm(found.double() - expected) / torch.linalg.norm(expected))
+    return float(torch.stack(errors).amax())
 
 
 def _not_for_gluon(product: Product, processors: int) -> str | None:

@@ -33,8 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from muon_fsdp.kernels.addends import Addend, unpack
-from muon_fsdp.kernels.launch import TiledTensor, launch
-from muon_fsdp.kernels.launch_plan import keep_forever
+from muon_fsdp.kernels.launch import launch
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
 from muon_fsdp.kernels.tiles import KernelError, num_processors
 
@@ -350,20 +349,6 @@ def _symmetric_hopper_kernel(  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------------------ host
 
 
-class _SharedTile(TiledTensor):
-    """A tensor whose tiles have an explicit layout in shared memory."""
-
-    __slots__ = ("layout",)
-
-    def __init__(self, base: Tensor, block_shape: tuple[int, int], layout: gl.NVMMASharedLayout) -> None:
-        super().__init__(base, block_shape)
-        self.layout = layout
-
-    def checked(self) -> TensorDescriptor:
-        shape, strides, block = list(self.shape), list(self.strides), list(self.block_shape)
-        return TensorDescriptor(self.base, shape, strides, block, self.layout)
-
-
 # Schedules by number of matrices, rows of tiles, whether both operands are the same tensor, and device. A captured CUDA
 # graph holds the address of its table, so tables are never freed. They are small.
 _tables: dict[tuple[int, int, bool, torch.device], Tensor] = {}
@@ -382,7 +367,6 @@ def _table(num_matrices: int, rows_of_tiles: int, same: bool, device: torch.devi
         lists = schedule(num_matrices, rows_of_tiles, num_processors(device), same)
         # Not pinned: the copy is then complete when this line returns, so any stream may read the table.
         table = _tables[key] = torch.tensor(packed(lists), dtype=torch.int32).to(device)
-        keep_forever(table)
     return table
 
 
@@ -412,7 +396,7 @@ def symmetric_product(
         _block(a, transposed),
         None if a is b else _block(b, transposed),
         _tile(c),
-        None if e is None else _SharedTile(e, (SIDE, 2 * INNER), _BLOCK_LAYOUT),
+        None if e is None else _tiled(e, (SIDE, 2 * INNER), _BLOCK_LAYOUT),
         _tile(out),
         table,
         table.shape[1],
@@ -435,11 +419,15 @@ def symmetric_product(
     return out
 
 
-def _block(tensor: Tensor, transposed: bool) -> _SharedTile:
+def _block(tensor: Tensor, transposed: bool) -> TensorDescriptor:
     if transposed:
-        return _SharedTile(tensor, (INNER, SIDE), _TILE_LAYOUT)
-    return _SharedTile(tensor, (SIDE, INNER), _BLOCK_LAYOUT)
+        return _tiled(tensor, (INNER, SIDE), _TILE_LAYOUT)
+    return _tiled(tensor, (SIDE, INNER), _BLOCK_LAYOUT)
 
 
-def _tile(tensor: Tensor | None) -> _SharedTile | None:
-    return None if tensor is None else _SharedTile(tensor, (SIDE, SIDE), _TILE_LAYOUT)
+def _tile(tensor: Tensor | None) -> TensorDescriptor | None:
+    return None if tensor is None else _tiled(tensor, (SIDE, SIDE), _TILE_LAYOUT)
+
+
+def _tiled(tensor: Tensor, block: tuple[int, int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, *block], layout)

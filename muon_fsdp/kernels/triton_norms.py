@@ -11,6 +11,8 @@ from muon_fsdp.kernels.launch import is_aligned, launch
 from muon_fsdp.kernels.tables import ALIGNMENT, CHUNK
 
 INT32_MAX = 2**31 - 1  # Triton compiles another kernel for larger integer arguments
+# Programs of `damp` per matrix. Nearly all of them return at once, so there are fewer than a pass over the data needs.
+DAMPING_PROGRAMS = 16
 
 
 @triton.jit
@@ -60,7 +62,10 @@ def _inverse_norms_kernel(partials, first_chunk, inverse_norms, chunks, BLOCK: t
         ratio = tl.load(partials + 2 * index, mask=index < stop, other=0.0) / unit
         squares += ratio * ratio * tl.load(partials + 2 * index + 1, mask=index < stop, other=0.0)
     total = tl.sum(squares, axis=0)
-    inverse = 1.0 / unit / tl.sqrt(tl.where(total == 0, 1.0, total))
+    root = tl.sqrt(tl.where(total == 0, 1.0, total))
+    # If the largest entry is below 3e-39, 1 / unit is infinite although 1 / norm may not be. A scale that is too large
+    # would make the iteration diverge.
+    inverse = tl.where(unit < 1.0e-38, 1.0 / (unit * root), 1.0 / unit / root)
     # The inverse of a norm below the smallest normal number would be infinite, so it is limited. NaN stays NaN.
     tl.store(inverse_norms + matrix, tl.where(inverse > 3.0e38, 3.0e38, inverse))
 
@@ -78,8 +83,25 @@ def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.
         offset_end = numel
     position = start + offset
     values = tl.load(matrices + position, mask=offset < offset_end, other=0.0).to(tl.float32)
-    values *= factor * tl.load(scales + matrix)
+    # The scale of a tiny matrix is near the largest float32, so factor * scale could overflow.
+    values = values * tl.load(scales + matrix) * factor
     tl.store(out + position, values.to(out.dtype.element_ty), mask=offset < offset_end)
+
+
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["inverse_norms"])
+def _damp_kernel(updates, inverse_norms, numel, eps, EACH: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    matrix, part = tl.program_id(0) // EACH, tl.program_id(0) % EACH
+    norm = 1.0 / tl.load(inverse_norms + matrix)
+    if norm < eps:
+        start = matrix.to(tl.int64) * numel
+        if ALIGNED:  # without this hint the compiled kernel loads single elements
+            start = tl.multiple_of(start, 16)
+            numel = numel // 16 * 16
+        for first in range(part * CHUNK, numel, EACH * CHUNK):
+            offset = first + tl.arange(0, CHUNK)
+            at = updates + start + offset
+            values = tl.load(at, mask=offset < numel, other=0.0).to(tl.float32) * (norm / eps)
+            tl.store(at, values.to(updates.dtype.element_ty), mask=offset < numel)
 
 
 def inverse_norms(batch: Tensor) -> Tensor:
@@ -116,6 +138,24 @@ def _combine(partials: Tensor, first_chunk: Tensor | None, count: int, chunks: i
     kind = (partials.device, first_chunk is None)
     launch(_inverse_norms_kernel, count, (partials, first_chunk, result, chunks), {"BLOCK": 1024}, kind)
     return result
+
+
+def damp(
+    updates: Tensor,  # (B, m, n), contiguous, changed in place
+    inverse_norms: Tensor,  # (B,) float32
+    eps: float,
+) -> None:
+    """Multiply every matrix by min(1, norm / eps). Matrices with a factor of 1 are neither read nor written."""
+    count, numel = updates.shape[0], updates.shape[1] * updates.shape[2]
+    aligned = numel % ALIGNMENT == 0 and all(is_aligned(updates))
+    launch(
+        _damp_kernel,
+        count * DAMPING_PROGRAMS,
+        (updates, inverse_norms, numel, float(eps)),
+        {"EACH": DAMPING_PROGRAMS, "CHUNK": CHUNK, "ALIGNED": aligned},
+        (updates.device, updates.dtype, is_aligned(updates), numel > INT32_MAX),
+        num_warps=8,
+    )
 
 
 def scaled_cast(

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muon_fsdp.kernels.addends import Addend, unpack
-from muon_fsdp.kernels.launch import TiledTensor, is_aligned, launch
+from muon_fsdp.kernels.launch import is_aligned, launch
 from muon_fsdp.kernels.tiles import TileConfig, num_processors
 
 INTERPRETED_PROGRAMS = 4  # programs of a persistent kernel in Triton's interpreter, which has no multiprocessors
@@ -357,7 +358,7 @@ def _can_be_tiled(*tensors: Tensor | None) -> bool:
 def _operand(tensor: Tensor | None, block: tuple[int, int], bulk: bool) -> Any:
     if tensor is None or not bulk:
         return tensor
-    return TiledTensor(tensor, block)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, *block])
 
 
 @lru_cache(maxsize=64)

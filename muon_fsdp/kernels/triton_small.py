@@ -225,7 +225,7 @@ def _step(r, STEP: tl.constexpr, DEGREE: tl.constexpr, FACTORS: tl.constexpr, SP
 @triton.jit(do_not_specialize=["rows", "cols"], do_not_specialize_on_alignment=["inverse_norms"])
 def _small_kernel(  # type: ignore[no-untyped-def]
     matrices,
-    inverse_norms,
+    inverse_norms,  # read with HAS_NORMS, else written
     out,
     rows,
     cols,
@@ -276,6 +276,8 @@ def _small_kernel(  # type: ignore[no-untyped-def]
             scale = _inverse_power(_largest(matrix, rows, cols, ROWS, TILE, TALL, STAGES)) * 8192.0
             r, trace = _gram(matrix, scale, rows, cols, ROWS, TILE, TALL, WIDE)
         unit = 1.0 / (tl.sqrt(tl.where(trace == 0, 1.0, trace)) * margin)
+        inverse = tl.where(trace == 0, 1.0, scale * (unit * margin))
+        tl.store(inverse_norms + number, tl.where(inverse > 3.0e38, 3.0e38, inverse))  # NaN stays NaN
     r *= unit * unit
 
     # The iterate is GROWTHS * (I + total) X after a refresh, and (I + g) is its factor since then.
@@ -356,17 +358,18 @@ def orthogonalize_small(
         config: the tiles; None takes those of `small_config`.
 
     Returns:
-        `out`.
+        One over the Frobenius norms, (B,): `inverse_norms`, or those that the kernel has found.
     """
     count, *sides = batch.shape
     rows, cols = min(sides), max(sides)
     tall = sides[0] > sides[1]
     config = small_config(rows, cols, batch.dtype) if config is None else config
     aligned = sides[1] % 16 == 0 and all(is_aligned(batch, out))
+    norms = torch.empty(count, dtype=torch.float32, device=batch.device) if inverse_norms is None else inverse_norms
     launch(
         _small_kernel,
         count,
-        (batch, inverse_norms, out, rows, cols, float(margin), float(factor)),
+        (batch, norms, out, rows, cols, float(margin), float(factor)),
         {
             **_chain_constants(steps, refreshes),
             "HAS_NORMS": inverse_norms is not None,
@@ -383,7 +386,7 @@ def orthogonalize_small(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return out
+    return norms
 
 
 @lru_cache(maxsize=256)

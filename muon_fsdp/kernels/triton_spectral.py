@@ -99,7 +99,7 @@ def _sphere_factors_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "cols", "programs_each"], do_not_specialize_on_alignment=["active"])
 def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
-    matrices, scales, left, right, shifts, active, out, rows, cols, programs_each,
+    matrices, scales, left, right, shifts, factors, active, out, rows, cols, programs_each,
     HAS_ACTIVE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     matrix, part = tl.program_id(0) // programs_each, tl.program_id(0) % programs_each
@@ -111,7 +111,7 @@ def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
         if ALIGNED:
             cols = cols // 16 * 16
         base = matrix.to(tl.int64) * rows * cols
-        scale = tl.load(scales + matrix)
+        scale, factor = tl.load(scales + matrix), tl.load(factors + matrix)
         weights = tl.load(shifts + matrix) * tl.load(left + matrix * rows + row, mask=row < rows, other=0.0)
         for first in range(0, cols, BLOCK):
             col = first + tl.arange(0, BLOCK)
@@ -119,6 +119,7 @@ def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
             at = base + row[:, None] * cols + col[None, :]
             values = scale * tl.load(matrices + at, mask=mask, other=0.0).to(tl.float32)
             values += weights[:, None] * tl.load(right + matrix * cols + col, mask=col < cols, other=0.0)[None, :]
+            values *= factor  # last, because factor * scale could overflow: a tiny matrix has a huge scale
             tl.store(out + at, values.to(out.dtype.element_ty), mask=mask)
 
 
@@ -197,10 +198,11 @@ def shifted_cast(
     left: Tensor,  # (B, m)
     right: Tensor,  # (B, n)
     shifts: Tensor,  # (B,)
+    factors: Tensor,  # (B,)
     out: Tensor,  # (B, m, n), in any precision; may be `matrices`
     active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
-    """Compute scales * matrices + shifts * left right^T into `out`. Matrices that are not active do not change.
+    """Compute factors * (scales * matrices + shifts * left right^T) into `out`; inactive matrices do not change.
 
     Returns:
         `out`.
@@ -210,13 +212,13 @@ def shifted_cast(
     launch(
         _shifted_cast_kernel,
         count * each,
-        (matrices, scales, left, right, shifts, active, out, rows, cols, each),
+        (matrices, scales, left, right, shifts, factors, active, out, rows, cols, each),
         {"HAS_ACTIVE": active is not None, **options},
         (
             matrices.device,
             matrices.dtype,
             out.dtype,
-            is_aligned(matrices, scales, left, right, shifts, out),
+            is_aligned(matrices, scales, left, right, shifts, factors, out),
             matrices.numel() > INT32_MAX,
         ),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import on_device, unusable
-from muon_fsdp.kernels.select import is_hopper, selection_state
+from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
 from muon_fsdp.linalg.coefficients import NORM_MARGINS, check_steps, coefficients
@@ -105,45 +105,48 @@ class Request(NamedTuple):
 
 def orthogonalize_together(
     requests: Sequence[Request], *, method: str = "default", steps: int = 5, form: Form = "auto"
-) -> None:
-    """Orthogonalize several batches on one device; Gram matrices of equal size are multiplied in the same launches."""
-    requests = [request for request in requests if request.matrices.numel() > 0]
+) -> list[Tensor]:
+    """Orthogonalize several batches on one device; Gram matrices of equal size are multiplied in the same launches.
+
+    Returns:
+        For each request one over the Frobenius norms of its matrices, (B,), as `inverse_norms` returns them.
+    """
     if not requests:
-        return
+        return []
     device = requests[0].matrices.device
     with without_autocast(device.type), on_device(device):
-        if method == "exact":
-            for matrices, out, factor, _ in requests:
-                out.copy_(_polar_by_svd(matrices).mul_(factor))
-        elif unusable(device) is None and not any(_is_recorded(request.matrices) for request in requests):
-            from muon_fsdp.kernels.launch_plan import run_planned
-
-            tensors = [tensor for matrices, out, _, norms in requests for tensor in (matrices, out, norms)]
-            key = (method, steps, form, device, selection_state(), *(request.factor for request in requests))
-            run_planned(key, tensors, lambda: _iterate_together(requests, method, steps, form))
-        else:
-            _iterate_together(requests, method, steps, form)
+        if method != "exact":
+            return _iterate_together(requests, method, steps, form)
+        for matrices, out, factor, _ in requests:
+            out.copy_(_polar_by_svd(matrices).mul_(factor))
+        return [inverse_norms(r.matrices) if r.inverse_norms is None else r.inverse_norms for r in requests]
 
 
-def _iterate_together(requests: Sequence[Request], method: str, steps: int, form: Form) -> None:
-    """Orthogonalize batches by Newton-Schulz iteration."""
+def _iterate_together(requests: Sequence[Request], method: str, steps: int, form: Form) -> list[Tensor]:
+    """Orthogonalize batches by Newton-Schulz iteration, and return one over the norms of each batch."""
     operands: dict[tuple[int, Chain, torch.dtype], list[Operand]] = defaultdict(list)
-    for matrices, out, factor, inverse_norms in requests:
+    norms = []
+    for matrices, out, factor, known_norms in requests:
+        if matrices.numel() == 0:
+            norms.append(matrices.new_ones(matrices.shape[0]))
+            continue
         rows, cols = matrices.shape[-2:]
         dtype = _iteration_dtype(matrices)
         half, margin = dtype == torch.float16, NORM_MARGINS[method]
         chain = _chain(method, steps, rows, cols, form, half)
         if form == "auto" and chain == SQUARE_CHAIN and _takes_small_kernel(matrices, out):
-            _orthogonalize_small(Request(matrices, out, factor, inverse_norms), margin)
+            norms.append(_orthogonalize_small(Request(matrices, out, factor, known_norms), margin))
             continue
         margin /= x_scale(half)
         buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
-        x, exact = normalize(
-            matrices.contiguous(), margin, dtype, inverse_norms, None if buffers is None else buffers[0]
+        x, exact, found = normalize(
+            matrices.contiguous(), margin, dtype, known_norms, None if buffers is None else buffers[0]
         )
+        norms.append(found)
         operands[(min(rows, cols), chain, dtype)].append(Operand(x, exact, factor, out, buffers))
     for (_, chain, dtype), alike in operands.items():
         iterate(alike, scaled_steps(chain, dtype == torch.float16))
+    return norms
 
 
 def _is_recorded(matrices: Tensor) -> bool:
@@ -181,8 +184,8 @@ def orthogonalize_shifted(
     with without_autocast(matrices.device.type), on_device(matrices.device):
         x = torch.empty_like(matrices, dtype=_iteration_dtype(matrices))
         half = x.dtype == torch.float16
-        factor = x_scale(half) / (NORM_MARGINS[method] * norms)
-        triton_spectral.shifted_cast(matrices, scales * factor, left, right, shifts * factor, x, flags)
+        factors = x_scale(half) / (NORM_MARGINS[method] * norms)
+        triton_spectral.shifted_cast(matrices, scales, left, right, shifts, factors, x, flags)
         chain = _chain(method, steps, *matrices.shape[-2:], "auto", half)
         iterate([Operand(x, Exact(x), 1.0, out)], scaled_steps(chain, half), flags)
 
@@ -202,16 +205,17 @@ def _takes_small_kernel(matrices: Tensor, out: Tensor) -> bool:
     return triton_small.is_faster(count, rows, cols, device)
 
 
-def _orthogonalize_small(request: Request, margin: float) -> None:
-    """Orthogonalize matrices with few rows by the default method, in one launch."""
+def _orthogonalize_small(request: Request, margin: float) -> Tensor:
+    """Orthogonalize matrices with few rows by the default method in one launch, and return one over their norms."""
     from muon_fsdp.kernels import triton_small
 
-    matrices, out, factor, inverse_norms = request
+    matrices, out, factor, known_norms = request
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     batch, steps = matrices.contiguous(), SQUARE_CHAIN.steps
-    triton_small.orthogonalize_small(batch, steps, SMALL_KERNEL_REFRESHES, margin, factor, inverse_norms, target)
+    norms = triton_small.orthogonalize_small(batch, steps, SMALL_KERNEL_REFRESHES, margin, factor, known_norms, target)
     if target is not out:
         out.copy_(target)
+    return norms
 
 
 def _buffers(matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int) -> tuple[Tensor, Tensor] | None:
@@ -233,9 +237,9 @@ def normalize(
     batch: Tensor,  # (B, m, n)
     margin: float,
     dtype: torch.dtype,
-    inverse_norms: Tensor | None = None,  # (B,), if the caller has computed them already
+    known_norms: Tensor | None = None,  # (B,), one over the Frobenius norms, if the caller has computed them already
     out: Tensor | None = None,  # (B, m, n) in `dtype`, for x
-) -> tuple[Tensor, Exact]:
+) -> tuple[Tensor, Exact, Tensor]:
     """Scale every matrix to a Frobenius norm of 1/margin; a zero matrix stays zero.
 
     Norms are computed relative to the largest entry, because the squares of 1e-20 and 1e+20 are outside the normal
@@ -243,18 +247,50 @@ def normalize(
     rounding increases a norm or a product.
 
     Returns:
-        The scaled matrices in `dtype`, and the same matrices before they were rounded to it.
+        The scaled matrices in `dtype`, the same matrices before they were rounded to it, and one over the norms, (B,).
     """
     if dtype != torch.float64 and not _is_recorded(batch) and unusable(batch.device) is None:
         from muon_fsdp.kernels import triton_norms
 
-        scales = triton_norms.inverse_norms(batch) if inverse_norms is None else inverse_norms
+        scales = triton_norms.inverse_norms(batch) if known_norms is None else known_norms
         x = torch.empty_like(batch, dtype=dtype) if out is None else out
-        return triton_norms.scaled_cast(batch, scales, 1 / margin, x), Exact(batch, scales, 1 / margin)
+        return triton_norms.scaled_cast(batch, scales, 1 / margin, x), Exact(batch, scales, 1 / margin), scales
+    batch, largest, norms = _relative(batch)
+    batch = batch / (margin * norms)
+    return batch.to(dtype) if out is None else out.copy_(batch), Exact(batch), _inverse(largest, norms)
+
+
+def inverse_norms(matrices: Tensor) -> Tensor:
+    """Return one over the Frobenius norm of every matrix of a batch (B, m, n).
+
+    Returns:
+        (B,), with 1 for a zero matrix, and a finite number where a norm is too small for its inverse.
+    """
+    if matrices.dtype != torch.float64 and not _is_recorded(matrices) and unusable(matrices.device) is None:
+        from muon_fsdp.kernels import triton_norms
+
+        return triton_norms.inverse_norms(matrices.contiguous())
+    _, largest, norms = _relative(matrices)
+    return _inverse(largest, norms)
+
+
+def _relative(batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide every matrix by its largest entry.
+
+    Returns:
+        The divided matrices, the largest entries, and the norms of the divided matrices, both (B, 1, 1) and 1 for a
+        zero matrix.
+    """
     batch = batch.to(torch.promote_types(batch.dtype, torch.float32))
-    batch = batch / _one_where_zero(torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True))
-    batch = batch / (margin * _one_where_zero(torch.linalg.matrix_norm(batch, keepdim=True)))
-    return batch.to(dtype) if out is None else out.copy_(batch), Exact(batch)
+    largest = _one_where_zero(torch.linalg.vector_norm(batch, ord=torch.inf, dim=(-2, -1), keepdim=True))
+    batch = batch / largest
+    return batch, largest, _one_where_zero(torch.linalg.matrix_norm(batch, keepdim=True))
+
+
+def _inverse(largest: Tensor, norms: Tensor) -> Tensor:
+    """Return 1 / (largest * norms), (B,), without infinity."""
+    inverse = (1 / (largest * norms)).flatten()
+    return inverse.clamp_max(torch.finfo(inverse.dtype).max)
 
 
 def _one_where_zero(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Known:
         multiplier: (B,), multipliers of the previous step. "bracketed" starts there, and from 0 if they are unknown.
         slope: (B,), slopes of the previous step.
         searched: (B,), bool, False for matrices whose multiplier is 0 without a search.
-        inverse_norms: (B,), one over the Frobenius norms of the momentum.
+        inverse_norms: (B,), one over the Frobenius norms of the momentum; only kernels use them.
     """
 
     multiplier: Tensor | None = None
@@ -115,8 +115,11 @@ def solve_lambda(
     result = torch.empty_like(momentum, dtype=_at_least_single(momentum)) if out is None else out
     single = momentum.dtype != torch.float64
     by_kernels = unusable(momentum.device) is None and single and msign.orthogonalization != "exact"
-    make = _EvaluationByKernels if by_kernels else _Evaluation
-    evaluate = make(momentum, left, right, result, msign, known.inverse_norms)
+    evaluate: _Evaluation | _EvaluationByKernels
+    if by_kernels:
+        evaluate = _EvaluationByKernels(momentum, left, right, result, msign, known.inverse_norms)
+    else:
+        evaluate = _Evaluation(momentum, left, right, result, msign)
     if tolerance is None:
         tolerance = HALF_TOLERANCE if momentum.is_cuda and single else TOLERANCE
     search = _Search(evaluate.component, method, tolerance, known, min(momentum.shape[-2:]))
@@ -150,14 +153,10 @@ class _Evaluation:
         right: Tensor,  # (B, n)
         result: Tensor,  # (B, m, n)
         msign: Msign,
-        inverse_norms: Tensor | None,  # (B,)
     ) -> None:
         dtype = _at_least_single(momentum)
-        if inverse_norms is None:
-            flat = momentum.to(dtype).flatten(1)
-            self.unit = normalized_or(flat, torch.zeros_like(flat)).view(momentum.shape)
-        else:
-            self.unit = momentum.to(dtype) * inverse_norms[:, None, None].to(dtype)
+        flat = momentum.to(dtype).flatten(1)
+        self.unit = normalized_or(flat, torch.zeros_like(flat)).view(momentum.shape)
         self.left, self.right, self.result = left.to(dtype), right.to(dtype), result
         self.msign = msign
         self.component = bilinear(self.left, self.unit, self.right)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -30,10 +30,11 @@ from muon_fsdp.parameters.groups import (
     split_foreign,
     with_lists,
 )
-from muon_fsdp.parameters.records import ParameterRecord, make_records, view_of
+from muon_fsdp.parameters.names import clean_name, override_pattern, without_numbers
+from muon_fsdp.parameters.records import ParameterRecord, looks_fused, make_records, view_of
 from muon_fsdp.parameters.replicas import Replicas
-from muon_fsdp.parameters.routing import GroupRule, Route, Router, clean_name
-from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows
+from muon_fsdp.parameters.routing import GroupRule, Route, Router
+from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch
 from muon_fsdp.plan.settings import MICRO_STEP, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
@@ -88,7 +89,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._given.taken.clear()  # no parameter uses an option yet
         groups = with_lists(as_torch_params(params))
         self._is_built = False
-        with self._router.reading(model):
+        with self._router.reading(model, self._named_parameters(groups)):
             self._preview(groups)
             super().__init__(groups, defaults)
             self._is_built = True
@@ -179,9 +180,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """
         self._pattern_rules: dict[str, set[str]] = defaultdict(set)
         routes: list[Route] = []
-        for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
-            with suppress(AttributeError, TypeError, ValueError, KeyError):  # a wrong group raises when it is added
-                named, parameters = names_and_parameters(group)
+        for group, named, parameters in _readable(groups):
+            with suppress(AttributeError, TypeError, ValueError):  # a wrong group raises when it is added
                 group_rule = self._rule_of_group(group)
                 for index, parameter in enumerate(parameters):
                     name = self._router.name_of(parameter) or (clean_name(named[index]) if named else "")
@@ -193,6 +193,17 @@ class GroupedOptimizer(torch.optim.Optimizer):
         own_lr = self._given.options.get(prefixed(self._other_rule, "lr"))
         is_decided = any(route.decided for route in routes)
         self._given.lr_is_for_others = bool(routes) and not is_matrix and not is_decided and own_lr is None
+
+    @staticmethod
+    def _named_parameters(groups: Sequence[Any]) -> list[tuple[str, Tensor]]:
+        """Return the parameters that have names, in whatever group they are."""
+        return [
+            (name, parameter)
+            for _, named, parameters in _readable(groups)
+            if named is not None
+            for name, parameter in zip(named, parameters, strict=True)
+            if isinstance(parameter, Tensor)
+        ]
 
     def _rule_of_group(self, given: Mapping[str, Any]) -> GroupRule:
         """Return the rule that a user's group asks for."""
@@ -248,6 +259,35 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if about_bare is not None and about_bare not in self._router.warnings:
             self._warn(about_bare)
 
+    def _refuse_guesses(self, new_groups: Sequence[tuple[Group, list[Route]]]) -> None:
+        """Raise if a rule is a guess, or if it is not clear whether a weight is one matrix."""
+        # The same part of several layers is named once.
+        unclear: dict[tuple[str, str, tuple[str, ...]], list[Route]] = defaultdict(list)
+        for group, routes in new_groups:
+            for route in routes:
+                fused = looks_fused(group, route)
+                if route.guessed:
+                    text = f"would get rule {route.rule!r} by a guess ({route.reason})"
+                    answers = (repr(route.rule), "", repr(self._rule_name), "")
+                elif fused is not None:
+                    text = f"looks fused ({fused.parts}) and would be orthogonalized as one matrix"
+                    split = shown(dict(fused.options)) if fused.options else "{'split_sizes': (...)}"
+                    purpose, condition = " to split it into parts that follow each other,", " if it is one matrix"
+                    answers = (split, purpose, repr(route.rule), condition)
+                else:
+                    continue
+                unclear[without_numbers(route.name), text, answers].append(route)
+        lines = []
+        for (_, text, (first, purpose, second, condition)), same in unclear.items():
+            pattern = repr(override_pattern([route.name for route in same], self._router.names))
+            others = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
+            lines.append(
+                f"parameter {same[0].name!r} of shape {same[0].shape}{others} {text}; pass "
+                f"overrides={{{pattern}: {first}}}{purpose} or {{{pattern}: {second}}}{condition}"
+            )
+        if lines:
+            raise ValueError("strict: " + "\n".join(lines))
+
     def _check_use_of_rule(self) -> None:
         """Warn if no parameter is updated as a matrix, unless the user asked for that."""
         routes = self._all_routes()
@@ -277,10 +317,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
         Keys are `rule`, options of the rules of its parameters, and `name`. In a group with matrices, options of the
         other parameters have the name of their rule as a prefix (`adamw_lr`). An option that has no effect raises an
-        error, and so does a key that resembles one. Keys of other programs are kept (timm's `lr_scale`). An optimizer built from a model routes new parameters by the model as it is now: unfreeze them first.
+        error, and so does a key that resembles one. Keys of other programs are kept (timm's `lr_scale`). An optimizer
+        built from a model routes new parameters by the model as it is now: unfreeze them first.
         """
-        model = self._watch.model() if self._is_built and self._watch is not None else None
-        with self._router.reading(model) if self._is_built else nullcontext():
+        if not self._is_built:  # the constructor reads all groups
+            self._add(param_group)
+            return
+        (param_group,) = with_lists([param_group])
+        model = self._watch.model() if self._watch is not None else None
+        with self._router.reading(model, self._named_parameters([*self.param_groups, param_group])):
             self._add(param_group)
 
     def _add(self, param_group: Group) -> None:
@@ -309,6 +354,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group, group_routes in new_groups:  # views are checked before anything is changed
             for route in group_routes:
                 view_of(group, route, route.shape)
+        if self._is_strict:
+            self._refuse_guesses(new_groups)
         if self._is_built:
             self._check_doubts([*self._all_routes(), *routes])
         self._name_all_groups(new_groups, named is not None)
@@ -373,7 +420,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for part in parts[1:] if "name" in parts[0] else ():
             taken.add(parts[0]["name"])
             first = f"{parts[0]['name']}.{part['rule']}"
-            part["name"] = next(name for name in chain([first], (f"{first}.{n}" for n in count(2))) if name not in taken)
+            candidates = chain([first], (f"{first}.{number}" for number in count(2)))
+            part["name"] = next(name for name in candidates if name not in taken)
             taken.add(part["name"])
 
     def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
@@ -401,12 +449,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if self._router.overrides and not has_name:
                 raise ValueError("overrides need names: pass the model, or model.named_parameters()")
             route = self._router.route(parameter, name, group_rule, named=has_name)
-            if self._is_strict and route.guessed:
-                raise ValueError(
-                    f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would get rule {route.rule!r} "
-                    f"by a guess ({route.reason}); pass overrides={{{name!r}: {route.rule!r}}} or "
-                    f"{{{name!r}: {group_rule.rule!r}}}"
-                )
             defaults = tuple(self._parameter_defaults(parameter, route).items())
             given_name = named[index] if named else None
             position = None if has_name else first + index
@@ -456,7 +498,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         result: list[list[Route]] = []
         taken = {key: route.name for key, route in known.items()}
         model = self._watch.model() if self._watch is not None else None
-        with self._router.reading(model):
+        with self._router.reading(model, self._named_parameters(self.param_groups)):
             for group, kinds in zip(self.param_groups, new, strict=True):
                 if True in kinds:
                     named, tensors = names_and_parameters(group)
@@ -473,8 +515,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 group["param_names"] = [route.given_name or route.name for route in routes]
         return result
 
-    def routing_report(self) -> RoutingReport:
-        """Return the rule of every parameter with its reason, and the options in force; `print` shows a table."""
+    def routing_report(self, full: bool = False) -> RoutingReport:
+        """Return which rule each parameter has, why, and its current options; `print` shows a table.
+
+        Args:
+            full: whether the table has a row for every parameter. Otherwise equal parameters of repeated layers share
+                a row, and all frozen ones.
+        """
         records = self._records()
         groups = [
             RoutingGroup.of(index, RULES[group["rule"]], group, routes[0].lr_origin if routes else "")
@@ -487,14 +534,27 @@ class GroupedOptimizer(torch.optim.Optimizer):
             scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
             unchanged = record.route.rule == record.rule.name
             reason = record.route.reason if unchanged else "rule of the group was changed"
+            if record.view is not None and record.view.transposed:
+                reason = f"{reason}, stored (in, out)"
             options = groups[record.group_index].options
             overridden = {name: options[name] for name in record.route.overridden if name in options}
+            fused = looks_fused(record.group, record.route)
             rows.append(
-                RoutingRow(record.name, record.shape, record.rule.name, reason, scales, record.group_index, overridden)
+                RoutingRow(
+                    record.name,
+                    record.shape,
+                    record.rule.name,
+                    reason,
+                    scales,
+                    record.group_index,
+                    overridden,
+                    fused.parts if fused is not None else "",
+                    dict(fused.options) if fused is not None else {},
+                )
             )
         held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since
         frozen = [row for row in self._frozen_rows if row.name not in held]
-        return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups))
+        return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups), full)
 
     def _forget_origins_of_lr(self) -> None:
         """Drop the notes on where learning rates came from, after others were loaded."""
@@ -552,3 +612,13 @@ def _key(options: Mapping[str, Any], lr_origin: str = "") -> tuple[object, ...]:
         (name, (lr_origin or id(value)) if isinstance(value, Tensor) else repr(value))
         for name, value in options.items()
     )
+
+
+def _readable(groups: Sequence[Any]) -> Iterator[tuple[Group, list[str] | None, list[Tensor]]]:
+    """Yield every group with the names of its parameters, if they have names, and the parameters.
+
+    A group that can't be read is left out, because adding it raises an error that says why.
+    """
+    for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
+        with suppress(TypeError, ValueError, KeyError):
+            yield group, *names_and_parameters(group)

@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
 from muon_fsdp.comm.transfers import local
+from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -34,6 +35,7 @@ from muon_fsdp.parameters.state_dict import (
     what_was_not_loaded,
 )
 from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn_about_twin
+from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
@@ -45,7 +47,7 @@ from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, ranks_of_agreement, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, own_memory, ranks_of_agreement, shared_ranks
 from muon_fsdp.text import warn_user
 
 
@@ -61,6 +63,7 @@ class MuonOptimizer(GroupedOptimizer):
 
         buf = momentum * buf + grad
         O   = orthogonalize(grad + momentum * buf  if nesterov else  buf)
+        O   = O * min(1, norm / momentum_eps)          # the Frobenius norm of what was orthogonalized
         W   = W * (1 - lr * weight_decay) - lr * scale(d_out, d_in) * ns_stepsize * O
 
     and every other parameter by AdamW with the `adamw_*` options. AdamW's learning rate follows from `lr` unless you
@@ -80,8 +83,8 @@ class MuonOptimizer(GroupedOptimizer):
         other_rule: the name of the element-wise rule of all other parameters.
         {settings}
         overrides: {pattern of names: rule, or dict of group options}; the first match wins. Needs names.
-        replicate_group: process group over which plain parameters are replicas, so the work is split over it. If DDP
-            wraps the model, its process group is the default.
+        replicate_group: process group over which plain parameters are replicas, so that its ranks can share the work.
+            If DDP wraps the model, its process group is the default.
         replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a slice of it are equal on all
             slices: each is then orthogonalized once, not once per slice. The first step raises an error if they
             differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
@@ -128,7 +131,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
-        # The gradients that accumulate since the first call of step(); None once the second has looked for them.
+        # The gradients that accumulate since the first call of step(); None once the second has checked them.
         self._held: list[tuple[Tensor, Tensor]] | None = []
         self._planned: PlannedStep | None = None
         given = {} if lr is UNSET else {"lr": lr}
@@ -174,7 +177,7 @@ class MuonOptimizer(GroupedOptimizer):
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
         planned, found = self._prepare()
-        agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
+        planned, agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
         if not has_begun and (agreed.inert or self._still_accumulates()):
             return loss
@@ -290,28 +293,39 @@ class MuonOptimizer(GroupedOptimizer):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
-        """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere."""
+    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> tuple[PlannedStep, Agreed]:
+        """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
+
+        Returns:
+            The plan, made anew if another rank has a smaller device than this rank planned for; and what was agreed on.
+        """
         not_finite = self._settings.nonfinite != "propagate" and not are_finite(found.here().values())
-        self._objections = planned.objections(self.param_groups, self.state)
         if self._checks_for_twins and self._agreement_group is None:
             warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         self._checks_for_twins = False
-        agreed = self._agreement.before_step(
-            planned.shared,
-            self.param_groups,
-            found.codes,
-            self._objections,
-            inert=inert,
-            not_finite=not_finite,
-            compares=planned.compares_replicas,
-            loaded=(self._has_loaded, self._has_changed_weights(planned)),
-        )
+        loaded = (self._has_loaded, self._has_changed_weights(planned))
+        agreed = None
+        while agreed is None:  # until no rank has other parameters than when the ranks met
+            self._agreement.meet(planned.shared, self.param_groups)
+            if not planned.shared.is_planned_for(self._agreement.device_memory):
+                with self._agreement.reporting():
+                    planned = self._current_plan()
+            self._objections = planned.objections(self.param_groups, self.state)
+            agreed = self._agreement.before_step(
+                planned.shared,
+                self.param_groups,
+                found.codes,
+                self._objections,
+                inert=inert,
+                not_finite=not_finite,
+                compares=planned.compares_replicas,
+                loaded=loaded,
+            )
         self._has_loaded = False
         _warn_about_loads(agreed)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
         if not agreed.compares or agreed.inert:
-            return agreed
+            return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
@@ -374,22 +388,25 @@ class MuonOptimizer(GroupedOptimizer):
     def _current_plan(self) -> PlannedStep:
         """Return the plan, made anew if parameters or planned options have changed since the last step."""
         key = self._plan_key()
-        if key is None or self._planned is None or self._planned.key != key:
+        agreed_memory = self._agreement.device_memory
+        planned = self._planned
+        if key is None or planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
             self._complete_groups()
             key = self._plan_key()
-            if self._planned is not None:
-                self._planned.abandon()
-            self._planned = PlannedStep(
+            if planned is not None:
+                planned.abandon()
+            planned = self._planned = PlannedStep(
                 key,
                 self._records(),
                 self._settings,
                 self._accumulation_steps,
                 self._replicas.group,
                 self._agreement_group,
+                agreed_memory,
                 self._stage_counts,
             )
         self._check_new_keys()
-        return self._planned
+        return planned
 
     def _plan_key(self) -> object:
         """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
@@ -401,18 +418,26 @@ class MuonOptimizer(GroupedOptimizer):
             for rule, group in zip(rules, self.param_groups, strict=True)
             if rule is not None
         ]
-        return options, [(id(p), p.dtype, p.device) for p in self._parameters()]
+        return options, [(id(p), p.dtype, p.device, p.shape) for p in self._parameters()]
 
-    def plan_report(self, world_size: int | None = None, mesh: Sequence[int] | None = None) -> PlanReport:
+    def plan_report(
+        self,
+        world_size: int | None = None,
+        mesh: Sequence[int] | None = None,
+        device_memory: int | None = None,
+    ) -> PlanReport:
         """Return which ranks orthogonalize what, what travels, and how even the work is; `print` shows a table.
 
         Without arguments, the report is about the parameters as they are distributed now. With `world_size`, it is
         about parameters that `fully_shard` distributes over that many ranks, which needs neither processes nor memory
         (the model may be on the meta device). `mesh` is the shape of the mesh, (replicas, shards) for HSDP.
+        `device_memory` is the total bytes of the smallest device, of which scratch may take 5%. None means 80 GiB for
+        such ranks, and the devices of the present ranks without `world_size` and `mesh`.
 
         Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why; and with
         `overlap="backward"`, how many stages start in backward.
         """
+        Option("device_memory", None, "total bytes of the smallest device", check=integer).validate(device_memory)
         records = self._records()
         graph = overlap = ""
         if not world_size and not mesh:
@@ -420,11 +445,15 @@ class MuonOptimizer(GroupedOptimizer):
             graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
             if planned is not None and planned.overlap is not None:
                 overlap = planned.overlap.status
+            memory = {**own_memory(records), **self._agreement.device_memory}
         else:
             layout = fsdp_layout(world_size, mesh)
             rows = state_layout(layout, shard_state=self._settings.shard_state)
             records = [replace(r, layout=layout, step_layout=rows if r.shape else layout) for r in records]
-        report = make_report(parameter_specs(records, self._settings), self._settings)
+            memory = {layout.ranks: DEVICE_MEMORY}
+        if device_memory is not None:
+            memory = dict.fromkeys(memory, device_memory)
+        report = make_report(parameter_specs(records, self._settings, memory), self._settings)
         return replace(report, cuda_graph=graph, overlap=overlap)
 
     def metrics(self) -> dict[str, float]:

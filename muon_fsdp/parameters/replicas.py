@@ -38,7 +38,9 @@ class Replicas:
         shards_state: bool = False,
     ) -> None:
         if group is not None and is_destroyed(group):
-            raise RuntimeError("replicate_group was destroyed: make a new process group, or wrap the model in DDP again")
+            raise RuntimeError(
+                "replicate_group was destroyed: make a new process group, or wrap the model in DDP again"
+            )
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError("replicate_group must contain this rank: pass a process group that it belongs to")
         if shards_state and mesh is not None:

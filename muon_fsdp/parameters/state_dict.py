@@ -15,8 +15,8 @@ from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, warn_user
@@ -54,7 +54,7 @@ def has_all_state(groups: Sequence[Group], states: Mapping[Tensor, State]) -> bo
 def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Tensor, State]) -> None:
     """Create the state that parameters lack, with or without a gradient; no communication.
 
-    State that no longer fits, because the rule or the view of its parameter was changed, is replaced with a warning.
+    State that no longer fits, because the rule, view or shape of its parameter was changed, is replaced with a warning.
     """
     for record in records:
         state, parameter = states[record.tensor], record.tensor
@@ -62,8 +62,8 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
         for spec in record.rule.all_state:
             if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
                 warn_user(
-                    f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule or view was changed, and "
-                    "it no longer fits"
+                    f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule, view or shape was "
+                    "changed, and it no longer fits"
                 )
                 del state[spec.name]
             # State created on the meta device does not follow a parameter that was materialised since.
@@ -203,9 +203,7 @@ def _mismatches(
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
     kinds = {type(key) for key in known}  # another kind of key is no parameter's: torch keeps such state, and so do we
     mismatches += [
-        f"state of a parameter {key!r} that is in no group"
-        for key in states
-        if key not in known and type(key) in kinds
+        f"state of a parameter {key!r} that is in no group" for key in states if key not in known and type(key) in kinds
     ]
     return [*mismatches, *_with_remedy(rule_changes)]
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, fraction, integer, number
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.kernels.tables import MUON_LAYOUT
+from muon_fsdp.linalg.damping import damp
 from muon_fsdp.linalg.newton_schulz import (
     ORTHOGONALIZATIONS,
     Request,
+    inverse_norms,
     orthogonalization_flops,
     orthogonalize,
     orthogonalize_together,
@@ -35,6 +37,13 @@ MOMENTUM_OPTIONS = (
         "default",
         'coefficients of the Newton-Schulz iteration, or "exact" for a slow SVD',
         choices=ORTHOGONALIZATIONS,
+    ),
+    Option(
+        "momentum_eps",
+        1e-7,
+        "an update is multiplied by min(1, norm / momentum_eps), norm being the Frobenius norm of what is "
+        "orthogonalized, so that matrices without gradients stop; 0 switches this off",
+        check=number,
     ),
 )
 
@@ -63,9 +72,9 @@ class Muon(Rule):
 
         buf = momentum * buf + grad
         M = grad + momentum * buf with Nesterov, else buf
-        U = scale * ns_stepsize * polar(M)
+        U = scale * ns_stepsize * polar(M) * min(1, ||M||_F / momentum_eps)
 
-    polar(M) has the singular vectors of M, and all its singular values are 1.
+    polar(M) has the singular vectors of M, and all its singular values are 1. The last factor stops idle matrices.
     """
 
     name = "muon"
@@ -97,7 +106,8 @@ class Muon(Rule):
         return buffers
 
     def direction(self, batch: MatrixBatch) -> None:
-        orthogonalize_batches(batch, self.factor)
+        norms = orthogonalize_batches(batch, self.factor)
+        damp(batch.update, norms, batch.options["momentum_eps"])
 
     def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
         """Return the factor of an orthogonalized (rows, cols) matrix, which is the spectral norm of the update."""
@@ -158,15 +168,18 @@ class Muon(Rule):
         return _residual(orthogonal)
 
 
-def orthogonalize_batches(batch: MatrixBatch, factor: Callable[[PlannedOptions, int, int], float]) -> None:
+def orthogonalize_batches(batch: MatrixBatch, factor: Callable[[PlannedOptions, int, int], float]) -> Tensor:
     """Write the orthogonalized matrices of a batch to its update, and those of later batches in the same launches.
 
     Args:
         batch: the batch whose update is needed now.
         factor: returns the factor of an orthogonalized matrix from its options, rows and columns.
+
+    Returns:
+        One over the Frobenius norms of the matrices, (B,), for `damp`.
     """
     if batch.take_computed():
-        return
+        return batch.computed_norms if batch.computed_norms is not None else inverse_norms(batch.matrices)
     method, steps = batch.options["orthogonalization"], batch.options["ns_steps"]
     later = [  # without those that an earlier call has computed: rules may call this several times for one batch
         other
@@ -177,9 +190,10 @@ def orthogonalize_batches(batch: MatrixBatch, factor: Callable[[PlannedOptions, 
         Request(each.matrices, each.update, factor(each.options, *each.matrices.shape[-2:]), each.inverse_norms)
         for each in (batch, *later)
     ]
-    orthogonalize_together(requests, method=method, steps=steps)
-    for other in later:
-        other.note_computed()
+    norms, *later_norms = orthogonalize_together(requests, method=method, steps=steps)
+    for other, of_other in zip(later, later_norms, strict=True):
+        other.note_computed(of_other)
+    return norms
 
 
 def _residual(matrices: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from muon_fsdp.declarations.option import Option, fraction, number
 from muon_fsdp.declarations.state import PerMatrix
+from muon_fsdp.linalg.damping import damp
 from muon_fsdp.linalg.rows import rescale_rows
 from muon_fsdp.rules.base import MatrixBatch
-from muon_fsdp.rules.muon import Muon
+from muon_fsdp.rules.muon import Muon, orthogonalize_batches
 
 
 class NorMuon(Muon):
@@ -14,7 +15,7 @@ class NorMuon(Muon):
 
         O = polar(momentum)
         v = beta2 * v + (1 - beta2) * mean of O^2 over a row
-        U = scale * ns_stepsize * c * O / (sqrt(v) + eps)
+        U = scale * ns_stepsize * c * O / (sqrt(v) + eps) * min(1, ||momentum||_F / momentum_eps)
 
     The factor c keeps the Frobenius norm of O, so `scale` and lr mean the same as for Muon.
     """
@@ -29,7 +30,7 @@ class NorMuon(Muon):
     state = (*Muon.state, PerMatrix("second_moment", "rows"))
 
     def direction(self, batch: MatrixBatch) -> None:
-        super().direction(batch)
+        norms = orthogonalize_batches(batch, self.factor)
         options = batch.options
         rescale_rows(
             batch.update,
@@ -38,3 +39,4 @@ class NorMuon(Muon):
             beta2=options["beta2"],
             eps=options["eps"],
         )
+        damp(batch.update, norms, options["momentum_eps"])  # last, so that the second moments are those of O

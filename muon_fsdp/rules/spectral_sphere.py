@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import Option, PlannedOptions, number, positive
 from muon_fsdp.declarations.state import PerMatrix
-from muon_fsdp.linalg.newton_schulz import orthogonalization_flops
+from muon_fsdp.linalg.damping import damp
+from muon_fsdp.linalg.newton_schulz import inverse_norms, orthogonalization_flops
 from muon_fsdp.linalg.scaling import ADAMW_RATIO
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
@@ -25,7 +26,7 @@ USUAL_CALLS = 4
 class SpectralSphere(Muon):
     """The Spectral Sphere rule: each matrix keeps the spectral norm R and moves along the sphere of such matrices.
 
-        W = f W - lr R msign(M + lambda u v^T)
+        W = f W - lr R msign(M + lambda u v^T) * min(1, ||M||_F / momentum_eps)
 
     M is Muon's momentum; u and v are the top singular vectors of W. lambda makes the update tangent to the sphere, and
     the factor f brings W back to it.
@@ -99,25 +100,27 @@ class SpectralSphere(Muon):
         if mode in MAX_CALLS:
             top: TopSingular = batch.statistics["top_singular"]
             multiplier = batch.state["lagrange_multiplier"]
+            norms = batch.inverse_norms if batch.inverse_norms is not None else inverse_norms(batch.matrices)
             tangent = solve_lambda(
                 batch.matrices,
                 top.left,
                 top.right,
                 method=mode,
-                known=Known(multiplier, batch.state["lagrange_slope"], top.norm >= SMALLEST_NORM, batch.inverse_norms),
+                known=Known(multiplier, batch.state["lagrange_slope"], top.norm >= SMALLEST_NORM, norms),
                 msign=Msign(method, steps),
                 out=batch.update,
             )
             batch.state.update(lagrange_multiplier=tangent.multiplier, lagrange_slope=tangent.slope)
             batch.diagnostics.update(msign_calls=tangent.calls, lambda_failed=tangent.failed)
         else:
-            orthogonalize_batches(batch, lambda *_: 1.0)
+            norms = orthogonalize_batches(batch, lambda *_: 1.0)
             multiplier = batch.state["lagrange_multiplier"]
             if mode == "projection":
                 top = batch.statistics["top_singular"]
                 project_out(batch.update, top.left, top.right, top.norm, SMALLEST_NORM)
             multiplier.zero_()
             batch.diagnostics.update(msign_calls=torch.ones_like(multiplier), lambda_failed=multiplier)
+        damp(batch.update, norms, batch.options["momentum_eps"])
         batch.diagnostics["lambda"] = batch.state["lagrange_multiplier"]
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:

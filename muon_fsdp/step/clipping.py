@@ -39,8 +39,8 @@ def parts_to_clip(
     if empty:
         used = ", ".join(sorted({repr(record.rule.name) for record in records}))
         raise ValueError(
-            f"clip_grad_norm_: no parameter has {'group' if rules is None else 'rule'} {empty[0]!r}; pass one of the rules in "
-            f"use, {used}, or the number of a group with parameters"
+            f"clip_grad_norm_: no parameter has {'group' if rules is None else 'rule'} {empty[0]!r}; pass one of the "
+            f"rules in use, {used}, or the number of a group with parameters"
         )
     return parts
 

@@ -83,7 +83,7 @@ class FusedStep:
     stages: list[FusedStage] = field(default_factory=list)
     # The state of all parameters at the last step. Weak references, so that state moved to the CPU frees its memory.
     states: Sequence[ReferenceType[Tensor]] = ()
-    devices: Sequence[int] = ()  # of these tensors
+    kinds: Sequence[object] = ()  # devices, dtypes and sizes of these tensors
     sharded: Sequence[int] = ()  # the indices of DTensors among them
     tables: Tables | None = None
     _early_tables: dict[int, Tables] = field(default_factory=dict)  # by number of the stage
@@ -109,21 +109,21 @@ class FusedStep:
         now = self._tensors(inputs.states)
         if len(now) != len(self.states) or not all(map(is_, now, [known() for known in self.states])):
             return False
-        # A tensor can be moved by assigning to its `data`. A DTensor does not notice that its local tensor was moved.
-        return self._devices_of(now) == self.devices
+        # Assigning to `data` moves a tensor or changes its size. A DTensor does not notice this of its local tensor.
+        return self._kinds_of(now) == self.kinds
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Remember the tensors of state, which `fits` compares."""
         now = self._tensors(states)
         self.sharded = [index for index, value in enumerate(now) if isinstance(value, DTensor)]
-        self.states, self.devices = [ref(value) for value in now], self._devices_of(now)
+        self.states, self.kinds = [ref(value) for value in now], self._kinds_of(now)
 
-    def _devices_of(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the numbers of the devices where the tensors are, -1 for the CPU; of a DTensor, its local tensor."""
+    def _kinds_of(self, tensors: Sequence[Tensor]) -> Sequence[object]:
+        """Return the numbers of the devices, the dtypes and the sizes of tensors; of a DTensor, its local tensor."""
         tensors = list(tensors)
         for index in self.sharded:
             tensors[index] = local(tensors[index])
-        return list(map(Tensor.get_device, tensors))
+        return list(map(Tensor.get_device, tensors)), [t.dtype for t in tensors], list(map(Tensor.numel, tensors))
 
     @staticmethod
     def _tensors(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:

@@ -90,6 +90,11 @@ def are_finite(gradients: Iterable[Tensor]) -> bool:
 def _code(name: str, parameter: Tensor, grad: Tensor) -> int:
     """Encode the placements of a gradient as a number; raise if it is a plain tensor of another shape."""
     if not isinstance(parameter, DTensor):
+        if grad.shape != parameter.shape:  # after an assignment to `parameter.data`
+            raise RuntimeError(
+                f"The gradient of parameter {name!r} has shape {tuple(grad.shape)}, and the parameter "
+                f"{tuple(parameter.shape)}: clear gradients when you give a parameter another shape"
+            )
         return LIKE_PARAMETER
     if not isinstance(grad, DTensor):
         if grad.shape != local(parameter).shape:

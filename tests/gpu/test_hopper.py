@@ -110,6 +110,7 @@ def test_bits_are_those_of_the_other_kernel_every_time(kind):
 
 @pytest.fixture
 def launched(monkeypatch):
+    select_module.probe_gluon(CUDA)  # its products are not counted
     names = []
     for module in (triton_hopper, triton_products):
         launch = module.launch
@@ -151,16 +152,24 @@ def test_it_is_switched_off_with_the_others(monkeypatch, launched):
     assert not launched
 
 
-def test_another_triton_takes_the_other_kernel(monkeypatch, launched):
+def test_a_kernel_whose_products_are_wrong_is_replaced(monkeypatch, launched):
     large = torch.randn(8, 1024, 1024, device=CUDA, dtype=torch.float16)
     expected = products.symmetric_product(large, large)
-    monkeypatch.setattr(select_module, "GLUON_VERSIONS", ("2.0",))
-    select_module._gluon_import_failure.cache_clear()
-    try:
+    monkeypatch.setattr(select_module, "_gluon_failure", None)
+    monkeypatch.setattr(select_module, "_is_gluon_probed", False)
+    right = triton_hopper.symmetric_product
+    monkeypatch.setattr(triton_hopper, "symmetric_product", lambda *a, **o: right(*a, **o).mul_(1.1))
+    launched.clear()
+    with pytest.warns(RuntimeWarning, match="is not used: its products are wrong"):
         assert_same(products.symmetric_product(large, large), expected)
-    finally:
-        select_module._gluon_import_failure.cache_clear()
-    assert launched == ["_symmetric_hopper_kernel", "_symmetric_kernel"]
+    assert launched == ["_symmetric_hopper_kernel", "_symmetric_hopper_kernel", "_symmetric_kernel"]
+
+
+def test_the_kernel_passes_its_probe(monkeypatch):
+    monkeypatch.setattr(select_module, "_gluon_failure", None)
+    monkeypatch.setattr(select_module, "_is_gluon_probed", False)
+    assert select_module._error_of_gluon(CUDA) < 2e-3
+    assert select_module.probe_gluon(CUDA)
 
 
 def test_a_kernel_that_fails_is_replaced(monkeypatch):

@@ -120,3 +120,22 @@ def test_an_element_wise_rule_of_a_user():
     expected, _ = train("muon", "cpu", torch.float64, other_rule="toy_momentum", toy_momentum_lr=0.01)
     found, _ = train("muon", other_rule="toy_momentum", toy_momentum_lr=0.01)
     torch.testing.assert_close(found[-1], expected[-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon", "spectral_sphere"])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_idle_matrices_stop(rule, cuda_graph):
+    """Small and large kernels: every second matrix has gradients of zero from the second step on."""
+    torch.manual_seed(0)
+    shapes = [(768, 768), (64, 1024), (768, 3072), (40, 70)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes for _ in range(2)]
+    optimizer = MuonOptimizer(params, rule=rule, momentum=0.01, cuda_graph=cuda_graph)
+    moved = []
+    for step in range(9):
+        before = [p.detach().clone() for p in params]
+        for number, p in enumerate(params):
+            p.grad = torch.randn_like(p) if step == 0 or number % 2 else torch.zeros_like(p)
+        optimizer.step()
+        moved = [float((p.detach() - old).norm()) for p, old in zip(params, before, strict=True)]
+    assert max(moved[::2]) < 1e-3 < min(moved[1::2])
+    assert all(p.isfinite().all() for p in params)
