@@ -573,18 +573,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
             group.update(canonical({name: group[name] for name in options}))
 
     def _check_new_keys(self) -> None:
-        """Warn, once, about keys that were written into groups later and have no effect, though they look as if."""
+        """Warn, once, about keys that were written into groups later and have no effect, though they look as if.
+
+        An option of another group is not reported: momentum is often scheduled in a loop over all groups.
+        """
         num_keys = sum(map(len, self.param_groups))
         if num_keys == self._num_keys:
             return
         self._num_keys = num_keys
+        used = {name for group in self.param_groups for name in RULES[group["rule"]].all_options}
         for number, (group, routes) in enumerate(zip(self.param_groups, self._routes, strict=True)):
             rule = RULES[group["rule"]]
             of_another_rule = any(route.rule != rule.name for route in routes)  # changed by hand, which leaves options
             expected = {*split_foreign(group)[1], *rule.all_options, "rule", *PROGRESS}
             for key in [key for key in group if key not in expected | self._warned_keys]:
                 meant = our_name(key)
-                if meant != key or not of_another_rule:
+                if meant != key or not (of_another_rule or key in used):
                     self._warned_keys.add(key)
                     hint = f"; did you mean {meant!r}?" if meant != key else f": rule {rule.name!r} does not have it"
                     warn_user(f"param_groups[{number}]: {key!r} has no effect{hint}")

@@ -15,7 +15,6 @@ from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
-from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
@@ -123,7 +122,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
-        self._warns_about_no_gradient = True
+        self._num_without_gradient = 0  # of the last steps
         self._looks_for_rivals = True
         self._rivals: RivalWatch | None = None  # between the first step and the second
         self._skipped_steps = 0
@@ -145,7 +144,7 @@ class MuonOptimizer(GroupedOptimizer):
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
         self._has_loaded = False  # optimizer state, since the last step
-        # How often PyTorch has seen each parameter change, until the first step compares it.
+        # How often PyTorch has seen each parameter change, until the first step compares this.
         self._versions = {id(p): _version(p) for p in self._parameters()} if num_ranks() > 1 else None
 
     # -------------------------------------------------------------------- step
@@ -218,8 +217,7 @@ class MuonOptimizer(GroupedOptimizer):
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
         )
-        if not inputs.updated and self._warns_about_no_gradient:
-            self._warn_about_no_gradient(planned, agreed)
+        self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
             planned.run(inputs, early)
@@ -229,17 +227,24 @@ class MuonOptimizer(GroupedOptimizer):
             self._looks_for_rivals = False
             self._rivals = RivalWatch(self, planned.records)
 
-    def _warn_about_no_gradient(self, planned: PlannedStep, agreed: Agreed) -> None:
-        """Warn, once, about a step in which no rank has a gradient of any trainable parameter."""
-        is_elsewhere = any(map(any, agreed.codes.values()))
-        if is_elsewhere or not any(record.tensor.requires_grad for record in planned.records):
+    def _count_without_gradient(self, planned: PlannedStep, agreed: Agreed, *, has_none: bool) -> None:
+        """Count successive steps in which no rank has a gradient of any trainable parameter; warn, once, at the second.
+
+        One alone is common: a first step for the scheduler's sake, or two optimizers that take turns.
+        """
+        if self._num_without_gradient == 2:
             return
-        self._warns_about_no_gradient = False
-        warn_user(
-            "step() found no gradient of any parameter, so nothing was updated. Call zero_grad() after step(), not "
-            "between backward() and step(). With FSDP2, call set_requires_gradient_sync(True) before the last "
-            "backward() of a step."
-        )
+        is_elsewhere = any(map(any, agreed.codes.values()))
+        if not has_none or is_elsewhere or not any(record.tensor.requires_grad for record in planned.records):
+            self._num_without_gradient = 0
+            return
+        self._num_without_gradient += 1
+        if self._num_without_gradient == 2:
+            warn_user(
+                "step() found no gradient of any parameter, for the second time in succession, so nothing was updated. "
+                "Call zero_grad() after step(), not between backward() and step(). With FSDP2, call "
+                "set_requires_gradient_sync(True) before the last backward() of a step."
+            )
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`, and return whether gradients still accumulate."""
@@ -303,7 +308,7 @@ class MuonOptimizer(GroupedOptimizer):
         if self._checks_for_twins and self._agreement_group is None:
             warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         self._checks_for_twins = False
-        loaded = (self._has_loaded, self._has_changed_weights(planned))
+        changed = self._changed_weights(planned)
         agreed = None
         while agreed is None:  # until no rank has other parameters than when the ranks met
             self._agreement.meet(planned.shared, self.param_groups)
@@ -319,29 +324,33 @@ class MuonOptimizer(GroupedOptimizer):
                 inert=inert,
                 not_finite=not_finite,
                 compares=planned.compares_replicas,
-                loaded=loaded,
+                has_loaded=self._has_loaded,
+                changed=changed,
             )
-        self._has_loaded = False
-        _warn_about_loads(agreed)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
-        if not agreed.compares or agreed.inert:
+        if agreed.inert:
+            return planned, agreed
+        self._has_loaded, self._versions = False, None
+        _warn_about_loads(agreed)
+        if not agreed.compares:
             return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
 
-    def _has_changed_weights(self, planned: PlannedStep) -> bool:
-        """Return whether shards of weights have changed since the optimizer was built; only the first step looks.
+    def _changed_weights(self, planned: PlannedStep) -> set[int]:
+        """Return the sharded parameters that were written to between the constructor and the first step, by position.
 
-        FSDP2 copies shards of uneven sizes on some ranks only, so these are left out.
+        Replicas are left out, because their weights are compared.
         """
-        versions, self._versions = self._versions, None
-        return versions is not None and any(
-            versions.get(id(record.tensor), _version(record.tensor)) != _version(record.tensor)
-            for record in planned.records
+        if self._versions is None:
+            return set()
+        return {
+            position
+            for position, record in enumerate(planned.records)
             if record.layout.num_replicas < len(record.layout.ranks)
-            and len({box.shape for box in record.layout.boxes(record.shape)}) == 1
-        )
+            and self._versions.get(id(record.tensor), 0) != _version(record.tensor)
+        }
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -533,7 +542,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_num_keys",
             "_warned_keys",
             "_checks_for_twins",
-            "_warns_about_no_gradient",
+            "_num_without_gradient",
             "_looks_for_rivals",
             "_has_loaded",
             "_settings",
@@ -561,17 +570,18 @@ class MuonOptimizer(GroupedOptimizer):
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 
 
-@torch.no_grad()
 def _version(parameter: Tensor) -> int:
-    """Return how often PyTorch has seen this rank's part of a parameter change in place."""
-    part = local(parameter)
-    return 0 if part.is_inference() else part._version
+    """Return how often PyTorch has seen a parameter change in place; for a DTensor, as a whole."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _warn_about_loads(agreed: Agreed) -> None:
     """Warn if a rank has loaded a checkpoint and another has not."""
-    did = ("loaded optimizer state since the last step", "changed its shards of weights since the optimizer was built")
-    for text, ranks in zip(did, agreed.loaded_on, strict=False):
+    found = {
+        "loaded optimizer state since the last step": agreed.state_loaded_on,
+        "loaded or changed weights since the optimizer was built": agreed.weights_loaded_on,
+    }
+    for text, ranks in found.items():
         if ranks is not None:
             warn_user(
                 f"Rank {ranks[0]} has {text}, and rank {ranks[1]} has not. A checkpoint that only one rank loads "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -189,7 +189,8 @@ class StepAgreement:
         inert: bool,
         not_finite: bool,
         compares: bool,
-        loaded: tuple[bool, bool] = (False, False),
+        has_loaded: bool = False,
+        changed: Collection[int] = (),
     ) -> Agreed | None:
         """Tell the other ranks about this rank's gradients, and find out about theirs. Call `meet` first.
 
@@ -201,7 +202,8 @@ class StepAgreement:
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
             compares: whether replicas are still to be compared.
-            loaded: whether this rank has loaded optimizer state, and weights, since the last step.
+            has_loaded: whether this rank has loaded optimizer state since the last step.
+            changed: positions of the sharded parameters whose weights were written to before the first step.
 
         Returns:
             What all ranks know now; None if another rank has other parameters than before, so that all must meet again.
@@ -215,6 +217,12 @@ class StepAgreement:
             }
             for numbers in (codes, early)
         )
+        # Ranks that share no parameter, such as those of two pipeline stages, may load different things.
+        loaded = {
+            ranks: (has_loaded, any(position in changed for position in positions))
+            for ranks, positions in shared.positions.items()
+            if positions
+        }
         agreed = self._agreement.before_step(
             shared.hashes(groups),
             by_ranks,
