@@ -37,16 +37,15 @@ from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn
 from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
-from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
+from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, STARTED, CudaGraph, NonFinite, Overlap, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, own_memory, ranks_of_agreement, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, Written, own_memory, ranks_of_agreement, shared_ranks
 from muon_fsdp.text import warn_user
 
 
@@ -175,6 +174,7 @@ class MuonOptimizer(GroupedOptimizer):
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
+        self._agreement.finish_report()
         planned, found = self._prepare()
         planned, agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
@@ -216,16 +216,24 @@ class MuonOptimizer(GroupedOptimizer):
             gradients=gradients,
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
+            num_updates=agreed.num_updates,
         )
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            planned.run(inputs, early)
-            if planned.matrices is not None:
+            failures = planned.run(inputs, early)
+            planned.written.note(self.state)
+            for group in self.param_groups:
+                group[NUM_UPDATES] = agreed.num_updates + 1
+            error = failures.error()
+            if error is None and planned.matrices is not None:
                 planned.matrices.count(self._totals)
         if self._looks_for_rivals:
             self._looks_for_rivals = False
             self._rivals = RivalWatch(self, planned.records)
+        if error is not None:
+            self._agreement.report(f"its last {failures.text}")
+            raise error
 
     def _count_without_gradient(self, planned: PlannedStep, agreed: Agreed, *, has_none: bool) -> None:
         """Count successive steps in which no rank has a gradient of any trainable parameter; warn, once, at the second.
@@ -298,8 +306,16 @@ class MuonOptimizer(GroupedOptimizer):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> tuple[PlannedStep, Agreed]:
+    def _agree(
+        self, planned: PlannedStep, found: Gradients, *, inert: bool, written: Written | None = None
+    ) -> tuple[PlannedStep, Agreed]:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
+
+        Args:
+            planned: the plan.
+            found: the gradients of this rank.
+            inert: whether the step only creates state on this rank.
+            written: per-matrix state that must be equal on all ranks; None if it need not be compared.
 
         Returns:
             The plan, made anew if another rank has a smaller device than this rank planned for; and what was agreed on.
@@ -323,10 +339,13 @@ class MuonOptimizer(GroupedOptimizer):
                 self._objections,
                 inert=inert,
                 not_finite=not_finite,
-                compares=planned.compares_replicas,
+                compares=written is None and (planned.compares_replicas or planned.written.has_changed(self.state)),
+                written=written,
                 has_loaded=self._has_loaded,
                 changed=changed,
             )
+        if written is not None:
+            planned.written.note(self.state)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
         if agreed.inert:
             return planned, agreed
@@ -336,7 +355,9 @@ class MuonOptimizer(GroupedOptimizer):
             return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
-        return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
+        self._create_state(planned)
+        # Ranks that hold none of the replicas hear of an error here.
+        return self._agree(planned, found, inert=inert, written=planned.written.texts(self.state))
 
     def _changed_weights(self, planned: PlannedStep) -> set[int]:
         """Return the sharded parameters that were written to between the constructor and the first step, by position.
@@ -468,9 +489,9 @@ class MuonOptimizer(GroupedOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
 
-        Updates are measured on a sample: one matrix of every shape that this rank computes. For whole matrices they are
-        computed in this call, from the present momentum. For sharded ones they come from the first step after the last
-        call.
+        Updates are measured in the step, on a sample: one matrix of every batch that this rank computes. On a CPU
+        `update_rms` is that of the last step. On a GPU, and for the residual, it is that of the first step after the
+        last call; with CUDA graphs, samples are at least 50 steps apart.
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
@@ -478,8 +499,8 @@ class MuonOptimizer(GroupedOptimizer):
             discarded_stages: those whose results were not used, and that ran again in `step()`.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
                 if there is no sample: before the first step, or if other ranks compute all matrices.
-            update_rms: the mean over the sample of lr times the root mean square of the update. Absent in the same
-                cases.
+            update_rms: the mean over the sample of the root mean square of what was subtracted: lr times the update,
+                times the factor g of rules that have factors. Absent in the same cases.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         if self._settings.overlap == "backward":
@@ -487,9 +508,7 @@ class MuonOptimizer(GroupedOptimizer):
         planned = self._current_plan()
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
-        with torch.no_grad():
-            samples = [*whole_samples(planned.plan.stages, planned.records, self.state), *planned.samples.ask()]
-        return numbers | numbers_of(samples)
+        return numbers | planned.samples.ask()
 
     # -------------------------------------------------------- state and copies
 

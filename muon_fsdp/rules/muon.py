@@ -163,7 +163,10 @@ class Muon(Rule):
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
         orthogonal = orthogonalize(
-            batch.matrices, method=batch.options["orthogonalization"], steps=batch.options["ns_steps"]
+            batch.matrices,
+            method=batch.options["orthogonalization"],
+            steps=batch.options["ns_steps"],
+            inverse_norms=batch.inverse_norms,
         )
         return _residual(orthogonal)
 
