@@ -101,6 +101,7 @@ def test_a_refused_group_changes_nothing():
     train(optimizer, model, 1)
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 def test_an_empty_group_stays_a_group():
     optimizer = MuonOptimizer([{"params": []}, {"params": [nn.Parameter(torch.randn(3, 3))]}])
     assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]

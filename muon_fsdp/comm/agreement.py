@@ -10,9 +10,9 @@ that decides about a step.
    overlap with these, and so on: together they are the ranks that one step connects. The store is used because a rank
    that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
-   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and for
-   every parameter a code of its gradient and whether its stage may start in backward. Every rank gets the same `Agreed`
-   back and decides from that alone.
+   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set and whether
+   its ranks have loaded a checkpoint, and for every parameter a code of its gradient and whether its stage may start in
+   backward. Every rank gets the same `Agreed` back and decides from that alone.
 3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
    raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
    and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
@@ -75,6 +75,11 @@ class _Flag(IntEnum):
     NUM_UPDATES = 5  # steps that have updated parameters
 
 
+# The integers of a set begin with its hash, minus its hash, and four numbers about loading, of state and of weights:
+# 1 + the rank if it has loaded, else 0; and 1 + the rank if it has not, else 0.
+_NUM_FIRST = 6
+
+
 @dataclass(frozen=True)
 class Agreed:
     """The result of an agreement before a step; equal on all ranks."""
@@ -85,6 +90,9 @@ class Agreed:
     compares: bool = False  # some rank wants to compare replicas or state, which needs all of them
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
     num_updates: int = 0  # steps that have updated parameters before this one
+    # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
+    state_loaded_on: tuple[int, int] | None = None
+    weights_loaded_on: tuple[int, int] | None = None
 
 
 class _Report:
@@ -159,7 +167,7 @@ class Agreement:
         self._size = len(_Flag)
         for ranks, count in self._known.items():
             self._starts[ranks] = self._size
-            self._size += 2 + 3 * count
+            self._size += _NUM_FIRST + 3 * count
         self._reports = f"reports/{_next_name(self.ranks)}"
         self._num_reports = 0
         self._report: _Report | None = None  # that this rank has made and the others have not heard of
@@ -224,6 +232,7 @@ class Agreement:
         not_finite: bool,
         compares: bool = False,
         num_updates: int = 0,
+        loaded: Mapping[Ranks, tuple[bool, bool]] | None = None,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
 
@@ -237,6 +246,7 @@ class Agreement:
             not_finite: whether this rank has a gradient that is not finite.
             compares: whether this rank wants to compare replicas or state.
             num_updates: steps that have updated parameters, of which all ranks get the largest number.
+            loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 
         Returns:
             What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new
@@ -257,7 +267,8 @@ class Agreement:
             start = self._starts[ranks]
             # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
             # are equal if the smallest is the largest; the same holds for codes.
-            numbers[start : start + 2 + 3 * count] = [hashes[ranks], -hashes[ranks], *of_set, *inverse, *early[ranks]]
+            numbers[start : start + _NUM_FIRST] = [hashes[ranks], -hashes[ranks], *_about_loading(ranks, loaded)]
+            numbers[start + _NUM_FIRST : start + _NUM_FIRST + 3 * count] = [*of_set, *inverse, *early[ranks]]
         largest = self._largest(numbers)
         if largest[_Flag.LEAVES]:
             return None
@@ -268,12 +279,21 @@ class Agreement:
         rank = largest[_Flag.NOT_FINITE] - 1
         found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
         parts = {
-            ranks: (start + 2 + 2 * self._known[ranks], self._known[ranks]) for ranks, start in self._starts.items()
+            ranks: (start + _NUM_FIRST + 2 * self._known[ranks], self._known[ranks])
+            for ranks, start in self._starts.items()
         }
         largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
         is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
-        not_finite_on = rank if rank >= 0 else None
-        return Agreed(is_inert, not_finite_on, found, compares, largest_early, largest[_Flag.NUM_UPDATES])
+        return Agreed(
+            is_inert,
+            rank if rank >= 0 else None,
+            found,
+            compares,
+            largest_early,
+            largest[_Flag.NUM_UPDATES],
+            self._loaded_on(largest, 2),
+            self._loaded_on(largest, 4),
+        )
 
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""
@@ -314,13 +334,18 @@ class Agreement:
             numbers[start : start + 2] = _NEUTRAL, _NEUTRAL
         return numbers
 
+    def _loaded_on(self, largest: Sequence[int], offset: int) -> tuple[int, int] | None:
+        """Return a rank that has loaded and one of the same set that has not; None if no set has both."""
+        pairs = [(largest[start + offset] - 1, largest[start + offset + 1] - 1) for start in self._starts.values()]
+        return next((pair for pair in pairs if min(pair) >= 0), None)
+
     def _codes_of(self, ranks: Ranks, largest: Sequence[int], describe: Describe) -> Sequence[int]:
         """Return the code of every gradient of a set.
 
         Raises:
             RuntimeError: the gradients of a parameter are laid out differently on some ranks. Every rank raises it.
         """
-        start, count = self._starts[ranks] + 2, self._known[ranks]
+        start, count = self._starts[ranks] + _NUM_FIRST, self._known[ranks]
         codes, inverse = largest[start : start + count], largest[start + count : start + 2 * count]
         for index, (code, other) in enumerate(zip(codes, inverse, strict=True)):
             if code and code != _LARGEST_CODE - other:
@@ -387,6 +412,14 @@ class Agreement:
         """
         self._num_reports += 1
         return f"{self._reports}/{self._num_reports}"
+
+
+def _about_loading(ranks: Ranks, loaded: Mapping[Ranks, tuple[bool, bool]] | None) -> list[int]:
+    """Return the four numbers of a set about loading."""
+    if loaded is None or ranks not in loaded:
+        return [0, 0, 0, 0]
+    me = 1 + my_rank()
+    return [number for has_loaded in loaded[ranks] for number in (me * has_loaded, me * (not has_loaded))]
 
 
 # ------------------------------------------------------------------------------------------------------- the store

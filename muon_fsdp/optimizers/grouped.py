@@ -21,6 +21,7 @@ from muon_fsdp.parameters.groups import (
     as_torch_params,
     check_parameter,
     names_and_parameters,
+    our_name,
     prefixed,
     refuse_zero_redundancy,
     resolve,
@@ -35,7 +36,7 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
 
@@ -81,6 +82,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         first_lr = options["lr"].clone() if isinstance(options.get("lr"), Tensor) else None
         self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
         self._routed: list[int] = []  # the `id` of the parameters that they were decided for
+        self._num_keys = 0  # of all groups, when they were checked last
+        self._warned_keys: set[str] = set()
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         defaults, _ = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
         self._given.taken.clear()  # no parameter uses an option yet
@@ -575,6 +578,27 @@ class GroupedOptimizer(torch.optim.Optimizer):
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             group.update(canonical({name: group[name] for name in options}))
+
+    def _check_new_keys(self) -> None:
+        """Warn, once, about keys that were written into groups later and have no effect, though they look as if.
+
+        An option of another group is not reported: momentum is often scheduled in a loop over all groups.
+        """
+        num_keys = sum(map(len, self.param_groups))
+        if num_keys == self._num_keys:
+            return
+        self._num_keys = num_keys
+        used = {name for group in self.param_groups for name in RULES[group["rule"]].all_options}
+        for number, (group, routes) in enumerate(zip(self.param_groups, self._routes, strict=True)):
+            rule = RULES[group["rule"]]
+            of_another_rule = any(route.rule != rule.name for route in routes)  # changed by hand, which leaves options
+            expected = {*split_foreign(group)[1], *rule.all_options, "rule", *PROGRESS}
+            for key in [key for key in group if key not in expected | self._warned_keys]:
+                meant = our_name(key)
+                if meant != key or not (of_another_rule or key in used):
+                    self._warned_keys.add(key)
+                    hint = f"; did you mean {meant!r}?" if meant != key else f": rule {rule.name!r} does not have it"
+                    warn_user(f"param_groups[{number}]: {key!r} has no effect{hint}")
 
     def _warn(self, message: str) -> None:
         if self._is_strict:

@@ -19,6 +19,7 @@ from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
+from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params
 from muon_fsdp.parameters.records import layouts_of_groups
@@ -120,6 +121,9 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
+        self._num_without_gradient = 0  # of the last steps
+        self._looks_for_rivals = True
+        self._rivals: RivalWatch | None = None  # between the first step and the second
         self._skipped_steps = 0
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
@@ -138,6 +142,9 @@ class MuonOptimizer(GroupedOptimizer):
             strict=strict,
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
+        self._has_loaded = False  # optimizer state, since the last step
+        # How often PyTorch has seen each parameter change, until the first step compares this.
+        self._versions = {id(p): _version(p) for p in self._parameters()} if num_ranks() > 1 else None
 
     # -------------------------------------------------------------------- step
 
@@ -154,6 +161,9 @@ class MuonOptimizer(GroupedOptimizer):
         All ranks that hold parameters must call this. `closure`, if given, is called first, with gradients enabled; its
         result is returned.
         """
+        if self._rivals is not None:
+            self._rivals.finish()
+            self._rivals = None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -208,6 +218,7 @@ class MuonOptimizer(GroupedOptimizer):
             divisor=self._accumulation_steps,
             num_updates=agreed.num_updates,
         )
+        self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
             failures = planned.run(inputs, early)
@@ -217,9 +228,31 @@ class MuonOptimizer(GroupedOptimizer):
             error = failures.error()
             if error is None and planned.matrices is not None:
                 planned.matrices.count(self._totals)
+        if self._looks_for_rivals:
+            self._looks_for_rivals = False
+            self._rivals = RivalWatch(self, planned.records)
         if error is not None:
             self._agreement.report(f"its last {failures.text}")
             raise error
+
+    def _count_without_gradient(self, planned: PlannedStep, agreed: Agreed, *, has_none: bool) -> None:
+        """Count successive steps in which no rank has a gradient of any trainable parameter; warn, once, at the second.
+
+        One alone is common: a first step for the scheduler's sake, or two optimizers that take turns.
+        """
+        if self._num_without_gradient == 2:
+            return
+        is_elsewhere = any(map(any, agreed.codes.values()))
+        if not has_none or is_elsewhere or not any(record.tensor.requires_grad for record in planned.records):
+            self._num_without_gradient = 0
+            return
+        self._num_without_gradient += 1
+        if self._num_without_gradient == 2:
+            warn_user(
+                "step() found no gradient of any parameter, for the second time in succession, so nothing was updated. "
+                "Call zero_grad() after step(), not between backward() and step(). With FSDP2, call "
+                "set_requires_gradient_sync(True) before the last backward() of a step."
+            )
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`, and return whether gradients still accumulate."""
@@ -291,6 +324,7 @@ class MuonOptimizer(GroupedOptimizer):
         if self._checks_for_twins and self._agreement_group is None:
             warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         self._checks_for_twins = False
+        changed = self._changed_weights(planned)
         agreed = None
         while agreed is None:  # until no rank has other parameters than when the ranks met
             self._agreement.meet(planned.shared, self.param_groups)
@@ -307,17 +341,37 @@ class MuonOptimizer(GroupedOptimizer):
                 not_finite=not_finite,
                 compares=written is None and (planned.compares_replicas or planned.written.has_changed(self.state)),
                 written=written,
+                has_loaded=self._has_loaded,
+                changed=changed,
             )
         if written is not None:
             planned.written.note(self.state)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
-        if not agreed.compares or agreed.inert:
+        if agreed.inert:
+            return planned, agreed
+        self._has_loaded, self._versions = False, None
+        _warn_about_loads(agreed)
+        if not agreed.compares:
             return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         self._create_state(planned)
         # Ranks that hold none of the replicas hear of an error here.
         return self._agree(planned, found, inert=inert, written=planned.written.texts(self.state))
+
+    def _changed_weights(self, planned: PlannedStep) -> set[int]:
+        """Return the sharded parameters that were written to between the constructor and the first step, by position.
+
+        Replicas are left out, because their weights are compared.
+        """
+        if self._versions is None:
+            return set()
+        return {
+            position
+            for position, record in enumerate(planned.records)
+            if record.layout.num_replicas < len(record.layout.ranks)
+            and self._versions.get(id(record.tensor), 0) != _version(record.tensor)
+        }
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -381,6 +435,7 @@ class MuonOptimizer(GroupedOptimizer):
                 agreed_memory,
                 self._stage_counts,
             )
+        self._check_new_keys()
         return planned
 
     def _plan_key(self) -> object:
@@ -488,6 +543,7 @@ class MuonOptimizer(GroupedOptimizer):
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
         self._forget_origins_of_lr()
+        self._has_loaded = True
         if self._planned is not None:
             self._planned.expect_comparison()
         for message in what_was_not_loaded(self._records(), incoming):
@@ -502,7 +558,12 @@ class MuonOptimizer(GroupedOptimizer):
             "_pattern_rules",
             "_is_built",
             "_is_strict",
+            "_num_keys",
+            "_warned_keys",
             "_checks_for_twins",
+            "_num_without_gradient",
+            "_looks_for_rivals",
+            "_has_loaded",
             "_settings",
             "_router",
             "_routes",
@@ -522,5 +583,27 @@ class MuonOptimizer(GroupedOptimizer):
             "_watch": None,
             "_routed": [],
             "_held": None,
+            "_rivals": None,
+            "_versions": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
+
+
+def _version(parameter: Tensor) -> int:
+    """Return how often PyTorch has seen a parameter change in place; for a DTensor, as a whole."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _warn_about_loads(agreed: Agreed) -> None:
+    """Warn if a rank has loaded a checkpoint and another has not."""
+    found = {
+        "loaded optimizer state since the last step": agreed.state_loaded_on,
+        "loaded or changed weights since the optimizer was built": agreed.weights_loaded_on,
+    }
+    for text, ranks in found.items():
+        if ranks is not None:
+            warn_user(
+                f"Rank {ranks[0]} has {text}, and rank {ranks[1]} has not. A checkpoint that only one rank loads "
+                "leaves the others with what they had: load on all ranks, each its own shards, as "
+                "torch.distributed.checkpoint does."
+            )

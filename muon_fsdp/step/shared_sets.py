@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TypeAlias
@@ -210,6 +210,8 @@ class StepAgreement:
         not_finite: bool,
         compares: bool,
         written: Written | None = None,
+        has_loaded: bool = False,
+        changed: Collection[int] = (),
     ) -> Agreed | None:
         """Tell the other ranks about this rank's gradients, and find out about theirs. Call `meet` first.
 
@@ -222,6 +224,8 @@ class StepAgreement:
             not_finite: whether some gradient of this rank is not finite.
             compares: whether replicas or state are still to be compared.
             written: by position, per-matrix state as text, which must be equal; None if it is not compared.
+            has_loaded: whether this rank has loaded optimizer state since the last step.
+            changed: positions of the sharded parameters whose weights were written to before the first step.
 
         Returns:
             What all ranks know now; None if another rank has other parameters than before, so that all must meet again.
@@ -236,6 +240,12 @@ class StepAgreement:
             }
             for numbers in (codes, early)
         )
+        # Ranks that share no parameter, such as those of two pipeline stages, may load different things.
+        loaded = {
+            ranks: (has_loaded, any(position in changed for position in positions))
+            for ranks, positions in shared.positions.items()
+            if positions
+        }
         agreed = self._agreement.before_step(
             shared.hashes(groups, written),
             by_ranks,
@@ -245,6 +255,7 @@ class StepAgreement:
             not_finite=not_finite,
             compares=compares,
             num_updates=num_updates,
+            loaded=loaded,
         )
         if agreed is None:
             self._agreement = None
