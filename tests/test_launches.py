@@ -88,9 +88,9 @@ BEGINS, WAITS = "statistics begin", "the step waits"
         (
             "spectral_sphere",
             {"lambda_mode": "projection"},
-            [BEGINS, "prepare", "direction", WAITS, "project", "direction", "project", "apply"],
+            [BEGINS, "prepare", "directions", WAITS, "project", "project", "apply"],
         ),
-        ("toy_scaled", {}, [BEGINS, "prepare", "direction", "direction", WAITS, "apply"]),
+        ("toy_scaled", {}, [BEGINS, "prepare", "directions", WAITS, "apply"]),
     ],
 )
 def test_a_step_waits_for_the_stream_of_its_statistics(monkeypatch, rule, options, expected):
@@ -109,7 +109,7 @@ def test_a_step_waits_for_the_stream_of_its_statistics(monkeypatch, rule, option
     monkeypatch.setattr(matrix_state.MatrixStates, "_own_stream", lambda self, stages: Stream(BEGINS))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(WAITS))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    noted = [(RULES[rule], "prepare"), (RULES[rule], "direction"), (RULES[rule], "apply")]
+    noted = [(RULES[rule], "prepare"), (RULES[rule], "directions"), (RULES[rule], "apply")]
     for owner, name in [*noted, (spectral_sphere, "project_out")]:
         original, event = getattr(owner, name), name.removesuffix("_out")
         monkeypatch.setattr(owner, name, lambda *args, f=original, e=event: events.append(e) or f(*args), raising=False)
