@@ -390,3 +390,18 @@ def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...], recorder: Recorder
     recorder.host(lambda: dist.all_reduce(flat, group=group_of(ranks, flat.device)))
     parts = torch.split(flat.clone(), sizes)  # a copy, because the next call overwrites the buffer
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def largest_of(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
+    """Return the element-wise maximum over ranks, by one all-reduce in the group that `make_group` has made."""
+    largest = numbers.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group_of(ranks, numbers.device, purpose))
+    return largest
+
+
+def of_all(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
+    """Return the numbers of all ranks, stacked in the order of the group that `make_group` has made for them."""
+    gathered = numbers.new_empty(len(ranks) * numbers.numel())
+    flat = numbers.reshape(-1).contiguous()
+    dist.all_gather_into_tensor(gathered, flat, group=group_of(ranks, numbers.device, purpose))
+    return gathered.view(len(ranks), *numbers.shape)

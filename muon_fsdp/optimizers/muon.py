@@ -166,7 +166,8 @@ class MuonOptimizer(GroupedOptimizer):
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
         planned, found = self._prepare()
-        planned, agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
+        inert, updates = not has_begun and self._is_inert(found), has_begun or self._accumulation_steps == 1
+        planned, agreed = self._agree(planned, found, inert=inert, updates=updates)
         self._create_state(planned)
         if not has_begun and (agreed.inert or self._still_accumulates()):
             return loss
@@ -196,7 +197,7 @@ class MuonOptimizer(GroupedOptimizer):
     def _update(self, planned: PlannedStep, found: Gradients, agreed: Agreed) -> None:
         """Update the parameters for which some rank has a gradient."""
         codes = planned.shared.by_position(agreed.codes)
-        gradients = found.in_layout(codes)
+        gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
         planned.make_groups()
         early = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
@@ -265,8 +266,16 @@ class MuonOptimizer(GroupedOptimizer):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> tuple[PlannedStep, Agreed]:
+    def _agree(
+        self, planned: PlannedStep, found: Gradients, *, inert: bool, updates: bool
+    ) -> tuple[PlannedStep, Agreed]:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
+
+        Args:
+            planned: the plan.
+            found: the gradients of this rank.
+            inert: whether the step only creates state on this rank.
+            updates: whether the step may update parameters; the first of several that accumulate does not.
 
         Returns:
             The plan, made anew if another rank has a smaller device than this rank planned for; and what was agreed on.
@@ -291,12 +300,15 @@ class MuonOptimizer(GroupedOptimizer):
                 not_finite=not_finite,
                 compares=planned.compares_replicas,
             )
-        # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
-        if not agreed.compares or agreed.inert:
+        # A step that updates nothing needs no equal replicas: torch.distributed.checkpoint takes one before it loads
+        # weights, and gradients that accumulate may not be reduced yet.
+        updates &= not agreed.inert and agreed.not_finite_on is None and any(map(any, agreed.codes.values()))
+        if not agreed.compares or not updates:
             return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
-        return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
+        # Ranks that hold none of the replicas that differ hear of the error here.
+        return self._agree(planned, found, inert=inert, updates=updates)
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -348,8 +360,9 @@ class MuonOptimizer(GroupedOptimizer):
         if key is None or planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
             self._complete_groups()
             key = self._plan_key()
-            if planned is not None:
-                planned.abandon()
+            before = planned
+            if before is not None:
+                before.abandon()
             planned = self._planned = PlannedStep(
                 key,
                 self._records(),
@@ -360,6 +373,8 @@ class MuonOptimizer(GroupedOptimizer):
                 agreed_memory,
                 self._stage_counts,
             )
+            if before is not None and before.has_same_parameters(planned):
+                planned.compares_replicas = before.compares_replicas
         return planned
 
     def _plan_key(self) -> object:
