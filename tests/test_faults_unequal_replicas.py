@@ -128,7 +128,7 @@ def one_bit(where: str) -> str:
 
 def test_matrices_are_compared_bit_by_bit_and_gradients_up_to_rounding(ranks: RankPool):
     texts = ranks.run(4, one_bit, "values", timeout=LIMIT)
-    assert all("Ranks 1 and [3] hold the same parameter 'w'" in text for text in texts)
+    assert all("Ranks 1 and 3 hold the same parameter 'w'" in text for text in texts)
     assert [text.startswith("Rank 3 cannot take this step, so no rank does: ") for text in texts] == [1, 0, 1, 0]
     assert ranks.run(4, one_bit, "gradients", timeout=LIMIT) == [""] * 4
 
@@ -243,5 +243,5 @@ def changed_before_loading(overlap: str) -> str:
 @pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_replicas_that_differ_after_loading_are_told(ranks: RankPool, overlap):
     for text in ranks.run(2, changed_before_loading, overlap, timeout=LIMIT):
-        assert "Ranks 0 and [1] hold the same parameter '2.weight'" in text
+        assert "Ranks 0 and 1 hold the same parameter '2.weight'" in text
         assert "differ in its values" in text

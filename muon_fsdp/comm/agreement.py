@@ -65,7 +65,7 @@ class _Flag(IntEnum):
     NOT_FINITE = 1  # the rank has a gradient that is not finite
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
-    COMPARES = 4  # the rank has not compared its replicas with others yet
+    COMPARES = 4  # the rank has not compared its parameters with those of other ranks yet
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Agreed:
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
-    compares: bool = False  # some rank wants to compare replicas, which needs all of them
+    compares: bool = False  # some rank wants to compare parameters, which needs all of them
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
 
 
@@ -120,6 +120,11 @@ class Agreement:
         self._stream: Any = None
         make_group(self.ranks, self._device, like)
         self._world = weakref.ref(dist.group.WORLD)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the integers are reduced, of the same type on all ranks."""
+        return self._device
 
     @property
     def is_alive(self) -> bool:
@@ -188,7 +193,7 @@ class Agreement:
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
-            compares: whether this rank wants to compare replicas.
+            compares: whether this rank wants to compare its parameters with those of other ranks.
 
         Returns:
             What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new

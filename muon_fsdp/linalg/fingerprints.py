@@ -45,7 +45,9 @@ def random_sums(tensor: Tensor, seed: int = 0) -> Tensor:
         first = (seed << 40) + start // _WIDTH
         with without_autocast(tensor.device.type):
             sums += (_signs(first, len(rows), chunk) @ rows).double()
-    return sums @ _signs(-NUM_SUMS * _WIDTH, NUM_SUMS * _WIDTH, sums).view(_WIDTH, NUM_SUMS) / NUM_SUMS**0.5
+    table = _signs(-NUM_SUMS * _WIDTH, NUM_SUMS * _WIDTH, sums).view(_WIDTH, NUM_SUMS)
+    found: Tensor = torch.matmul(sums, table) / NUM_SUMS**0.5
+    return found
 
 
 def _signs(first: int, count: int, like: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, own_memory, ranks_of_agreement, shared_ranks
+from muon_fsdp.step.siblings import find_siblings
 from muon_fsdp.text import warn_user
 
 
@@ -286,10 +287,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._checks_for_twins = False
         agreed = None
         while agreed is None:  # until no rank has other parameters than when the ranks met
-            self._agreement.meet(planned.shared, self.param_groups)
-            if not planned.shared.is_planned_for(self._agreement.device_memory):
-                with self._agreement.reporting():
-                    planned = self._current_plan()
+            planned = self._meet(planned)
             self._objections = planned.objections(self.param_groups, self.state)
             agreed = self._agreement.before_step(
                 planned.shared,
@@ -309,6 +307,14 @@ class MuonOptimizer(GroupedOptimizer):
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         # Ranks that hold none of the replicas that differ hear of the error here.
         return self._agree(planned, found, inert=inert, updates=updates)
+
+    def _meet(self, planned: PlannedStep) -> PlannedStep:
+        """Find the other ranks; return the plan, made anew if one of them has a smaller device than it is made for."""
+        self._agreement.meet(planned.shared, self.param_groups)
+        if not planned.shared.is_planned_for(self._agreement.device_memory):
+            with self._agreement.reporting():
+                return self._current_plan()
+        return planned
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -335,7 +341,8 @@ class MuonOptimizer(GroupedOptimizer):
         """Clip gradients by their norm, in any layout and without waiting for the device.
 
         Without `rules` and `groups`, one norm over all parameters is clipped, as by `torch.nn.utils.clip_grad_norm_`.
-        All ranks that hold parameters must call this, after backward and before `step()`.
+        It covers all ranks that a step connects, also parameters that only some of them hold (local experts). All ranks
+        that hold parameters must call this, after backward and before `step()`.
 
         Args:
             max_norm: the largest norm.
@@ -347,8 +354,22 @@ class MuonOptimizer(GroupedOptimizer):
         """
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        planned = self._current_plan()
-        return clip_gradients(parts_to_clip(planned.records, rules, groups), float(max_norm), planned.shared.like)
+        planned, found = self._prepare()
+        agreed = None
+        while agreed is None:
+            planned = self._meet(planned)
+            with self._agreement.reporting():
+                parts = parts_to_clip(planned.records, rules, groups)
+            ranks = self._agreement.ranks
+            is_new = planned.siblings is None or planned.siblings.ranks != ranks
+            agreed = self._agreement.before_step(
+                planned.shared, self.param_groups, found.codes, {}, inert=False, not_finite=False, compares=is_new
+            )
+        device = self._agreement.device or planned.shared.device
+        if planned.siblings is None or agreed.compares:  # all ranks look for siblings if one of them does
+            planned.siblings = find_siblings(planned.records, ranks, device)
+        gradients = found.in_layout(planned.shared.by_position(agreed.codes))
+        return clip_gradients(parts, float(max_norm), gradients, planned.siblings, device, planned.shared.like)
 
     # -------------------------------------------------------------------- plan
 

@@ -36,6 +36,7 @@ from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets
+from muon_fsdp.step.siblings import Siblings
 from muon_fsdp.step.weight_gather import WeightGather
 
 
@@ -70,6 +71,7 @@ class PlannedStep:
         self.key = key
         self.records = records
         self.has_state = False  # whether the state of all parameters was found to fit
+        self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
         self.expect_comparison()
         self._settings = settings
         for record in records:

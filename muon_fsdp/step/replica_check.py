@@ -130,7 +130,7 @@ def _different(facts: Sequence[_Fact], peers: Ranks, purpose: str) -> list[_Fact
     both = torch.stack([numbers, torch.where(numbers.isfinite(), -numbers, numbers)])
     largest, negative = largest_of(both, peers, purpose).cpu().unbind()
     sizes = [len(fact.numbers) for fact in facts]
-    parts = zip(facts, largest.split(sizes), (-negative).split(sizes), strict=True)
+    parts = zip(facts, torch.split(largest, sizes), torch.split(-negative, sizes), strict=True)
     return [fact for fact, high, low in parts if fact.differs(high, low)]
 
 
@@ -162,22 +162,18 @@ def _sums(tensor: Tensor, none: Tensor) -> Tensor:
 def _message(fact: _Fact, first: int, others: Sequence[int]) -> str:
     record, what = fact.record, fact.what
     origin = "DDP or replicate_group" if record.is_plain else f"placements {record.layout.placements}"
-    if record.repeated_over is not None:
-        origin = "replicate_mesh"
+    remedy = "Load the same state on all ranks"
     if what == "values":
         remedy = "Broadcast the weights from one rank before the first step, or load the same checkpoint on all ranks"
-        if not record.is_plain:
-            remedy += ": fully_shard does not make replicas equal"
+        remedy += "" if record.is_plain else ": fully_shard does not make replicas equal"
     elif what == "gradients":
         remedy = "All-reduce the gradients over these ranks before step()"
-        remedy += "; under DDP, run the last backward outside no_sync()" if record.is_plain else ", or make them Partial()"
-    else:
-        remedy = "Load the same state on all ranks"
+        remedy += "; under DDP, run the last backward outside no_sync()" if record.is_plain else ""
     if record.repeated_over is not None:
-        remedy += f". If they are not the same (local experts), pass replicate_mesh={{{record.name!r}: None, '*': mesh}}"
-    named = f"{list(others[:_NAMED_RANKS])}"
-    named = named.replace("]", ", ...]") if len(others) > _NAMED_RANKS else named
+        origin = "replicate_mesh"
+        remedy += f". If they are meant to differ (experts), pass replicate_mesh={{{record.name!r}: None, '*': mesh}}"
+    more = ", ..." if len(others) > _NAMED_RANKS else ""
     return (
-        f"Ranks {first} and {named} hold the same parameter {record.name!r} of shape {record.shape}, by {origin}, but "
-        f"they differ in its {what}. Nothing was changed. {remedy}"
+        f"Ranks {first} and {', '.join(map(str, others[:_NAMED_RANKS]))}{more} hold the same parameter {record.name!r} "
+        f"of shape {record.shape} by {origin}, but they differ in its {what}. Nothing was changed. {remedy}"
     )

@@ -157,6 +157,16 @@ class StepAgreement:
         """Return, for sets of this rank that have met, the total bytes of their smallest device."""
         return self._agreement.device_memory if self._agreement is not None and self._agreement.is_alive else {}
 
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks that a step connects, in ascending order; this rank alone if it shares nothing."""
+        return self._agreement.ranks if self._agreement is not None else (my_rank(),)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return where these ranks reduce numbers; None if there are no other ranks."""
+        return self._agreement.device if self._agreement is not None else None
+
     def meet(self, shared: SharedSets, groups: Sequence[Group]) -> None:
         """Find the ranks that a step connects, unless they are known and share the same parameters as before.
 
@@ -199,7 +209,7 @@ class StepAgreement:
             early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
-            compares: whether replicas are still to be compared.
+            compares: whether parameters are still to be compared.
 
         Returns:
             What all ranks know now; None if another rank has other parameters than before, so that all must meet again.
