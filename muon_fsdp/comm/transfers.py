@@ -400,8 +400,8 @@ def largest_of(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
 
 
 def of_all(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
-    """Return the numbers of all ranks, stacked in the order of the group that `make_group` has made for them."""
-    gathered = numbers.new_empty(len(ranks) * numbers.numel())
-    flat = numbers.reshape(-1).contiguous()
-    dist.all_gather_into_tensor(gathered, flat, group=group_of(ranks, numbers.device, purpose))
-    return gathered.view(len(ranks), *numbers.shape)
+    """Return the numbers of all ranks, stacked in ascending order of ranks, by one all-reduce of zeros and own ones."""
+    table = numbers.new_zeros(len(ranks), *numbers.shape)
+    table[sorted(ranks).index(my_rank())] = numbers
+    dist.all_reduce(table, group=group_of(ranks, numbers.device, purpose))
+    return table
