@@ -29,8 +29,8 @@ States: TypeAlias = Mapping[Tensor, Mapping[str, Any]]
 
 # Of random sums, relative to the largest norm among the replicas.
 WEIGHT_DIFFERENCE = 1e-3
-# 1,024 random terms that are added in bfloat16 in two orders differ by 0.07. Of independent gradients, one in a billion
-# differs by less than this.
+# 1,024 random terms that are added in bfloat16 in two orders differ by 0.07. Of pairs of independent gradients, fewer
+# than one in a hundred million differ by less than this.
 GRADIENT_DIFFERENCE = 0.1
 _NAMED_RANKS = 8  # ranks that a message names
 
@@ -138,9 +138,9 @@ def _facts(record: ParameterRecord, state: Mapping[str, Any], grad: Tensor | Non
     """Return what must be the same on all replicas of a parameter."""
     shard = local(record.tensor).detach()
     none = torch.full((NUM_SUMS + 1,), -torch.inf, dtype=torch.float64, device=shard.device)
-    is_common = record.view is not None or record.shards_state
-    values = _Fact(record, "values", hash_of(shard).double().view(1), 0.0)
-    if not is_common:
+    if record.view is not None or record.shards_state or not shard.is_floating_point():
+        values = _Fact(record, "values", hash_of(shard).double().view(1), 0.0)
+    else:
         values = _Fact(record, "values", _sums(shard, none), WEIGHT_DIFFERENCE)
     names = [spec.name for spec in record.rule.all_state if isinstance(spec, PerMatrix)]
     hashes = [hash_of(local(state[name])) if name in state else shard.new_zeros(()) for name in names]
