@@ -105,14 +105,19 @@ def test_every_bit_and_every_place_count_in_the_hash(dtype):
         assert int(fingerprints.hash_of(weights)) == hashes[0]
 
 
-def test_sums_of_gradients_are_as_large_as_the_gradients():
+@pytest.mark.parametrize("chunk", [2**22, 64 * 3])
+def test_sums_of_gradients_are_as_large_as_the_gradients(chunk):
     torch.manual_seed(0)
-    grad = torch.randn(64, 31)
+    grad, other = torch.randn(2, 64, 31)
     grad -= grad.mean(dim=1, keepdim=True)  # as behind a normalization: rows sum to zero
-    sums = fingerprints.random_sums(grad)
-    assert 0.3 < float(sums.norm() / grad.norm()) < 3
-    with patch.object(fingerprints, "_CHUNK", 64 * 3):
-        torch.testing.assert_close(fingerprints.random_sums(grad), sums, rtol=1e-5, atol=1e-5)
+    fingerprints.random_sums(grad)  # makes the signs for chunks of the usual size
+    with patch.object(fingerprints, "_CHUNK", chunk):
+        sums = fingerprints.random_sums(grad)
+        assert 0.3 < float(sums.norm() / grad.norm()) < 3
+        for changed in (other, grad.roll(1, dims=0), grad.roll(64 * 3), grad + 1e-2 * other):
+            distance = (fingerprints.random_sums(changed) - sums).norm() / (changed - grad).norm()
+            assert 0.3 < float(distance) < 3
+        assert not torch.equal(fingerprints.random_sums(grad, seed=1), sums)
 
 
 def test_a_mesh_that_is_none_is_refused():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -38,21 +41,28 @@ def random_sums(tensor: Tensor, seed: int = 0) -> Tensor:
         seed: another number gives other signs.
     """
     flat = tensor.reshape(-1)
-    sums = torch.zeros(_WIDTH, dtype=torch.float64, device=tensor.device)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    of_rows, of_columns = _signs(dtype, tensor.device)
+    columns = torch.zeros(_WIDTH, dtype=torch.float64, device=tensor.device)
     for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK].to(torch.promote_types(tensor.dtype, torch.float32))
+        chunk = flat[start : start + _CHUNK].to(dtype)
         rows = pad(chunk, (0, -len(chunk) % _WIDTH)).view(-1, _WIDTH)
-        first = (seed << 40) + start // _WIDTH
         with without_autocast(tensor.device.type):
-            sums += (_signs(first, len(rows), chunk) @ rows).double()
-    table = _signs(-NUM_SUMS * _WIDTH, NUM_SUMS * _WIDTH, sums).view(_WIDTH, NUM_SUMS)
-    found: Tensor = torch.matmul(sums, table) / NUM_SUMS**0.5
-    return found
+            # Chunks and seeds use the same signs, shifted by a random number.
+            shift = random.Random(f"{seed} {start}").randrange(_WIDTH)
+            columns += torch.mv(rows.T, of_rows[: len(rows)]).double().roll(shift)
+    sums: Tensor = torch.mv(of_columns, columns) / NUM_SUMS**0.5
+    return sums
 
 
-def _signs(first: int, count: int, like: Tensor) -> Tensor:
-    """Return the random signs with these numbers, in the precision of another tensor and on its device."""
-    return (1 - 2 * (_mixed(first, count, like.device) >> 40 & 1)).to(like.dtype)
+@lru_cache
+def _signs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return random signs (_CHUNK / _WIDTH,) for rows, in this precision, and (NUM_SUMS, _WIDTH) for columns."""
+    of_rows, of_columns = (
+        1 - 2 * (_mixed(first, count, device) >> 40 & 1)
+        for first, count in ((0, _CHUNK // _WIDTH), (_CHUNK, NUM_SUMS * _WIDTH))
+    )
+    return of_rows.to(dtype), of_columns.double().view(NUM_SUMS, _WIDTH)
 
 
 def _mixed(first: int, count: int, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -82,8 +83,8 @@ def clip_gradients(
             whole[number] = torch.stack(own).sum()
     if siblings.count:
         looking_alike = [record for record in records if record.position in siblings.number_of]
-        for record, counted in _of_siblings(looking_alike, squares, gradients, siblings, device, like):
-            whole[number_of_part[record.position]] += counted
+        for members, counted in _of_siblings(looking_alike, squares, gradients, siblings, device, like):
+            whole.index_add_(0, _index(tuple(number_of_part[r.position] for r in members), device), counted)
     if len(siblings.ranks) > 1:
         (whole,) = add_up([whole], siblings.ranks, Recorder())
     own_devices = [record.tensor.device for record in records if record.tensor.device.type != "cpu"]
@@ -117,8 +118,8 @@ def _of_siblings(
     siblings: Siblings,
     device: torch.device,
     like: Callable[[Ranks], dist.ProcessGroup | None],
-) -> Iterator[tuple[ParameterRecord, Tensor]]:
-    """Yield the sums of squares that this rank adds to the norms, each with its parameter.
+) -> Iterator[tuple[list[ParameterRecord], Tensor]]:
+    """Yield the sums of squares that this rank adds to the norms, (parameters,), with their parameters.
 
     If the gradients of siblings are equal up to rounding, they are one parameter, and the first set of ranks counts it.
     Else they are different parameters, such as local experts, and every set counts its own.
@@ -137,31 +138,32 @@ def _of_siblings(
     for ranks in sorted(by_ranks):
         if len(ranks) > 1:
             make_group(ranks, device, like(ranks))
-    # Of each parameter: random sums, their negatives, the norm, and minus the first of its ranks.
+    # Of each parameter: random sums, their negatives, the norm, and minus the first of its ranks; -inf without one.
     table = torch.full((siblings.count, 2 * NUM_SUMS + 2), -torch.inf, dtype=torch.float64, device=device)
-    own: list[tuple[ParameterRecord, Ranks, Tensor]] = []
+    found: list[tuple[Ranks, Tensor, Tensor]] = []
     for ranks, members in sorted(by_ranks.items()):
-        rows = [
-            _row(record, squares.get(record.position), gradients.get(record.position), device) for record in members
-        ]
+        rows = torch.stack([_row(r, squares.get(r.position), gradients.get(r.position), device) for r in members])
         if len(ranks) > 1:
-            rows = add_up(rows, ranks, Recorder())
-        for record, row in zip(members, rows, strict=True):
-            (is_there, square), sums = row[:2], row[2:]
-            first = sums.new_full((1,), -ranks[0])
-            numbers = torch.cat([sums, -sums, square.sqrt().view(1), first])
-            usable = (is_there > 0) & numbers.isfinite().all()
-            table[siblings.number_of[record.position]] = torch.where(usable, numbers, -torch.inf)
-            own.append((record, ranks, square))
+            (rows,) = add_up([rows], ranks, Recorder())
+        is_there, square, sums = rows[:, :1] > 0, rows[:, 1:2], rows[:, 2:]
+        numbers = torch.cat([sums, -sums, square.sqrt(), torch.full_like(square, -ranks[0])], dim=1)
+        usable = is_there & numbers.isfinite().all(dim=1, keepdim=True)
+        index = _index(tuple(siblings.number_of[record.position] for record in members), device)
+        table[index] = torch.where(usable, numbers, -torch.inf)
+        found.append((ranks, index, square.flatten()))
     largest = largest_of(table, siblings.ranks)
-    # No rank has a number where the maximum is -inf.
     distances = (largest[:, :NUM_SUMS] + largest[:, NUM_SUMS:-2]).clamp(min=0).norm(dim=1)
     are_equal = distances <= GRADIENT_DIFFERENCE * largest[:, -2].clamp(min=0)
-    for record, ranks, square in own:
+    for ranks, index, square in found:
         if ranks[0] == my_rank():
-            number = siblings.number_of[record.position]
-            is_first = largest[number, -1] == -ranks[0]
-            yield record, torch.where(are_equal[number] & ~is_first & square.isfinite(), 0.0, square)
+            counts_elsewhere = are_equal[index] & (largest[index, -1] != -ranks[0]) & square.isfinite()
+            yield by_ranks[ranks], torch.where(counts_elsewhere, 0.0, square)
+
+
+@lru_cache
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers on a device, copied there once: the host would wait for the device at every call."""
+    return torch.tensor(numbers, device=device)
 
 
 def _row(record: ParameterRecord, square: Tensor | None, grad: Tensor | None, device: torch.device) -> Tensor:
