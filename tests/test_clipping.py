@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from tests import distributed_cases as cases
@@ -222,3 +224,123 @@ def one_row_on_two_ranks() -> float:
 
 def test_a_parameter_that_one_rank_holds_whole_is_reduced_by_all(ranks: RankPool):
     assert ranks.run(2, one_row_on_two_ranks, timeout=60) == [6.0, 6.0]
+
+
+class OwnExpert(nn.Module):
+    """A layer that all ranks share, and an expert that differs from rank to rank and has the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.expert = nn.Linear(6, 6), nn.Linear(6, 6)
+        with torch.no_grad():
+            self.expert.weight.mul_(1 + 3 * dist.get_rank())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(torch.tanh(self.shared(x)))
+
+
+def of_all_ranks(value: object) -> list:
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def clip_local_experts(layout: str) -> float:
+    """Clip a model whose experts lie on one rank each; check norm and gradients by float64; return the norm."""
+    net = OwnExpert()
+    model: nn.Module = net
+    if layout == "ddp":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["expert.weight", "expert.bias"])
+        model = DistributedDataParallel(net)
+    else:
+        fully_shard(net.shared, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = MuonOptimizer(model, lr=0.1, adamw_lr=0.1)
+    total = 0.0
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        shared = [whole(p.grad) for p in net.shared.parameters()]
+        experts = [grad for grads in of_all_ranks([p.grad for p in net.expert.parameters()]) for grad in grads]
+        expected = norm_of([*shared, *experts])
+        total = float(optimizer.clip_grad_norm_(0.05)["all"])
+        assert total == pytest.approx(expected, rel=1e-6)
+        for p, before in zip(net.shared.parameters(), shared, strict=True):
+            assert_near(whole(p.grad), before * 0.05 / (expected + 1e-6), rtol=1e-5, atol=1e-8)
+        optimizer.step()
+    (norm,) = optimizer.clip_grad_norm_(1.0, rules="muon").values()
+    weights = [whole(net.shared.weight.grad), *of_all_ranks(net.expert.weight.grad)]
+    assert float(norm) == pytest.approx(norm_of(weights), rel=1e-6)
+    return total
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_experts_of_all_ranks_count_in_one_norm(layout, ranks: RankPool):
+    first, second = ranks.run(2, clip_local_experts, layout, timeout=60)
+    assert first == second
+
+
+def siblings_and_experts(spoiled: bool) -> float:
+    """Clip matrices on slices of a mesh: one that siblings have in common up to rounding, and one that each has alone.
+
+    Args:
+        spoiled: whether one sibling has a gradient that is not finite.
+
+    Returns:
+        The ratio of the norm to that of whole gradients in float64.
+    """
+    mesh, side = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank() % 2
+    generator = torch.Generator().manual_seed(0)
+    grads = {name: torch.randn(7, 5, generator=generator) for name in ("common", "own 0", "own 1", "tied")}
+    rows = [cases.Shard(0)]
+    places = {"common": (mesh["dp"], rows), "own": (mesh["dp"], rows), "tied": (mesh, [*rows, cases.Shard(1)])}
+    parameters = {}
+    for name, (on, placements) in places.items():
+        grad = grads[f"own {side}" if name == "own" else name] * (1 + 1e-6 * side)
+        if spoiled and name == "common" and side == 1:
+            grad[0, 0] = torch.inf
+        p = nn.Parameter(distribute_tensor(torch.ones(7, 5), on, placements, src_data_rank=None))
+        p.grad = distribute_tensor(grad, on, placements, src_data_rank=None)
+        parameters[name] = p
+    norm = MuonOptimizer(list(parameters.items())).clip_grad_norm_(1.0)["all"]
+    return float(norm) / norm_of(list(grads.values()))
+
+
+def test_equal_gradients_of_siblings_count_once_and_others_each(ranks: RankPool):
+    assert ranks.run(4, siblings_and_experts, False, timeout=60) == [pytest.approx(1.0, rel=1e-5)] * 4
+    assert ranks.run(4, siblings_and_experts, True, timeout=60) == [math.inf] * 4
+
+
+def partial_on_one_rank() -> list[float]:
+    """Clip a gradient of partial sums that only rank 1 has, with all others and by its rule; return both norms."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    if dist.get_rank() == 1:
+        weight.grad = DTensor.from_local(torch.full((4, 4), 3.0), mesh, [Partial()])
+    optimizer = MuonOptimizer([("weight", weight)])
+    norms = [*optimizer.clip_grad_norm_(100.0).values(), *optimizer.clip_grad_norm_(6.0, rules="muon").values()]
+    if dist.get_rank() == 1:
+        assert_near(weight.grad.to_local(), torch.full((4, 4), 1.5), rtol=1e-6)
+    else:
+        assert weight.grad is None
+    return [float(norm) for norm in norms]
+
+
+def test_partial_sums_that_some_ranks_lack(ranks: RankPool):
+    assert ranks.run(2, partial_on_one_rank, timeout=60) == [[12.0, 12.0]] * 2
+
+
+def mistake_on_one_rank() -> str:
+    """Name another rule on rank 1 than the one that it has; return the error."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [cases.Shard(0)]))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        MuonOptimizer([("weight", weight)]).clip_grad_norm_(1.0, rules="adamw" if dist.get_rank() == 1 else "muon")
+    return str(caught.value)
+
+
+def test_a_mistake_on_one_rank_is_told_to_all(ranks: RankPool):
+    first, second = ranks.run(2, mistake_on_one_rank, timeout=60)
+    assert second in first
+    assert "no parameter has rule 'adamw'" in second

@@ -22,6 +22,12 @@ from tests.pool import RankPool
 from tests.promises import promise
 
 
+def average_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
 def nothing_is_shared(kind: str) -> list[str]:
     """Train a model whose parameters no mesh shards; return the warnings of three steps."""
     model: nn.Module = net()
@@ -40,6 +46,8 @@ def nothing_is_shared(kind: str) -> list[str]:
         for step in range(3):
             optimizer.zero_grad()
             backward(model, seed=step * dist.get_world_size() + dist.get_rank())
+            if kind == "replicated":
+                average_gradients(model)
             optimizer.step()
 
     return warnings_of(steps)

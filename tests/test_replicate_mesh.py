@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.linalg import fingerprints
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.step import replica_check
 from tests import distributed_cases, replicate_mesh_cases
 from tests.pool import RankPool
 from tests.replicate_mesh_cases import NUM_MATRICES, NUM_STEPS
@@ -92,27 +92,32 @@ def test_the_report_says_what_could_be_saved(ranks: RankPool):
 def test_every_bit_and_every_place_count_in_the_hash(dtype):
     torch.manual_seed(0)
     weights = torch.randn(7, 9, dtype=dtype)
-    hashes = [int(replica_check._hash(weights))]
+    hashes = [int(fingerprints.hash_of(weights))]
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[weights.itemsize]
     for bit in range(8 * weights.itemsize):
         changed = weights.clone()
         changed.view(bits)[3, 4] ^= -(2**bit) if bit == 8 * weights.itemsize - 1 else 2**bit
-        hashes.append(int(replica_check._hash(changed)))
-    hashes += [int(replica_check._hash(weights.roll(shift, dims=0))) for shift in range(1, 7)]
+        hashes.append(int(fingerprints.hash_of(changed)))
+    hashes += [int(fingerprints.hash_of(weights.roll(shift, dims=0))) for shift in range(1, 7)]
     assert len(set(hashes)) == len(hashes)
-    assert int(replica_check._hash(weights.T.contiguous().T)) == hashes[0]  # by values, not by memory
-    with patch.object(replica_check, "_CHUNK", 16):
-        assert int(replica_check._hash(weights)) == hashes[0]
+    assert int(fingerprints.hash_of(weights.T.contiguous().T)) == hashes[0]  # by values, not by memory
+    with patch.object(fingerprints, "_CHUNK", 16):
+        assert int(fingerprints.hash_of(weights)) == hashes[0]
 
 
-def test_sums_of_gradients_are_as_large_as_the_gradients():
+@pytest.mark.parametrize("chunk", [2**22, 64 * 3])
+def test_sums_of_gradients_are_as_large_as_the_gradients(chunk):
     torch.manual_seed(0)
-    grad = torch.randn(64, 31)
+    grad, other = torch.randn(2, 64, 31)
     grad -= grad.mean(dim=1, keepdim=True)  # as behind a normalization: rows sum to zero
-    sums = replica_check._random_sums(grad)
-    assert 0.3 < float(sums.norm() / grad.norm()) < 3
-    with patch.object(replica_check, "_CHUNK", 8 * 16):
-        torch.testing.assert_close(replica_check._random_sums(grad), sums)
+    fingerprints.random_sums(grad)  # makes the signs for chunks of the usual size
+    with patch.object(fingerprints, "_CHUNK", chunk):
+        sums = fingerprints.random_sums(grad)
+        assert 0.3 < float(sums.norm() / grad.norm()) < 3
+        for changed in (other, grad.roll(1, dims=0), grad.roll(64 * 3), grad + 1e-2 * other):
+            distance = (fingerprints.random_sums(changed) - sums).norm() / (changed - grad).norm()
+            assert 0.3 < float(distance) < 3
+        assert not torch.equal(fingerprints.random_sums(grad, seed=1), sums)
 
 
 def test_a_mesh_that_is_none_is_refused():

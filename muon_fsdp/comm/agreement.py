@@ -71,7 +71,7 @@ class _Flag(IntEnum):
     NOT_FINITE = 1  # the rank has a gradient that is not finite
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
-    COMPARES = 4  # the rank has not compared its replicas or its per-matrix state with others yet
+    COMPARES = 4  # the rank has not compared its parameters or its per-matrix state with other ranks yet
     NUM_UPDATES = 5  # steps that have updated parameters
 
 
@@ -87,7 +87,7 @@ class Agreed:
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
-    compares: bool = False  # some rank wants to compare replicas or state, which needs all of them
+    compares: bool = False  # some rank wants to compare parameters or state, which needs all of them
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
     num_updates: int = 0  # steps that have updated parameters before this one
     # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
@@ -176,6 +176,11 @@ class Agreement:
         self._world = weakref.ref(dist.group.WORLD)
 
     @property
+    def device(self) -> torch.device:
+        """Return where the integers are reduced, of the same type on all ranks."""
+        return self._device
+
+    @property
     def is_alive(self) -> bool:
         """Return whether torch.distributed is still initialized as it was when this object was made."""
         return self._world() is not None and self._world() is dist.group.WORLD
@@ -244,7 +249,7 @@ class Agreement:
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
-            compares: whether this rank wants to compare replicas or state.
+            compares: whether this rank wants to compare its parameters or state with those of other ranks.
             num_updates: steps that have updated parameters, of which all ranks get the largest number.
             loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 

@@ -390,3 +390,18 @@ def add_up(tensors: Sequence[Tensor], ranks: tuple[int, ...], recorder: Recorder
     recorder.host(lambda: dist.all_reduce(flat, group=group_of(ranks, flat.device)))
     parts = torch.split(flat.clone(), sizes)  # a copy, because the next call overwrites the buffer
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def largest_of(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
+    """Return the element-wise maximum over ranks, by one all-reduce in the group that `make_group` has made."""
+    largest = numbers.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group_of(ranks, numbers.device, purpose))
+    return largest
+
+
+def of_all(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
+    """Return the numbers of all ranks, stacked in ascending order of ranks, by one all-reduce of zeros and own ones."""
+    table = numbers.new_zeros(len(ranks), *numbers.shape)
+    table[sorted(ranks).index(my_rank())] = numbers
+    dist.all_reduce(table, group=group_of(ranks, numbers.device, purpose))
+    return table

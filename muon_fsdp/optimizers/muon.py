@@ -46,6 +46,7 @@ from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, Written, own_memory, ranks_of_agreement, shared_ranks
+from muon_fsdp.step.siblings import find_siblings
 from muon_fsdp.text import warn_user
 
 
@@ -176,7 +177,8 @@ class MuonOptimizer(GroupedOptimizer):
             self._planned.complete_early()
         self._agreement.finish_report()
         planned, found = self._prepare()
-        planned, agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
+        inert, updates = not has_begun and self._is_inert(found), has_begun or self._accumulation_steps == 1
+        planned, agreed = self._agree(planned, found, inert=inert, updates=updates)
         self._create_state(planned)
         if not has_begun and (agreed.inert or self._still_accumulates()):
             return loss
@@ -206,7 +208,7 @@ class MuonOptimizer(GroupedOptimizer):
     def _update(self, planned: PlannedStep, found: Gradients, agreed: Agreed) -> None:
         """Update the parameters for which some rank has a gradient."""
         codes = planned.shared.by_position(agreed.codes)
-        gradients = found.in_layout(codes)
+        gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
         planned.make_groups()
         early = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
@@ -307,7 +309,7 @@ class MuonOptimizer(GroupedOptimizer):
             planned.has_state = True
 
     def _agree(
-        self, planned: PlannedStep, found: Gradients, *, inert: bool, written: Written | None = None
+        self, planned: PlannedStep, found: Gradients, *, inert: bool, updates: bool, written: Written | None = None
     ) -> tuple[PlannedStep, Agreed]:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
 
@@ -315,6 +317,7 @@ class MuonOptimizer(GroupedOptimizer):
             planned: the plan.
             found: the gradients of this rank.
             inert: whether the step only creates state on this rank.
+            updates: whether the step may update parameters; the first of several that accumulate does not.
             written: per-matrix state that must be equal on all ranks; None if it need not be compared.
 
         Returns:
@@ -327,10 +330,7 @@ class MuonOptimizer(GroupedOptimizer):
         changed = self._changed_weights(planned)
         agreed = None
         while agreed is None:  # until no rank has other parameters than when the ranks met
-            self._agreement.meet(planned.shared, self.param_groups)
-            if not planned.shared.is_planned_for(self._agreement.device_memory):
-                with self._agreement.reporting():
-                    planned = self._current_plan()
+            planned = self._meet(planned)
             self._objections = planned.objections(self.param_groups, self.state)
             agreed = self._agreement.before_step(
                 planned.shared,
@@ -346,18 +346,28 @@ class MuonOptimizer(GroupedOptimizer):
             )
         if written is not None:
             planned.written.note(self.state)
-        # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
         if agreed.inert:
             return planned, agreed
         self._has_loaded, self._versions = False, None
         _warn_about_loads(agreed)
-        if not agreed.compares:
+        # A step that updates nothing needs no equal replicas: torch.distributed.checkpoint takes one before it loads
+        # weights, and gradients that accumulate may not be reduced yet.
+        updates &= agreed.not_finite_on is None and any(map(any, agreed.codes.values()))
+        if not agreed.compares or not updates:
             return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         self._create_state(planned)
-        # Ranks that hold none of the replicas hear of an error here.
-        return self._agree(planned, found, inert=inert, written=planned.written.texts(self.state))
+        # Ranks that hold none of the replicas that differ hear of the error here.
+        return self._agree(planned, found, inert=inert, updates=updates, written=planned.written.texts(self.state))
+
+    def _meet(self, planned: PlannedStep) -> PlannedStep:
+        """Find the other ranks; return the plan, made anew if one of them has a smaller device than it is made for."""
+        self._agreement.meet(planned.shared, self.param_groups)
+        if not planned.shared.is_planned_for(self._agreement.device_memory):
+            with self._agreement.reporting():
+                return self._current_plan()
+        return planned
 
     def _changed_weights(self, planned: PlannedStep) -> set[int]:
         """Return the sharded parameters that were written to between the constructor and the first step, by position.
@@ -398,7 +408,8 @@ class MuonOptimizer(GroupedOptimizer):
         """Clip gradients by their norm, in any layout and without waiting for the device.
 
         Without `rules` and `groups`, one norm over all parameters is clipped, as by `torch.nn.utils.clip_grad_norm_`.
-        All ranks that hold parameters must call this, after backward and before `step()`.
+        It covers all ranks that a step connects, also parameters that only some of them hold (local experts). All ranks
+        that hold parameters must call this, after backward and before `step()`.
 
         Args:
             max_norm: the largest norm.
@@ -410,8 +421,23 @@ class MuonOptimizer(GroupedOptimizer):
         """
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        planned = self._current_plan()
-        return clip_gradients(parts_to_clip(planned.records, rules, groups), float(max_norm), planned.shared.like)
+        self._agreement.finish_report()
+        planned, found = self._prepare()
+        agreed = None
+        while agreed is None:
+            planned = self._meet(planned)
+            with self._agreement.reporting():
+                parts = parts_to_clip(planned.records, rules, groups)
+            ranks = self._agreement.ranks
+            is_new = planned.siblings is None or planned.siblings.ranks != ranks
+            agreed = self._agreement.before_step(
+                planned.shared, self.param_groups, found.codes, {}, inert=False, not_finite=False, compares=is_new
+            )
+        device = self._agreement.device or planned.shared.device
+        if planned.siblings is None or agreed.compares:  # all ranks look for siblings if one of them does
+            planned.siblings = find_siblings(planned.records, ranks, device)
+        gradients = found.in_layout(planned.shared.by_position(agreed.codes))
+        return clip_gradients(parts, float(max_norm), gradients, planned.siblings, device, planned.shared.like)
 
     # -------------------------------------------------------------------- plan
 
@@ -423,8 +449,9 @@ class MuonOptimizer(GroupedOptimizer):
         if key is None or planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
             self._complete_groups()
             key = self._plan_key()
-            if planned is not None:
-                planned.abandon()
+            before = planned
+            if before is not None:
+                before.abandon()
             planned = self._planned = PlannedStep(
                 key,
                 self._records(),
@@ -435,6 +462,8 @@ class MuonOptimizer(GroupedOptimizer):
                 agreed_memory,
                 self._stage_counts,
             )
+            if before is not None and before.has_same_parameters(planned):
+                planned.compares_replicas = before.compares_replicas
         self._check_new_keys()
         return planned
 

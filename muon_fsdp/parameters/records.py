@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from muon_fsdp.comm.process_groups import Ranks, my_rank
-from muon_fsdp.comm.transfers import is_replica, local, local_gradient, local_values
+from muon_fsdp.comm.transfers import is_replica, local
 from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
 from muon_fsdp.parameters.facts import Fused
 from muon_fsdp.parameters.groups import Group
@@ -91,15 +91,6 @@ class ParameterRecord:
         if self.shards_state:  # cut out anew each time: others may replace the data of the parameter
             return self.tensor.detach()[self._rows]
         return self.tensor if self.is_plain else local(self.tensor)
-
-    def part_of_gradient(self, grad: Tensor, *, in_layout: bool = False) -> Tensor:
-        """Return the local gradient of what `part` returns; redistributes the gradient if its layout differs.
-
-        Args:
-            grad: the gradient.
-            in_layout: whether it is known to have the layout of the parameter. Comparing placements takes time.
-        """
-        return self.rows_of(local_values(grad) if in_layout else local_gradient(self.tensor, grad))
 
     def rows_of(self, part: Tensor) -> Tensor:
         """Return the rows of a local gradient that this rank updates: all, unless the state is sharded."""

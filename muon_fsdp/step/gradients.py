@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.comm.transfers import layout_of, local
+from muon_fsdp.comm.transfers import layout_of, local, local_gradient, local_values
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.text import first_names
@@ -55,7 +55,7 @@ class Gradients:
         return {position: local(grad) for position, grad in self._found.items()}
 
     def in_layout(self, codes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the local gradients of what this rank updates; redistribute those with other placements first.
+        """Return the local gradients in the layouts of their parameters; redistribute those with other placements.
 
         Args:
             codes: by position, the code that ranks agreed on for the gradient of every shared parameter.
@@ -64,7 +64,10 @@ class Gradients:
             if code > LIKE_PARAMETER and position not in self._found:
                 self._found[position] = _zeros(self._records[position].tensor, code)
         return {
-            i: self._records[i].part_of_gradient(self._found[i], in_layout=self.codes.get(i) == LIKE_PARAMETER)
+            # Comparing placements takes time, so it is left out where the code tells about them.
+            i: local_values(self._found[i])
+            if self.codes.get(i) == LIKE_PARAMETER
+            else local_gradient(self._records[i].tensor, self._found[i])
             for i in sorted(self._found)
         }
 

@@ -38,6 +38,7 @@ from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
+from muon_fsdp.step.siblings import Siblings
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.written_state import WrittenState
 
@@ -73,6 +74,7 @@ class PlannedStep:
         self.key = key
         self.records = records
         self.has_state = False  # whether the state of all parameters was found to fit
+        self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
         self.expect_comparison()
         self._settings = settings
         for record in records:
@@ -121,15 +123,22 @@ class PlannedStep:
         return self.captured.graph
 
     def expect_comparison(self) -> None:
-        """Note that the next step must compare the replicas that `replicate_mesh` promises, if there are any."""
-        self.compares_replicas = any(record.repeated_over is not None for record in self.records)
+        """Note that the next step that updates anything must compare replicas, if there are any."""
+        self.compares_replicas = any(record.layout.num_replicas > 1 for record in self.records)
+
+    def has_same_parameters(self, other: PlannedStep) -> bool:
+        """Return whether another plan is for the same tensors in the same layouts."""
+        return len(self.records) == len(other.records) and all(
+            one.tensor is another.tensor and one.layout == another.layout
+            for one, another in zip(self.records, other.records, strict=True)
+        )
 
     def compare_replicas(self, states: States, gradients: Mapping[int, Tensor]) -> None:
-        """Raise if replicas that `replicate_mesh` promises are not equal; all of their ranks must call this.
+        """Raise if replicas are not equal; all of their ranks must call this.
 
         Args:
             states: the state of the optimizer.
-            gradients: by position, this rank's part of every gradient that it has.
+            gradients: by position, the gradients that this rank has, in the layouts of their parameters.
         """
         compare_replicas(self.records, states, gradients, self.shared.like)
         self.compares_replicas = False

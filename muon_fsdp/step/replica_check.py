@@ -1,37 +1,73 @@
-"""Check that the ranks of `replicate_mesh` hold equal matrices, before the first update relies on it.
+"""Check that replicas are equal before the first update relies on it, and after state was loaded.
 
-A matrix that `replicate_mesh` repeats is computed from the values of one replica, and all replicas get that update. If
-replicas differed, all but one would be trained with the gradients of another matrix, without an error. So weights and
-state of whole matrices must be equal bit for bit, which a hash shows. Gradients of equal matrices may differ by
-rounding, because each replica reduces its own. A few random sums show whether they differ by more.
+A matrix is computed from the gradients of one replica, and all replicas get that update; with `shard_state=True` that
+holds for every parameter. Replicas that differ would be trained with the gradients of another weight, without an error.
+Where each replica computes its own update, replicas whose gradients nobody reduced drift apart.
+
+Weights and per-matrix state must be equal bit for bit where one rank's update reaches all replicas, which a hash shows.
+Other weights may have drifted apart by rounding, and so may gradients that each replica computes or reduces on its own.
+A few random sums show whether they differ by more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
-from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group, my_rank
-from muon_fsdp.comm.transfers import add_up, local
-from muon_fsdp.declarations.state import PerMatrix
-from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group
+from muon_fsdp.comm.transfers import largest_of, local, of_all
+from muon_fsdp.declarations.state import PerMatrix, working_dtype
+from muon_fsdp.linalg.fingerprints import NUM_SUMS, hash_of, random_sums
 from muon_fsdp.parameters.records import ParameterRecord
 
 States: TypeAlias = Mapping[Tensor, Mapping[str, Any]]
 
-NUM_SUMS = 8  # random sums of a gradient
-# Of these sums, relative to their norm. 1,024 random terms that are added in bfloat16 in two orders differ by 0.07.
-# Of independent gradients, one in a million differs by less than this.
-LARGEST_DIFFERENCE = 0.25
-_CHUNK = 2**22  # elements that are hashed at once, which bounds the memory
-_MULTIPLIER, _OTHER_MULTIPLIER = -7046029254386353131, -4658895280553007687  # odd, of 64 bits, from splitmix64
-_LARGEST_HASH = 2**31 - 1  # sums over a million ranks are still exact in float64
+# Of random sums, relative to the largest norm among the replicas.
+WEIGHT_DIFFERENCE = 1e-3
+# 1,024 random terms that are added in bfloat16 in two orders differ by 0.07. Of pairs of independent gradients, fewer
+# than one in a hundred million differ by less than this.
+GRADIENT_DIFFERENCE = 0.1
+_NAMED_RANKS = 8  # ranks that a message names
+
+
+class _Fact(NamedTuple):
+    """Numbers that must be equal on all replicas of a parameter."""
+
+    record: ParameterRecord
+    what: str  # "values", "gradients", or the state by name
+    numbers: Tensor  # of this rank, float64: one hash; or random sums and a norm; -inf if there is nothing to compare
+    tolerance: float  # 0 for a hash
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Return a key that sorts causes before effects: weights that differ give gradients that differ."""
+        return (self.what != "values") + (self.what == "gradients"), self.record.position
+
+    def differs(self, largest: Tensor, smallest: Tensor) -> bool:
+        """Return whether replicas with these largest and smallest numbers differ."""
+        if not self.tolerance:
+            return bool(largest != smallest)
+        distance = (largest - smallest)[:-1].clamp(min=0).norm()
+        return bool(distance > self.tolerance * largest[-1].clamp(min=0))
+
+    def differing(self, of_ranks: Tensor) -> tuple[int, list[int]]:
+        """Return the index of the first rank that has numbers, and of those that differ from it.
+
+        Args:
+            of_ranks: (ranks, numbers).
+        """
+        first = int(of_ranks[:, 0].isfinite().nonzero()[0])
+        compared = slice(None) if not self.tolerance else slice(-1)
+        distances = (of_ranks - of_ranks[first])[:, compared].norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)
+        far = distances > self.tolerance * of_ranks[:, -1].max() if self.tolerance else distances > 0
+        # The largest differences of several ranks may add up to more than that of any one.
+        far |= distances == distances.max()
+        return first, far.nonzero().flatten().tolist()
 
 
 def compare_replicas(
@@ -40,129 +76,104 @@ def compare_replicas(
     gradients: Mapping[int, Tensor],
     like: Callable[[Ranks], dist.ProcessGroup | None],
 ) -> None:
-    """Raise if replicas of a matrix differ; a collective of all ranks of `replicate_mesh`, with one reduction.
+    """Raise if replicas of a parameter differ; a collective of all ranks that hold replicas.
+
+    The ranks that hold the same shards reduce the largest and the smallest of a few numbers per parameter, all
+    parameters at once. Only if these differ, they find out which ranks differ.
 
     Args:
         records: one per parameter.
         states: the state of the optimizer.
-        gradients: by position, this rank's part of every gradient that it has.
+        gradients: by position, the gradients that this rank has, in the layouts of their parameters.
         like: returns a process group whose backend serves the parameters of a set of ranks.
 
     Raises:
-        RuntimeError: the values, the per-matrix state or the gradients of a matrix differ. All ranks that hold the
-            matrix raise it.
+        RuntimeError: the values, the per-matrix state or the gradients of a parameter differ. All ranks that hold the
+            same shards raise it.
     """
-    by_ranks: dict[tuple[Ranks, str], list[ParameterRecord]] = defaultdict(list)
+    by_peers: dict[tuple[Ranks, str, str], list[ParameterRecord]] = defaultdict(list)
     for record in records:
-        if record.repeated_over is not None and not is_pretended():
-            by_ranks[(tuple(sorted(record.layout.ranks)), record.tensor.device.type)].append(record)
-    for (ranks, _), members in sorted(by_ranks.items(), key=lambda item: item[0]):
-        make_group(ranks, members[0].tensor.device, like(ranks))
-    errors: list[str] = []
-    for (ranks, _), members in sorted(by_ranks.items(), key=lambda item: item[0]):
-        tables = [_table(record, states.get(record.tensor, {}), gradients.get(record.position)) for record in members]
-        whole = add_up([table.to(members[0].tensor.device) for table in tables], ranks, Recorder())
-        for record, table in zip(members, whole, strict=True):
-            errors += _difference(record, table.cpu())
+        layout = record.layout
+        if layout.num_replicas > 1 and not is_pretended():
+            peers = tuple(layout.ranks[index] for index in layout.peers[record.number_in_layout])
+            # The process group that forwards updates to the peers.
+            purpose = "" if len(peers) == len(layout.ranks) else "peers"
+            by_peers[(peers, record.tensor.device.type, purpose)].append(record)
+    for (peers, _, purpose), members in sorted(by_peers.items(), key=lambda item: item[0]):
+        make_group(peers, members[0].tensor.device, like(tuple(sorted(members[0].layout.ranks))), purpose)
+    errors: list[tuple[tuple[int, int], str]] = []
+    for (peers, _, purpose), members in sorted(by_peers.items(), key=lambda item: item[0]):
+        # Ranks agree on the order of the parameters of every set of ranks, and of no others.
+        members.sort(key=lambda record: (sorted(record.layout.ranks), record.position))
+        facts = [
+            fact
+            for record in members
+            for fact in _facts(record, states.get(record.tensor, {}), gradients.get(record.position))
+        ]
+        different = _different(facts, peers, purpose)
+        if different:
+            fact = min(different, key=lambda fact: fact.order)
+            first, others = fact.differing(of_all(fact.numbers, peers, purpose).cpu())
+            errors.append((fact.order, _message(fact, peers[first], [peers[i] for i in others])))
+            errors += [(other.order, "") for other in different if other is not fact]
     if errors:
-        more = f" ({len(errors) - 1} more parameters differ)" if len(errors) > 1 else ""
-        raise RuntimeError(errors[0] + more)
+        text = next(text for _, text in sorted(errors, key=lambda error: (not error[1], error[0])))
+        num_more = len({position for (_, position), _ in errors}) - 1
+        raise RuntimeError(text + (f" ({num_more} more parameters differ)" if num_more else ""))
 
 
-def _table(record: ParameterRecord, state: Mapping[str, Any], grad: Tensor | None) -> Tensor:
-    """Return what this rank adds to the numbers of every replica.
+def _different(facts: Sequence[_Fact], peers: Ranks, purpose: str) -> list[_Fact]:
+    """Return the facts that are not the same on all peers; one reduction."""
+    device = facts[0].numbers.device  # of several of one type
+    numbers = torch.cat([fact.numbers.to(device) for fact in facts])
+    # One maximum finds the smallest numbers too; -inf on a rank leaves both to the others.
+    both = torch.stack([numbers, torch.where(numbers.isfinite(), -numbers, numbers)])
+    largest, negative = largest_of(both, peers, purpose).cpu().unbind()
+    sizes = [len(fact.numbers) for fact in facts]
+    parts = zip(facts, torch.split(largest, sizes), torch.split(-negative, sizes), strict=True)
+    return [fact for fact, high, low in parts if fact.differs(high, low)]
 
-    Returns:
-        (rows, replicas): a hash of the values, a hash of each per-matrix state, and `NUM_SUMS` sums of the gradient;
-        zeros for replicas that this rank is no part of.
-    """
-    layout = record.layout
+
+def _facts(record: ParameterRecord, state: Mapping[str, Any], grad: Tensor | None) -> list[_Fact]:
+    """Return what must be the same on all replicas of a parameter."""
     shard = local(record.tensor).detach()
-    numbers = [
-        _hash(shard),
-        *(_hash(local(state[name])) if name in state else _no_hash(shard) for name in _names(record)),
+    none = torch.full((NUM_SUMS + 1,), -torch.inf, dtype=torch.float64, device=shard.device)
+    if record.view is not None or record.shards_state or not shard.is_floating_point():
+        values = _Fact(record, "values", hash_of(shard).double().view(1), 0.0)
+    else:
+        values = _Fact(record, "values", _sums(shard, none), WEIGHT_DIFFERENCE)
+    names = [spec.name for spec in record.rule.all_state if isinstance(spec, PerMatrix)]
+    hashes = [hash_of(local(state[name])) if name in state else shard.new_zeros(()) for name in names]
+    gradients = _Fact(record, "gradients", none if grad is None else _sums(grad, none), GRADIENT_DIFFERENCE)
+    per_matrix = [
+        _Fact(record, f"state {name!r}", number.double().view(1), 0.0)
+        for name, number in zip(names, hashes, strict=True)
     ]
-    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=shard.device) if grad is None else _random_sums(grad)
-    column = torch.cat([torch.stack(numbers).to(sums), sums])
-    table = torch.zeros(len(column), layout.num_replicas, dtype=torch.float64, device=shard.device)
-    table[:, layout.replica_of[layout.index_of[my_rank()]]] = column
-    return table
+    return [values, *per_matrix, gradients]
 
 
-def _names(record: ParameterRecord) -> list[str]:
-    return [spec.name for spec in record.rule.all_state if isinstance(spec, PerMatrix)]
+def _sums(tensor: Tensor, none: Tensor) -> Tensor:
+    """Return random sums and the norm; `none` if one is not finite, because `nonfinite` decides about such values."""
+    norm = torch.linalg.vector_norm(tensor, dtype=working_dtype(tensor.dtype)).double()
+    numbers = torch.cat([random_sums(tensor), norm.view(1)])
+    return torch.where(numbers.isfinite().all(), numbers, none)
 
 
-def _difference(record: ParameterRecord, table: Tensor) -> list[str]:
-    """Return the error for a matrix whose replicas differ, as a list of one text; an empty list if they are equal.
-
-    Args:
-        record: the parameter.
-        table: (rows, replicas), the sums of what all ranks have added.
-    """
-    names = ["values", *(f"state {name!r}" for name in _names(record))]
-    hashes, sums = table[: len(names)], table[len(names) :]
-    for name, row in zip(names, hashes.tolist(), strict=True):
-        other = next((replica for replica, value in enumerate(row) if value != row[0]), None)
-        if other is not None:
-            remedy = "broadcast the weights over the mesh before the first step"
-            if name != names[0]:
-                remedy = "load the same state on all ranks"
-            return [_message(record, name, other, remedy)]
-    distances = (sums - sums[:, :1]).norm(dim=0)
-    # A sum that is not finite compares as False: `nonfinite` decides about such gradients.
-    differ = distances > LARGEST_DIFFERENCE * torch.maximum(sums.norm(dim=0), sums[:, :1].norm(dim=0))
-    if bool(differ.any()):
-        other = int(differ.nonzero()[0])
-        return [_message(record, "gradients", other, "sum the gradients over the mesh before step()")]
-    return []
-
-
-def _message(record: ParameterRecord, what: str, replica: int, remedy: str) -> str:
-    layout = record.layout
-    first, other = (
-        [rank for rank, number in zip(layout.ranks, layout.replica_of, strict=True) if number == wanted]
-        for wanted in (0, replica)
-    )
+def _message(fact: _Fact, first: int, others: Sequence[int]) -> str:
+    record, what = fact.record, fact.what
+    origin = "DDP or replicate_group" if record.is_plain else f"placements {record.layout.placements}"
+    remedy = "Load the same state on all ranks"
+    if what == "values":
+        remedy = "Broadcast the weights from one rank before the first step, or load the same checkpoint on all ranks"
+        remedy += "" if record.is_plain else ": fully_shard does not make replicas equal"
+    elif what == "gradients":
+        remedy = "All-reduce the gradients over these ranks before step()"
+        remedy += "; under DDP, run the last backward outside no_sync()" if record.is_plain else ""
+    if record.repeated_over is not None:
+        origin = "replicate_mesh"
+        remedy += f". If they are meant to differ (experts), pass replicate_mesh={{{record.name!r}: None, '*': mesh}}"
+    more = ", ..." if len(others) > _NAMED_RANKS else ""
     return (
-        f"replicate_mesh says that ranks {first} and {other} hold the same parameter {record.name!r} of shape "
-        f"{record.shape}, but they differ in its {what}. Nothing was changed. If these should be equal, {remedy}; if "
-        f"not (local experts), pass replicate_mesh={{{record.name!r}: None, '*': mesh}}"
+        f"Ranks {first} and {', '.join(map(str, others[:_NAMED_RANKS]))}{more} hold the same parameter {record.name!r} "
+        f"of shape {record.shape} by {origin}, but they differ in its {what}. Nothing was changed. {remedy}"
     )
-
-
-def _no_hash(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=like.device)
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    """Return a hash of 31 bits of the bits of a tensor, on its device; integers, so the order of sums is no matter."""
-    flat = tensor.reshape(-1)
-    total = _no_hash(tensor)
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        bits = chunk.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chunk.itemsize])
-        # An odd factor can be divided by modulo 2^64, so one changed element always changes the sum.
-        total += (bits.to(torch.int64) * (_mixed(start, chunk) | 1)).sum()
-    return ((total ^ (total >> 32)) * _MULTIPLIER >> 32) & _LARGEST_HASH
-
-
-def _random_sums(grad: Tensor) -> Tensor:
-    """Return `NUM_SUMS` sums of a gradient with random signs, (NUM_SUMS,) in float64.
-
-    Without signs they would be rounding errors only where rows of gradients sum to zero.
-    """
-    flat = grad.reshape(-1)
-    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=grad.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        signed = chunk.double() * (1 - 2 * (_mixed(start, chunk) >> 40 & 1))
-        sums += pad(signed, (0, -len(chunk) % NUM_SUMS)).view(-1, NUM_SUMS).sum(0)
-    return sums
-
-
-def _mixed(start: int, chunk: Tensor) -> Tensor:
-    """Return a pseudo-random int64 for every element, by its index in the shard."""
-    index = torch.arange(start + 1, start + 1 + len(chunk), dtype=torch.int64, device=chunk.device)
-    mixed = index * _MULTIPLIER  # wraps around
-    return (mixed ^ (mixed >> 29)) * _OTHER_MULTIPLIER

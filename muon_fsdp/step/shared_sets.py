@@ -177,6 +177,16 @@ class StepAgreement:
         """Return, for sets of this rank that have met, the total bytes of their smallest device."""
         return self._agreement.device_memory if self._agreement is not None and self._agreement.is_alive else {}
 
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks that a step connects, in ascending order; this rank alone if it shares nothing."""
+        return self._agreement.ranks if self._agreement is not None else (my_rank(),)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return where these ranks reduce numbers; None if there are no other ranks."""
+        return self._agreement.device if self._agreement is not None else None
+
     def meet(self, shared: SharedSets, groups: Sequence[Group]) -> None:
         """Find the ranks that a step connects, unless they are known and share the same parameters as before.
 
@@ -222,7 +232,7 @@ class StepAgreement:
             early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
-            compares: whether replicas or state are still to be compared.
+            compares: whether parameters or state are still to be compared.
             written: by position, per-matrix state as text, which must be equal; None if it is not compared.
             has_loaded: whether this rank has loaded optimizer state since the last step.
             changed: positions of the sharded parameters whose weights were written to before the first step.
