@@ -274,12 +274,12 @@ def count(layout: str, strategy: str, model_options: Any = None, rule_name: str 
     matrices, sent = 0, 0
     rule = type(RULES[rule_name])
     all_to_all, all_gather = dist.all_to_all_single, dist.all_gather_into_tensor
-    direction = rule.direction
+    directions = rule.directions
 
-    def counted_direction(self: Any, batch: Any) -> None:
+    def counted_directions(self: Any, batches: Any) -> None:
         nonlocal matrices
-        matrices += len(batch.matrices)
-        direction(self, batch)
+        matrices += sum(len(batch.matrices) for batch in batches)
+        directions(self, batches)
 
     def counted_all_to_all(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent
@@ -295,7 +295,7 @@ def count(layout: str, strategy: str, model_options: Any = None, rule_name: str 
         raise AssertionError("full_tensor was called")
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(rule, "direction", counted_direction))
+        patches.enter_context(patch.object(rule, "directions", counted_directions))
         patches.enter_context(patch.object(dist, "all_to_all_single", counted_all_to_all))
         patches.enter_context(patch.object(dist, "all_gather_into_tensor", counted_all_gather))
         patches.enter_context(patch.object(DTensor, "full_tensor", forbidden))

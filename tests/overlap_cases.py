@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -368,11 +368,11 @@ def two_optimizers(layout: str, steps: int = 8) -> tuple[tuple[int, int], tuple[
         The stages that were used and discarded of each optimizer, and what the report of the second says.
     """
     found = []
-    delays, direction = random.Random(dist.get_rank()), type(RULES["muon"]).direction
+    delays, directions = random.Random(dist.get_rank()), type(RULES["muon"]).directions
 
-    def slow_direction(self: Any, batch: MatrixBatch) -> None:
+    def slow_directions(self: Any, batches: Sequence[MatrixBatch]) -> None:
         time.sleep(delays.choice([0, 0, 0.005, 0.01]))
-        direction(self, batch)
+        directions(self, batches)
 
     for overlap in ("step", "backward"):
         module, _, _ = lay_out(make_model(), layout)
@@ -381,7 +381,7 @@ def two_optimizers(layout: str, steps: int = 8) -> tuple[tuple[int, int], tuple[
         if layout == "ddp":
             options |= {"replicate_group": dist.group.WORLD, "shard_state": True}
         optimizers = [MuonOptimizer(named[first::2], **options) for first in range(2)]
-        with patch.object(type(RULES["muon"]), "direction", slow_direction):
+        with patch.object(type(RULES["muon"]), "directions", slow_directions):
             for step in range(steps):
                 backward(module, step)
                 for optimizer in optimizers:
@@ -433,7 +433,7 @@ def missing_gradients() -> tuple[int, int]:
 def random_delays(seeds: range) -> int:
     """Train while gradients arrive after random delays and stages take random times, and compare with "step"."""
     expected = contents(*sharded_training("step", 5, changed_in_step_3("nothing")))
-    arrived, direction = BackwardOverlap.arrived, type(RULES["muon"]).direction
+    arrived, directions = BackwardOverlap.arrived, type(RULES["muon"]).directions
     used = 0
     for seed in seeds:
         delays = random.Random(1000 * seed + dist.get_rank())
@@ -442,13 +442,13 @@ def random_delays(seeds: range) -> int:
             time.sleep(delays.choice([0, 0, 0.003]))  # noqa: B023
             arrived(self, position, parameter)
 
-        def slow_direction(self: Any, batch: MatrixBatch) -> None:
+        def slow_directions(self: Any, batches: Sequence[MatrixBatch]) -> None:
             time.sleep(delays.choice([0, 0, 0.003]))  # noqa: B023
-            direction(self, batch)
+            directions(self, batches)
 
         with (
             patch.object(BackwardOverlap, "arrived", slow_arrival),
-            patch.object(type(RULES["muon"]), "direction", slow_direction),
+            patch.object(type(RULES["muon"]), "directions", slow_directions),
         ):
             model, optimizer = sharded_training("backward", 5, changed_in_step_3("nothing"))
         assert_same(contents(model, optimizer), expected, f"seed {seed}")
@@ -516,12 +516,12 @@ def samples_after_step() -> dict[str, float]:
     _, optimizer = sharded_training("backward", 3, _one_backward)
     before = optimizer.metrics()  # asks for samples
     round_, is_ending, taken = optimizer._planned.overlap._round, threading.Event(), threading.Event()
-    direction, end_step, kept = type(RULES["muon"]).direction, Samples.end_step, metrics._kept
+    directions, end_step, kept = type(RULES["muon"]).directions, Samples.end_step, metrics._kept
 
-    def late(self: Any, batch: MatrixBatch) -> None:
+    def late(self: Any, batches: Sequence[MatrixBatch]) -> None:
         if taken.is_set():
             is_ending.wait(20)
-        direction(self, batch)
+        directions(self, batches)
         taken.set()
 
     def slow_end(self: Samples, *args: Any, **options: Any) -> None:
@@ -536,7 +536,7 @@ def samples_after_step() -> dict[str, float]:
         return kept(lr)
 
     with (
-        patch.object(type(RULES["muon"]), "direction", late),
+        patch.object(type(RULES["muon"]), "directions", late),
         patch.object(Samples, "end_step", slow_end),
         patch.object(metrics, "_kept", slow_kept),
     ):
@@ -574,19 +574,19 @@ def dies(when: str) -> str:
     """Return the error of rank 0 after rank 1 has died, before it agrees on the step or while it exchanges matrices."""
     dist.distributed_c10d._get_default_store().add("left", int(dist.get_rank() == 1))  # rank 0 need not wait for it
     model, optimizer = sharded_training("backward", 3, changed_in_step_3("nothing"))
-    direction = type(RULES["muon"]).direction
+    directions = type(RULES["muon"]).directions
 
-    def stuck(self: Any, batch: MatrixBatch) -> None:
+    def stuck(self: Any, batches: Sequence[MatrixBatch]) -> None:
         if threading.current_thread().name == THREAD:
             time.sleep(100)
-        direction(self, batch)
+        directions(self, batches)
 
     def die(*_: object) -> None:
         os._exit(1)
 
     if dist.get_rank() == 1:
         method = {"before it agrees": "objections", "in an exchange": "settle"}[when]
-        with patch.object(BackwardOverlap, method, die), patch.object(type(RULES["muon"]), "direction", stuck):
+        with patch.object(BackwardOverlap, method, die), patch.object(type(RULES["muon"]), "directions", stuck):
             backward(model, 3)
             optimizer.step()
     backward(model, 3)

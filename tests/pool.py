@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -12,12 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-# Gloo's contexts outlive their process groups, each with threads that wake a hundred times a second. Ranks with more
-# threads than this are replaced, which takes less than their threads would.
-MAX_THREADS = 64
 
 
 class RankError(AssertionError):
@@ -36,7 +32,7 @@ class RankPool:
         self._context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
         if backend != "nccl":
             self._context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
-        self._workers: dict[int, tuple[Any, Connection]] = {}  # by rank
+        self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
@@ -50,45 +46,36 @@ class RankPool:
             task = (function.__module__, function.__qualname__, args, world_size, os.path.join(folder, "store"))
             for rank in range(world_size):
                 self._workers[rank][1].send((rank, *task))
-            replies, num_threads = [], {}
+            replies = []
             for rank in range(world_size):
                 connection = self._workers[rank][1]
                 if not connection.poll(timeout):
                     self.close()
                     raise RankError(f"rank {rank} did not answer within {timeout} s; answers so far: {replies}")
                 try:
-                    *reply, num_threads[rank] = connection.recv()
+                    replies.append(connection.recv())
                 except EOFError:
                     self.close()
                     raise RankError(f"rank {rank} died; answers so far: {replies}") from None
-                replies.append(reply)
-        for rank, count in num_threads.items():
-            if count > MAX_THREADS:
-                self._stop(rank)
         failures = [f"--- rank {rank}\n{text}" for rank, (failed, text) in enumerate(replies) if failed]
         if failures:
             raise RankError("\n".join(failures))
         return [result for _, result in replies]
 
     def close(self) -> None:
-        for rank in list(self._workers):
-            self._stop(rank)
-
-    def _stop(self, rank: int) -> None:
-        process, connection = self._workers.pop(rank)
-        connection.close()
-        process.kill()
-        process.join()
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
 
     def _start(self, count: int) -> None:
-        for rank in range(count):
-            if rank in self._workers:
-                continue
+        while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._backend), daemon=True)
             process.start()
             theirs.close()
-            self._workers[rank] = process, ours
+            self._workers.append((process, ours))
 
 
 def _serve(connection: Connection, backend: str) -> None:
@@ -97,6 +84,7 @@ def _serve(connection: Connection, backend: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be searched for garbage after every run
     while True:
         try:
             rank, module, name, args, world_size, store = connection.recv()
@@ -120,12 +108,23 @@ def _serve(connection: Connection, backend: str) -> None:
             if dist.is_initialized():
                 _leave_together()
                 dist.destroy_process_group()
-        connection.send((*reply, _num_threads()))
+        connection.send(reply)
+        _forget_meshes()
 
 
-def _num_threads() -> int:
-    tasks = Path("/proc/self/task")  # Linux only
-    return len(list(tasks.iterdir())) if tasks.exists() else 0
+def _forget_meshes() -> None:
+    """Clear DTensor's caches, which keep the meshes of earlier runs.
+
+    A mesh keeps its process groups, each with threads that wake a hundred times a second. And an equal mesh of a later
+    run would find the old one there, whose groups have other names.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # not in all versions of torch
+    for function in vars(_redistribute).values():
+        getattr(function, "cache_clear", lambda: None)()
+    gc.collect()
 
 
 def _leave_together() -> None:

@@ -103,14 +103,14 @@ def follow_reference(shape: tuple[int, ...], rule: str, noise: float = 0.0) -> t
         **options,
     )
     computed, kind = 0, type(RULES[rule])
-    direction = kind.direction
+    directions = kind.directions
 
-    def counted(self: Any, batch: Any) -> None:
+    def counted(self: Any, batches: Any) -> None:
         nonlocal computed
-        computed += len(batch.matrices)
-        direction(self, batch)
+        computed += sum(len(batch.matrices) for batch in batches)
+        directions(self, batches)
 
-    kind.direction = counted
+    kind.directions = counted
     try:
         for step in range(NUM_STEPS):
             for name, grad in give_gradients(parameters, step, noise).items():
@@ -118,7 +118,7 @@ def follow_reference(shape: tuple[int, ...], rule: str, noise: float = 0.0) -> t
                     reference.step(part)
             optimizer.step()
     finally:
-        kind.direction = direction
+        kind.directions = directions
     found = {name: whole(p) for name, p in parameters.items()}
     tolerance = 2e-4 if rule == "spectral_sphere" else max(1e-10, 10 * noise)
     for name, value in found.items():

@@ -144,14 +144,14 @@ def replicated_work() -> int:
     optimizer = MuonOptimizer(model, strategy="owner")
     model(torch.ones(2, 64)).sum().backward()
     computed = 0
-    direction = type(RULES["muon"]).direction
+    directions = type(RULES["muon"]).directions
 
-    def counted(self: Any, batch: Any) -> None:
+    def counted(self: Any, batches: Any) -> None:
         nonlocal computed
-        computed += batch.matrices.shape[0]
-        direction(self, batch)
+        computed += sum(len(batch.matrices) for batch in batches)
+        directions(self, batches)
 
-    with patch.object(type(RULES["muon"]), "direction", counted):
+    with patch.object(type(RULES["muon"]), "directions", counted):
         optimizer.step()
     return computed
 

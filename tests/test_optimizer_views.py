@@ -101,11 +101,11 @@ def test_transposed_storage_swaps_d_out_and_d_in(exact):
 
 def test_equal_matrices_are_computed_together(monkeypatch):
     calls = []
-    direction = RULES["muon"].direction
+    directions = RULES["muon"].directions
     monkeypatch.setattr(
         type(RULES["muon"]),
-        "direction",
-        lambda _, batch: calls.append(tuple(batch.matrices.shape)) or direction(batch),
+        "directions",
+        lambda _, batches: calls.extend(tuple(batch.matrices.shape) for batch in batches) or directions(batches),
     )
     groups = [{"params": [nn.Parameter(torch.randn(6, 8)) for _ in range(4)], "lr": lr} for lr in (0.1, 0.2)]
     groups.append({"params": [nn.Parameter(torch.randn(3, 6, 8)), nn.Parameter(torch.randn(8, 6))]})

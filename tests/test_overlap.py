@@ -275,10 +275,10 @@ def test_hooks_and_thread_end_with_the_optimizer():
 def test_an_error_of_a_rule_in_backward_is_raised_by_step(monkeypatch):
     model, optimizer = cases.train_alone("backward")
 
-    def broken(self, batch):
+    def broken(self, batches):
         raise ArithmeticError("no direction")
 
-    monkeypatch.setattr(type(cases.RULES["muon"]), "direction", broken)
+    monkeypatch.setattr(type(cases.RULES["muon"]), "directions", broken)
     backward(model, 5)
     with pytest.raises(ArithmeticError, match="no direction"):
         optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -192,13 +192,13 @@ def overlap() -> None:
     gathers: list[StageExchange] = []
     observed: list[tuple[bool, bool]] = []
     start_gather, rule = StageExchange.start_gather, type(RULES["muon"])
-    direction = rule.direction
+    directions = rule.directions
 
     def noted_gather(self: StageExchange) -> None:
         start_gather(self)
         gathers.append(self)
 
-    def slow_direction(self: Any, batch: MatrixBatch) -> None:
+    def slow_directions(self: Any, batches: Sequence[MatrixBatch]) -> None:
         if not observed and len(gathers) >= 2:
             torch.cuda._sleep(6_000_000_000)  # seconds of work on the computing stream
             end = torch.cuda.Event()
@@ -209,13 +209,13 @@ def overlap() -> None:
             while not transfer.is_completed() and not end.query() and time.monotonic() < deadline:
                 time.sleep(0.005)
             observed.append((transfer.is_completed(), not end.query()))
-        direction(self, batch)
+        directions(self, batches)
 
-    StageExchange.start_gather, rule.direction = noted_gather, slow_direction  # type: ignore[method-assign]
+    StageExchange.start_gather, rule.directions = noted_gather, slow_directions  # type: ignore[method-assign]
     try:
         optimizer.step()
     finally:
-        StageExchange.start_gather, rule.direction = start_gather, direction  # type: ignore[method-assign]
+        StageExchange.start_gather, rule.directions = start_gather, directions  # type: ignore[method-assign]
     torch.cuda.synchronize()
     gathered, still_computing = observed[0]
     assert gathered, "the next stage was not gathered while the device computed"
