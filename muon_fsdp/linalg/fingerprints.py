@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import lru_cache
 
 import torch
@@ -46,10 +45,11 @@ def random_sums(tensor: Tensor, seed: int = 0) -> Tensor:
     columns = torch.zeros(_WIDTH, dtype=torch.float64, device=tensor.device)
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK].to(dtype)
-        rows = pad(chunk, (0, -len(chunk) % _WIDTH)).view(-1, _WIDTH)
+        missing = -len(chunk) % _WIDTH
+        rows = (pad(chunk, (0, missing)) if missing else chunk).view(-1, _WIDTH)
+        # Chunks and seeds use the same signs, shifted by a pseudo-random number.
+        shift = (seed * 0x9E3779B1 + start // _CHUNK * 0x85EBCA77 >> 16) % _WIDTH
         with without_autocast(tensor.device.type):
-            # Chunks and seeds use the same signs, shifted by a random number.
-            shift = random.Random(f"{seed} {start}").randrange(_WIDTH)
             columns += torch.mv(rows.T, of_rows[: len(rows)]).double().roll(shift)
     sums: Tensor = torch.mv(of_columns, columns) / NUM_SUMS**0.5
     return sums
