@@ -114,7 +114,7 @@ def local_part(value: Tensor, parameter: Tensor) -> Tensor:
     """
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return local(value)
-    return value[_own_box(parameter)]
+    return value[own_box(parameter).within(Box((0,) * parameter.ndim, tuple(parameter.shape)))]
 
 
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -138,11 +138,12 @@ def sum_over_axis(values: Tensor, mesh: DeviceMesh, axis: int) -> None:
     dist.all_reduce(values, group=mesh.get_group(axis))
 
 
-def _own_box(parameter: DTensor) -> tuple[slice, ...]:
-    """Return the slices of the whole parameter that this rank holds."""
-    layout = layout_of(parameter, None)
-    box = layout.box_on(my_rank(), tuple(parameter.shape))
-    return box.within(Box((0,) * parameter.ndim, tuple(parameter.shape)))
+def own_box(tensor: DTensor) -> Box:
+    """Return the box of the whole tensor that this rank holds, also after the process group was destroyed."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    rank = int(tensor.device_mesh.mesh[tuple(coordinate)])
+    return layout_of(tensor, None).box_on(rank, tuple(tensor.shape))
 
 
 # ------------------------------------------------------------------------------------------------------- transfers

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
+from muon_fsdp.comm.transfers import can_take_part, like, local, local_part, own_box
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
@@ -19,9 +20,10 @@ from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
-from muon_fsdp.text import first_names, warn_user
+from muon_fsdp.text import first_names, format_shape, warn_user
 
 StateDict: TypeAlias = dict[str, Any]
+_BOXES = "boxes"  # a key of a state dict: for every parameter, which box of it this rank's state belongs to
 
 
 @contextmanager
@@ -70,6 +72,23 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
                 template = record.state_template() if template is None else template
                 state[spec.name] = spec.create(template, record.view)
+
+
+def add_boxes(state_dict: StateDict) -> None:
+    """Write into a state dict which box of every sharded parameter its state belongs to, if there are such parameters.
+
+    torch.save keeps this key, so a file of another rank is noticed. torch.distributed.checkpoint leaves it out. A tuple
+    counts there as one value, of which it makes no keys that depend on the number of parameters.
+    """
+    boxes = []
+    for group in state_dict["param_groups"]:
+        names = [spec.name for spec in RULES[group["rule"]].all_state if spec.is_sharded]
+        for key in group["params"]:
+            values = [state_dict["state"].get(key, {}).get(name) for name in names]
+            box = next((own_box(value) for value in values if isinstance(value, DTensor)), None)
+            boxes.append((box.offset, box.shape) if box is not None else None)
+    if any(boxes):
+        state_dict[_BOXES] = tuple(boxes)
 
 
 def check_and_complete(
@@ -188,6 +207,7 @@ def _mismatches(
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, records, saved_groups)
     mismatches, rule_changes = _partial_loads(records, state_dict), []
+    mismatches += _shards_of_others(records, state_dict, optimizer.state)
     saved_names: list[str | None] = [
         name
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -235,6 +255,44 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
             "muon_fsdp.migrate.load_state_dict: see docs/migration.md"
         )
     return lines
+
+
+def _shards_of_others(
+    records: Sequence[ParameterRecord], state_dict: StateDict, present: Mapping[Tensor, State]
+) -> list[str]:
+    """Return a line about state that another rank has saved. It looks like this rank's: a DTensor has no other mark.
+
+    Args:
+        records: one per parameter.
+        state_dict: what is loaded. Without boxes, only a shard of another shape is noticed.
+        present: the state that the optimizer has. torch.distributed.checkpoint may have loaded into it, while it gives
+            every rank the boxes of rank 0.
+    """
+    boxes = state_dict.get(_BOXES, ())
+    found: dict[str, str] = {}  # by the name of the parameter
+    for record, key, _ in _with_saved(records, state_dict["param_groups"]):
+        template, saved = record.state_template(), state_dict["state"].get(key) or {}
+        values = {spec.name: saved.get(spec.name) for spec in record.rule.all_state if spec.is_sharded}
+        for name, value in values.items():
+            if not (isinstance(value, DTensor) and isinstance(template, DTensor)):
+                continue
+            if value is present.get(record.tensor, {}).get(name) or not can_take_part(value, template):
+                continue
+            own = own_box(template)
+            box = boxes[record.position] if len(boxes) == len(records) else None
+            offset, shape = map(tuple, box) if box is not None else (own.offset, tuple(local(value).shape))
+            if (offset, shape) != (own.offset, own.shape):
+                found[record.name] = (
+                    f"{format_shape(shape)} at {offset} instead of {format_shape(own.shape)} at {own.offset}"
+                )
+    if not found:
+        return []
+    names = list(found)
+    return [
+        f"the state of {len(names)} parameters is the shard of another rank ({first_names(names)}): of {names[0]!r} it "
+        f"is {found[names[0]]}. Load it on the rank that saved it, or use torch.distributed.checkpoint, which saves "
+        "and loads the shards of all ranks"
+    ]
 
 
 def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
