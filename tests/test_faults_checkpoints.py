@@ -410,7 +410,7 @@ def everything_else_loads() -> None:
         resumed.load_state_dict(state_dict)
         assert_same_state(state_of(model, resumed), expected)
     assert get_optimizer_state_dict(model, optimizer).keys() == {"state", "param_groups"}
-    with folder() as path:  # without get_optimizer_state_dict, boxes are those of rank 0
+    with folder() as path:  # without get_optimizer_state_dict, boxes are those of one rank
         dcp.save({"optimizer": saved}, checkpoint_id=path)
         resumed = FSDPMuonOptimizer(model)
         state = {"optimizer": resumed.state_dict()}

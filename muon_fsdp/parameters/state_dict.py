@@ -266,7 +266,7 @@ def _shards_of_others(
         records: one per parameter.
         state_dict: what is loaded. Without boxes, only a shard of another shape is noticed.
         present: the state that the optimizer has. torch.distributed.checkpoint may have loaded into it, while it gives
-            every rank the boxes of rank 0.
+            all ranks the boxes of one rank.
     """
     boxes = state_dict.get(_BOXES, ())
     found: dict[str, str] = {}  # by the name of the parameter
