@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -81,8 +80,6 @@ class MatrixBatch:
         options: the options of the group that are not `per_step`.
         diagnostics: write numbers (B,) for `metrics` here, by the names in the rule's `diagnostics`.
         inverse_norms: (B,), one over the Frobenius norm of each matrix; None if the norms are not known.
-        later: the batches whose directions are asked for after this one. A rule may compute their updates together
-            with this one, and tell them by `note_computed`.
     """
 
     def __init__(
@@ -101,9 +98,6 @@ class MatrixBatch:
         )
         self.diagnostics: dict[str, Tensor] = {}
         self.inverse_norms = inverse_norms
-        self.later: Sequence[MatrixBatch] = ()
-        self.computed_norms: Tensor | None = None
-        self._computed_from: tuple[object, ...] | None = None
         self.is_touched = False  # whether somebody has asked for the update or assigned it
         self.draw: Callable[[int, tuple[int, ...], torch.dtype], Tensor] | None = None  # draws random numbers
         self._num_draws = 0
@@ -127,41 +121,15 @@ class MatrixBatch:
         self._num_draws += 1
         return self.draw(self._num_draws - 1, shape, working_dtype(self.matrices.dtype))
 
-    def note_computed(self, norms: Tensor | None = None) -> None:
-        """Note that the direction of an earlier batch has computed the update of this one from its matrices.
-
-        Args:
-            norms: (B,), one over their Frobenius norms, if that direction has found them; kept as `computed_norms`.
-        """
-        self._computed_from, self.computed_norms = self._inputs(), norms
-
-    @property
-    def is_computed(self) -> bool:
-        """Return whether the update has been computed, from matrices and options that have not changed since."""
-        if self._computed_from is None:
-            return False
-        (*known, version), (*now, current) = self._computed_from, self._inputs()
-        return version == current and all(map(is_, known, now))
-
-    def take_computed(self) -> bool:
-        """Return `is_computed`, and forget it: another call of `direction` computes the update again."""
-        is_computed, self._computed_from = self.is_computed, None
-        return is_computed
-
-    def _inputs(self) -> tuple[object, ...]:
-        """Return what an update is computed from, and the number of changes to the matrices, if PyTorch counts them."""
-        version = None if self.matrices.is_inference() else self.matrices._version
-        return self.matrices, self.options, self.inverse_norms, version
-
     @property
     def update(self) -> Tensor:
         """Return the tensor (B, d_out, d_in) that holds the update."""
-        self._computed_from, self.is_touched = None, True  # whoever asks for it may write to it
+        self.is_touched = True  # whoever asks for it may write to it
         return self._update
 
     @update.setter
     def update(self, value: Tensor) -> None:
-        self._computed_from, self.is_touched = None, True
+        self.is_touched = True
         if value is self._update:
             return
         where = f"rule {self.options.rule!r}: batch.update has shape {tuple(self._update.shape)}"
@@ -279,6 +247,13 @@ class Rule:
         """Compute the updates of a batch of whole matrices into `batch.update`, and change `batch.state` in place."""
         raise NotImplementedError
 
+    def directions(self, batches: Sequence[MatrixBatch]) -> None:
+        """Compute the updates of several batches of other shapes together, in fewer launches than one by one.
+
+        A rule may define this beside `direction`. It is not called for a subclass that overrides `direction` alone.
+        """
+        raise NotImplementedError
+
     def factors(self, numbers: MatrixNumbers) -> tuple[Tensor | float, Tensor | float]:
         """Return the factors f of the weights and g of the updates in W <- f W - lr g U.
 
@@ -392,7 +367,15 @@ class Rule:
     @cached_property
     def needs_matrices(self) -> bool:
         """Return whether the rule works on whole matrices; if not, it is element-wise."""
-        return type(self).direction is not Rule.direction
+        return type(self).direction is not Rule.direction or type(self).directions is not Rule.directions
+
+    @cached_property
+    def has_directions(self) -> bool:
+        """Return whether `directions` computes what `direction` does: no class below its definer overrides that."""
+        for owner in type(self).__mro__:
+            if "directions" in vars(owner) or "direction" in vars(owner):
+                return "directions" in vars(owner) and owner is not Rule
+        return False
 
     @cached_property
     def multiplies_weights(self) -> bool:
@@ -419,7 +402,7 @@ class Rule:
     @cached_property
     def declarations(self) -> dict[str, str]:
         """Return what a step of this rule depends on besides options, as text: ranks compare it."""
-        methods = ("prepare", "direction", "factors", "apply")
+        methods = ("prepare", "direction", "directions", "factors", "apply")
         specs = [
             f"{type(spec).__name__}({spec.name!r}, {spec.kind!r}, {getattr(spec, 'initial', None)!r})"
             for spec in self.state

@@ -81,14 +81,18 @@ def checked_prepared(rule: Rule, prepared: object, shards: Sequence[Tensor]) -> 
     return listed
 
 
-def check_direction(rule: Rule, batch: MatrixBatch, returned: object) -> None:
-    """Raise if `direction` has written what the rule does not declare, has returned something, or wrote no update."""
-    check_names(rule, batch.state, batch.diagnostics)
+def check_returned(rule: Rule, method: str, returned: object) -> None:
+    """Raise if `direction` or `directions` has returned something."""
     if returned is not None:
         raise TypeError(
-            f"rule {rule.name!r}: direction must write the update and return None, but it returned {shown(returned)}: "
+            f"rule {rule.name!r}: {method} must write the update and return None, but it returned {shown(returned)}: "
             "assign it to batch.update"
         )
+
+
+def check_direction(rule: Rule, batch: MatrixBatch) -> None:
+    """Raise if `direction` has written what the rule does not declare, or wrote no update."""
+    check_names(rule, batch.state, batch.diagnostics)
     if not batch.is_touched:
         raise ValueError(f"rule {rule.name!r}: direction has not written batch.update: assign the update to it")
 

@@ -98,7 +98,7 @@ class TakenSamples:
         residual = None
         if self.has_residuals:
             norms = None if batch.inverse_norms is None else batch.inverse_norms[matrix : matrix + 1]
-            one = MatrixBatch(matrices, update, batch.options, inverse_norms=norms)
+            one = MatrixBatch(matrices, update, stage.batches[index].options, inverse_norms=norms)
             residual = RULES[stage.rule].residual(one)
         self.samples[stage.number, index] = Sample(group, size, residual)
 

@@ -22,6 +22,7 @@ from muon_fsdp.rules.checks import (
     check_applied,
     check_direction,
     check_generators,
+    check_returned,
     checked_prepared,
     finite_error,
 )
@@ -391,13 +392,15 @@ class _StageRun:
             self._direct_together(numbers, units, results)
 
     def _direct_together(self, numbers: Sequence[int], units: Tensor, results: Tensor) -> None:
-        """Pass batches through `direction` whose updates a rule may compute together, and free their copies."""
+        """Pass batches through `directions`, or one by one through `direction`, and free their copies."""
         parts = [part for number in numbers if (part := self._part(number, units, results)) is not None]
-        for number, part in enumerate(parts, start=1):
-            part.batch.later = [other.batch for other in parts[number:]]
-            before = self._generators(part)
-            check_direction(self.rule, part.batch, self.rule.direction(part.batch))  # type: ignore[func-returns-value]
-            check_generators(self.rule, before, self._generators(part))
+        before = self._generators(parts)
+        if self.rule.has_directions:
+            check_returned(self.rule, "directions", self.rule.directions([part.batch for part in parts]))  # type: ignore[func-returns-value]
+        for part in parts:
+            if not self.rule.has_directions:
+                check_returned(self.rule, "direction", self.rule.direction(part.batch))  # type: ignore[func-returns-value]
+            check_direction(self.rule, part.batch)
             self._check_values(part)
             if self._numbers is not None:
                 left = LeftNumbers(len(part.batch.matrices), part.batch.state, part.batch.diagnostics)
@@ -407,13 +410,14 @@ class _StageRun:
             if part.pieces:
                 sizes = [len(piece) for piece in part.pieces]
                 torch._foreach_copy_(part.pieces, list(torch.split(part.batch.update, sizes)))
+        check_generators(self.rule, before, self._generators(parts))
 
-    def _generators(self, part: _BatchPart) -> list[Tensor]:
+    def _generators(self, parts: Sequence[_BatchPart]) -> list[Tensor]:
         """Return the states of torch's generators, if several ranks compute a batch that is new to its rule."""
-        owner = self.stage.units[part.members[0].unit].owner
-        if self._is_proven or self.stage.exchange is None or owner is not None:
+        owners = [self.stage.units[part.members[0].unit].owner for part in parts]
+        if self._is_proven or self.stage.exchange is None or None not in owners:
             return []
-        device = part.batch.matrices.device
+        device = parts[0].batch.matrices.device
         of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
         return [torch.get_rng_state(), *of_device]
 
