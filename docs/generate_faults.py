@@ -30,6 +30,7 @@ Users look up messages in [errors.md](../errors.md).
 | Per-matrix state that was written differently on ranks | before the next step | all ranks raise |
 | A state dict of another rank's shards | in `load_state_dict` | an error |
 | A checkpoint that some ranks have loaded and others not | before the next step | a warning |
+| Whole copies that FSDP2 has made for a forward, in a list of parameters | when the optimizer is built, and when a group is added | an error |
 | A learning rate of AdamW for matrices | when the optimizer is built, and when a group is added | a warning |
 | A key that resembles an option | in constructors, groups and overrides; before the next step if it was written into a group | an error; a warning |
 | Steps without any gradient | at the second in succession | a warning, once |
