@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.layout import Box, Layout, local_layout
+from muon_fsdp.plan.layout import Box, Layout, box_of, local_layout
 from muon_fsdp.plan.packing import Copies, Packing
 from muon_fsdp.plan.stages import Stage, make_gather_stage
 
@@ -142,8 +142,7 @@ def own_box(tensor: DTensor) -> Box:
     """Return the box of the whole tensor that this rank holds, also after the process group was destroyed."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    rank = int(tensor.device_mesh.mesh[tuple(coordinate)])
-    return layout_of(tensor, None).box_on(rank, tuple(tensor.shape))
+    return box_of(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
 
 
 # ------------------------------------------------------------------------------------------------------- transfers

@@ -26,7 +26,7 @@ from muon_fsdp.parameters.records import layouts_of_groups
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
     StateDict,
-    add_boxes,
+    boxes_of,
     check_and_complete,
     create_missing,
     fitting_state,
@@ -523,9 +523,7 @@ class MuonOptimizer(GroupedOptimizer):
         """
         if self.state or any(parameter.grad is not None for parameter in self._parameters()):
             self._create_state()
-        state_dict = super().state_dict()
-        add_boxes(state_dict)
-        return state_dict
+        return {**super().state_dict(), **boxes_of(self.param_groups, self.state)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what `state_dict()` returned; if it does not fit, raise with every mismatch by name and load nothing.

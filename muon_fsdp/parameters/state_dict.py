@@ -18,6 +18,7 @@ from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, format_shape, warn_user
@@ -74,21 +75,31 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
                 state[spec.name] = spec.create(template, record.view)
 
 
-def add_boxes(state_dict: StateDict) -> None:
-    """Write into a state dict which box of every sharded parameter its state belongs to, if there are such parameters.
+def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
+    """Return the key of a state dict that says which box of every sharded parameter its state belongs to.
 
     torch.save keeps this key, so a file of another rank is noticed. torch.distributed.checkpoint leaves it out. A tuple
     counts there as one value, of which it makes no keys that depend on the number of parameters.
+
+    Returns:
+        For every parameter, the offset and shape of the box, or None if its state is no DTensor; {} if all are None.
     """
     boxes = []
-    for group in state_dict["param_groups"]:
+    for group in groups:
         names = [spec.name for spec in RULES[group["rule"]].all_state if spec.is_sharded]
-        for key in group["params"]:
-            values = [state_dict["state"].get(key, {}).get(name) for name in names]
-            box = next((own_box(value) for value in values if isinstance(value, DTensor)), None)
-            boxes.append((box.offset, box.shape) if box is not None else None)
-    if any(boxes):
-        state_dict[_BOXES] = tuple(boxes)
+        for parameter in group["params"]:
+            values = [states.get(parameter, {}).get(name) for name in names]
+            boxes.append(next((_box(value) for value in values if isinstance(value, DTensor)), None))
+    return {_BOXES: tuple(boxes)} if any(boxes) else {}
+
+
+def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the offset and shape of this rank's box; None if it holds several ranges, as element-wise rules allow."""
+    try:
+        box = own_box(tensor)
+    except LayoutError:
+        return None
+    return box.offset, box.shape
 
 
 def check_and_complete(
@@ -278,12 +289,13 @@ def _shards_of_others(
                 continue
             if value is present.get(record.tensor, {}).get(name) or not can_take_part(value, template):
                 continue
-            own = own_box(template)
-            box = boxes[record.position] if len(boxes) == len(records) else None
-            offset, shape = map(tuple, box) if box is not None else (own.offset, tuple(local(value).shape))
-            if (offset, shape) != (own.offset, own.shape):
-                found[record.name] = (
-                    f"{format_shape(shape)} at {offset} instead of {format_shape(own.shape)} at {own.offset}"
+            own, box = _box(template), boxes[record.position] if len(boxes) == len(records) else None
+            if own is None:
+                continue
+            saved_box = (tuple(box[0]), tuple(box[1])) if box is not None else (own[0], tuple(local(value).shape))
+            if saved_box != own:
+                found[record.name] = " instead of ".join(
+                    f"{format_shape(shape)} at {offset}" for offset, shape in (saved_box, own)
                 )
     if not found:
         return []

@@ -26,7 +26,7 @@ def replicate_group_of(model: object) -> dist.ProcessGroup | None:
 
 
 def reshard(modules: Iterable[nn.Module]) -> set[int]:
-    """Reshard FSDP2 modules: after a forward without backward, some hold whole parameters.
+    """Let FSDP2 reshard modules: after a forward without backward, some hold whole parameters.
 
     FSDP2 does the same after the next backward. It takes no communication, and a backward may still follow.
 
