@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, migrate
 from muon_optimizer import TritonMuon
 from tests.checkpoint_cases import (
     FLATTENED,
@@ -364,6 +364,7 @@ def loaded_from(layout: str, rank: int, with_boxes: bool) -> str:
         del saved["boxes"]
     text = error_of(lambda: optimizer.load_state_dict(saved))
     if with_boxes:
+        assert error_of(lambda: migrate.load_state_dict(optimizer, saved)) == text
         assert_same_state(state_of(model, optimizer), before)
     return text
 

@@ -24,7 +24,7 @@ from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, format_shape, warn_user
 
 StateDict: TypeAlias = dict[str, Any]
-_BOXES = "boxes"  # a key of a state dict: for every parameter, which box of it this rank's state belongs to
+BOXES = "boxes"  # a key of a state dict: for every parameter, which box of it this rank's state belongs to
 
 
 @contextmanager
@@ -90,7 +90,14 @@ def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[st
         for parameter in group["params"]:
             values = [states.get(parameter, {}).get(name) for name in names]
             boxes.append(next((_box(value) for value in values if isinstance(value, DTensor)), None))
-    return {_BOXES: tuple(boxes)} if any(boxes) else {}
+    return {BOXES: tuple(boxes)} if any(boxes) else {}
+
+
+def saved_boxes(state_dict: StateDict) -> Sequence[Any]:
+    """Return the box of every saved parameter; Nones if there are no boxes, or parameters were taken out since."""
+    boxes: Sequence[Any] = state_dict.get(BOXES, ())
+    count = sum(len(saved["params"]) for saved in state_dict["param_groups"])
+    return boxes if len(boxes) == count else [None] * count
 
 
 def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -279,7 +286,7 @@ def _shards_of_others(
         present: the state that the optimizer has. torch.distributed.checkpoint may have loaded into it, while it gives
             all ranks the boxes of one rank.
     """
-    boxes = state_dict.get(_BOXES, ())
+    boxes = saved_boxes(state_dict)
     found: dict[str, str] = {}  # by the name of the parameter
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         template, saved = record.state_template(), state_dict["state"].get(key) or {}
@@ -289,7 +296,7 @@ def _shards_of_others(
                 continue
             if value is present.get(record.tensor, {}).get(name) or not can_take_part(value, template):
                 continue
-            own, box = _box(template), boxes[record.position] if len(boxes) == len(records) else None
+            own, box = _box(template), boxes[record.position]
             if own is None:
                 continue
             saved_box = (tuple(box[0]), tuple(box[1])) if box is not None else (own[0], tuple(local(value).shape))
