@@ -55,6 +55,11 @@ NOTICED = (
         "a warning",
     ),
     (
+        "Whole copies that FSDP2 has made for a forward, in a list of parameters",
+        "when the optimizer is built, and when a group is added",
+        "an error",
+    ),
+    (
         "A learning rate of AdamW for matrices",
         "when the optimizer is built, and when a group is added",
         "a warning",

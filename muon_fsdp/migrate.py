@@ -13,13 +13,13 @@ from muon_fsdp.declarations.state import PerParameter
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists
 from muon_fsdp.parameters.names import clean_name
-from muon_fsdp.parameters.state_dict import StateDict, origin
+from muon_fsdp.parameters.state_dict import BOXES, StateDict, origin, saved_boxes
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import Rule, rule_named
 
 __all__ = ["load_state_dict"]
 
-Saved: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]  # the state and the group of one parameter
+Saved: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any], Any]  # of one parameter: state, group and box
 
 
 def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Params | None = None) -> list[str]:
@@ -52,11 +52,12 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
     """
     saved = _saved_by_name(optimizer, state_dict, params)
     loaded: dict[Tensor, dict[str, Any]] = {}
+    boxes: dict[Tensor, Any] = {}
     names, problems = [], []
     for record in optimizer._records():
         if record.name not in saved:
             continue
-        state, saved_group = saved.pop(record.name)
+        state, saved_group, boxes[record.tensor] = saved.pop(record.name)
         if not state:
             continue
         try:
@@ -72,7 +73,7 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
     frozen = {row.name for row in optimizer._frozen_rows}
     problems += [
         f"{name}: saved, but not in this optimizer"
-        for name, (state, _) in saved.items()
+        for name, (state, _, _) in saved.items()
         if state and name not in frozen
     ]
     if not problems and not names:
@@ -84,7 +85,7 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
     if problems:
         lines = "".join(f"\n\t{line}" for line in problems)
         raise RuntimeError(f"Error(s) in migrating to {type(optimizer).__name__}:{lines}")
-    _load(optimizer, loaded)
+    _load(optimizer, loaded, boxes)
     return names
 
 
@@ -103,14 +104,14 @@ def _shared_state(rule: Rule, saved: Mapping[str, Any], group: Mapping[str, Any]
     return {spec.name: saved[spec.name] for spec in kept if spec.name in saved}
 
 
-def _load(optimizer: MuonOptimizer, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def _load(optimizer: MuonOptimizer, loaded: Mapping[Tensor, Mapping[str, Any]], boxes: Mapping[Tensor, Any]) -> None:
     """Merge new values into the state that the optimizer has, and load the result with all checks of a state dict."""
     optimizer._create_state()
     own = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {key: {**own["state"][key], **loaded.get(p, {})} for key, p in enumerate(parameters)}
     groups = [{**group, STARTED: True} for group in own["param_groups"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": state, "param_groups": groups, BOXES: [boxes.get(p) for p in parameters]})
 
 
 def _number(value: Any) -> Any:
@@ -150,7 +151,9 @@ def _saved_by_name(optimizer: MuonOptimizer, state_dict: StateDict, params: Para
         )
     group_of = [group for group in groups for _ in group["params"]]
     return {
-        name: (states.get(key) or {}, group) for name, key, group in zip(names, keys, group_of, strict=True) if name
+        name: (states.get(key) or {}, group, box)
+        for name, key, group, box in zip(names, keys, group_of, saved_boxes(state_dict), strict=True)
+        if name
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -141,8 +142,12 @@ def unsupported_layout() -> list[str]:
         except RuntimeError as error:
             texts.append(str(error))
     before = strided.to_local().clone()
-    MuonOptimizer([{"params": [strided], "rule": "adamw"}]).step()
+    optimizer = MuonOptimizer([{"params": [strided], "rule": "adamw"}])
+    optimizer.step()
     assert_changed(strided, before, "the parameter that AdamW updates")
+    saved = optimizer.state_dict()
+    assert "boxes" not in saved
+    optimizer.load_state_dict(deepcopy(saved))
     return texts
 
 

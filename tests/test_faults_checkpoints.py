@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,8 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from muon_fsdp import MuonOptimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, migrate
 from muon_optimizer import TritonMuon
 from tests.checkpoint_cases import (
     FLATTENED,
@@ -33,6 +38,7 @@ from tests.checkpoint_cases import (
     train,
 )
 from tests.comparisons import assert_changed
+from tests.fault_cases import error_of
 from tests.pool import RankPool
 from tests.promises import promise
 
@@ -318,3 +324,101 @@ def test_zero_redundancy_optimizer_is_refused(ranks: RankPool):
             assert f"ZeroRedundancyOptimizer can't wrap {make.__name__}" in text
             assert "fully_shard" in text
             assert "FSDPMuonOptimizer(ddp_model)" in text
+
+
+# ------------------------------------------------------------------------------------------------ files of other ranks
+
+
+def layer(layout: str) -> tuple[nn.Module, FSDPMuonOptimizer]:
+    """Build a model whose first dimension, 10, is not a multiple of the number of ranks, and take a step."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(8, 10)
+    if layout == "DDP with shard_state":
+        model = DistributedDataParallel(model)
+    else:
+        axes = {"replicas": 2, "shards": 2} if layout == "HSDP" else {"shards": 4}
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        fully_shard(model, mesh=mesh)
+    optimizer = FSDPMuonOptimizer(model, shard_state=layout == "DDP with shard_state")
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def from_rank(rank: int, state_dict: dict[str, Any], *, weights_only: bool = False) -> dict[str, Any]:
+    """Return what torch.load reads from the file that one rank has saved."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    content = [file.getvalue()]
+    dist.broadcast_object_list(content, src=rank)
+    loaded: dict[str, Any] = torch.load(io.BytesIO(content[0]), weights_only=weights_only)
+    return loaded
+
+
+def loaded_from(layout: str, rank: int, with_boxes: bool) -> str:
+    """Load the file of one rank on all, and return this rank's error; check that it has its state then as before."""
+    model, optimizer = layer(layout)
+    saved = from_rank(rank, optimizer.state_dict())
+    before = state_of(model, optimizer)
+    if not with_boxes:
+        del saved["boxes"]
+    text = error_of(lambda: optimizer.load_state_dict(saved))
+    if with_boxes:
+        assert error_of(lambda: migrate.load_state_dict(optimizer, saved)) == text
+        assert_same_state(state_of(model, optimizer), before)
+    return text
+
+
+@promise(
+    "The plain state dict that rank 0 has saved is loaded on all ranks (FSDP2, HSDP, DDP with `shard_state=True`)",
+    "An error on every rank that holds another part of the parameters names `torch.distributed.checkpoint`. Replicas "
+    "may load each other's files",
+)
+@pytest.mark.parametrize(
+    ("layout", "raising"), [("FSDP2", [1, 2, 3]), ("HSDP", [1, 3]), ("DDP with shard_state", [1, 2, 3])]
+)
+def test_the_file_of_another_rank_is_refused(ranks: RankPool, layout, raising):
+    texts = ranks.run(4, loaded_from, layout, 0, True)
+    assert [rank for rank, text in enumerate(texts) if text] == raising
+    shape, offset = ("5x8", "(5, 0)") if layout == "HSDP" else ("3x8", "(3, 0)")
+    assert (
+        "the state of 2 parameters is the shard of another rank ('weight', 'bias'): of 'weight' it is "
+        f"{shape} at (0, 0) instead of {shape} at {offset}. Load it on the rank that saved it, or use "
+        "torch.distributed.checkpoint"
+    ) in texts[1]
+
+
+def test_without_boxes_only_a_shard_of_another_shape_is_refused(ranks: RankPool):
+    texts = ranks.run(4, loaded_from, "FSDP2", 0, False)
+    assert texts[:3] == ["", "", ""]
+    assert "of 'weight' it is 3x8 at (9, 0) instead of 1x8 at (9, 0)" in texts[3]
+
+
+def everything_else_loads() -> None:
+    """Check that a rank's own file, files of torch.distributed.checkpoint and copies load, and what these contain."""
+    model, optimizer = layer("FSDP2")
+    expected, saved = state_of(model, optimizer), optimizer.state_dict()
+    first = 3 * dist.get_rank()
+    height = min(3, 10 - first)
+    assert saved["boxes"] == (((first, 0), (height, 8)), ((first,), (height,)))
+    own = [from_rank(rank, saved, weights_only=True) for rank in range(4)][dist.get_rank()]
+    whole = copy.deepcopy(saved)
+    for state in whole["state"].values():
+        state.update({name: value.full_tensor() for name, value in state.items() if hasattr(value, "full_tensor")})
+    whole["boxes"] = (((0, 0), (3, 8)), ((0,), (3,)))  # as if rank 0 had gathered the state and saved its own boxes
+    for state_dict in (saved, own, copy.deepcopy(saved), whole):
+        resumed = FSDPMuonOptimizer(model)
+        resumed.load_state_dict(state_dict)
+        assert_same_state(state_of(model, resumed), expected)
+    assert get_optimizer_state_dict(model, optimizer).keys() == {"state", "param_groups"}
+    with folder() as path:  # without get_optimizer_state_dict, boxes are those of one rank
+        dcp.save({"optimizer": saved}, checkpoint_id=path)
+        resumed = FSDPMuonOptimizer(model)
+        state = {"optimizer": resumed.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        resumed.load_state_dict(state["optimizer"])
+        assert_same_state(state_of(model, resumed), expected)
+
+
+def test_own_files_and_other_ways_to_load_shards(ranks: RankPool):
+    ranks.run(4, everything_else_loads)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -125,6 +127,64 @@ def test_a_model_can_be_scripted_beside_its_optimizer():
 def with_fsdp1() -> str:
     model = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
     return error_of(lambda: MuonOptimizer(model.parameters()))
+
+
+def blocks() -> nn.Module:
+    """Make a model of which FSDP2 leaves two modules unsharded after a forward: the root, and the first layer."""
+    model = net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh)
+
+
+def trained_after_forward(make: Callable[[nn.Module], MuonOptimizer], *, first: bool, gradients: bool) -> list[Tensor]:
+    """Take two steps; before the first, build the optimizer before or after a forward, with or without its backward."""
+    model = blocks()
+    optimizer = make(model) if first else None
+    with torch.set_grad_enabled(gradients):
+        loss = model(torch.ones(4, 8)).square().mean()
+    optimizer = make(model) if optimizer is None else optimizer
+    if gradients:
+        loss.backward()
+    else:
+        backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def built_after_forward() -> list[str]:
+    """Check that optimizers of a model take its shards after a forward, and return the errors of those of lists."""
+    for make in (FSDPMuonOptimizer, MuonOptimizer):
+        for gradients in (False, True):
+            found, expected = (trained_after_forward(make, first=first, gradients=gradients) for first in (False, True))
+            assert_same(found, expected)
+    uses: list[Callable[[nn.Module, FSDPMuonOptimizer], object]] = [
+        lambda model, optimizer: MuonOptimizer(list(model.named_parameters())),
+        lambda model, optimizer: FSDPMuonOptimizer(model, params=list(model.parameters())),
+        lambda model, optimizer: optimizer.add_param_group({"params": [model[2].weight]}),
+    ]
+    texts = []
+    for use in uses:
+        model = blocks()
+        optimizer = FSDPMuonOptimizer(model, params=[model[0].weight])
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        texts.append(error_of(partial(use, model, optimizer)))
+    return texts
+
+
+@promise(
+    "The optimizer is built after a forward without backward, such as a validation before training",
+    "From a model, it takes the shards. Listed parameters are an error that says to call `reshard()`",
+)
+def test_an_optimizer_built_after_a_forward_takes_shards(ranks: RankPool):
+    for texts in ranks.run(2, built_after_forward):
+        for text, count in zip(texts, ("4 of 4", "4 of 4", "1 of 1"), strict=True):
+            assert text.startswith(f"{count} parameters are whole copies that FSDP2 made for a forward pass")
+            assert "call reshard() on every FSDPModule" in text
 
 
 @promise(

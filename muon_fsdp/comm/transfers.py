@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.layout import Box, Layout, local_layout
+from muon_fsdp.plan.layout import Box, Layout, box_of, local_layout
 from muon_fsdp.plan.packing import Copies, Packing
 from muon_fsdp.plan.stages import Stage, make_gather_stage
 
@@ -114,7 +114,7 @@ def local_part(value: Tensor, parameter: Tensor) -> Tensor:
     """
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return local(value)
-    return value[_own_box(parameter)]
+    return value[own_box(parameter).within(Box((0,) * parameter.ndim, tuple(parameter.shape)))]
 
 
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -138,11 +138,11 @@ def sum_over_axis(values: Tensor, mesh: DeviceMesh, axis: int) -> None:
     dist.all_reduce(values, group=mesh.get_group(axis))
 
 
-def _own_box(parameter: DTensor) -> tuple[slice, ...]:
-    """Return the slices of the whole parameter that this rank holds."""
-    layout = layout_of(parameter, None)
-    box = layout.box_on(my_rank(), tuple(parameter.shape))
-    return box.within(Box((0,) * parameter.ndim, tuple(parameter.shape)))
+def own_box(tensor: DTensor) -> Box:
+    """Return the box of the whole tensor that this rank holds, also after the process group was destroyed."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return box_of(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
 
 
 # ------------------------------------------------------------------------------------------------------- transfers

@@ -35,7 +35,7 @@ from muon_fsdp.parameters.records import ParameterRecord, looks_fused, make_reco
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
-from muon_fsdp.parameters.wrappers import ModelWatch
+from muon_fsdp.parameters.wrappers import ModelWatch, refuse_copies, reshard
 from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
@@ -73,6 +73,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._given = Source(type(self).__name__, dict(options), is_constructor=True)
         self._is_strict = strict
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
+        replaced = reshard(model.modules()) if model is not None else set()
         self._router = Router(overrides, other_rule)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
@@ -102,6 +103,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
             self._check_doubts(self._all_routes())
             self._check_use_of_meshes()
+        if not isinstance(params, nn.Module):
+            refuse_copies([route.name for route in self._all_routes()], self._parameters(), replaced)
         messages: dict[str, list[str]] = {}  # of every rule, about the first group that has some
         for group in self.param_groups:
             messages[group["rule"]] = messages.get(group["rule"]) or RULES[group["rule"]].warnings(group)
@@ -341,6 +344,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
         routes = self._route(parameters, named, given, taken)
         self._require_rule(source.where, given.get("rule"), routes)
+        if self._is_built:
+            refuse_copies([route.name for route in routes], parameters)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
             for group, indices, noted in self._split(routes, source)

@@ -26,6 +26,7 @@ from muon_fsdp.parameters.records import layouts_of_groups
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
     StateDict,
+    boxes_of,
     check_and_complete,
     create_missing,
     fitting_state,
@@ -544,12 +545,14 @@ class MuonOptimizer(GroupedOptimizer):
     def state_dict(self) -> StateDict:
         """Return options and state for `load_state_dict`; for a sharded parameter, this rank's shard.
 
+        The key "boxes" then says which part of each parameter this is, and `load_state_dict` raises for another rank's.
+
         Before the first step, state is created if there are gradients, because torch.distributed.checkpoint loads only
         into state that exists. Without gradients it is empty, as in torch's own optimizers.
         """
         if self.state or any(parameter.grad is not None for parameter in self._parameters()):
             self._create_state()
-        return super().state_dict()
+        return {**super().state_dict(), **boxes_of(self.param_groups, self.state)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what `state_dict()` returned; if it does not fit, raise with every mismatch by name and load nothing.

@@ -10,18 +10,21 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
+from muon_fsdp.comm.transfers import can_take_part, like, local, local_part, own_box
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
-from muon_fsdp.text import first_names, warn_user
+from muon_fsdp.text import first_names, format_shape, warn_user
 
 StateDict: TypeAlias = dict[str, Any]
+BOXES = "boxes"  # a key of a state dict: for every parameter, which box of it this rank's state belongs to
 
 
 @contextmanager
@@ -70,6 +73,40 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
                 template = record.state_template() if template is None else template
                 state[spec.name] = spec.create(template, record.view)
+
+
+def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
+    """Return the key of a state dict that says which box of every sharded parameter its state belongs to.
+
+    torch.save keeps this key, so a file of another rank is noticed. torch.distributed.checkpoint leaves it out. A tuple
+    counts there as one value, of which it makes no keys that depend on the number of parameters.
+
+    Returns:
+        For every parameter, the offset and shape of the box, or None if its state is no DTensor; {} if all are None.
+    """
+    boxes = []
+    for group in groups:
+        names = [spec.name for spec in RULES[group["rule"]].all_state if spec.is_sharded]
+        for parameter in group["params"]:
+            values = [states.get(parameter, {}).get(name) for name in names]
+            boxes.append(next((_box(value) for value in values if isinstance(value, DTensor)), None))
+    return {BOXES: tuple(boxes)} if any(boxes) else {}
+
+
+def saved_boxes(state_dict: StateDict) -> Sequence[Any]:
+    """Return the box of every saved parameter; Nones if there are no boxes, or parameters were taken out since."""
+    boxes: Sequence[Any] = state_dict.get(BOXES, ())
+    count = sum(len(saved["params"]) for saved in state_dict["param_groups"])
+    return boxes if len(boxes) == count else [None] * count
+
+
+def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the offset and shape of this rank's box; None if it holds several ranges, as element-wise rules allow."""
+    try:
+        box = own_box(tensor)
+    except LayoutError:
+        return None
+    return box.offset, box.shape
 
 
 def check_and_complete(
@@ -188,6 +225,7 @@ def _mismatches(
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, records, saved_groups)
     mismatches, rule_changes = _partial_loads(records, state_dict), []
+    mismatches += _shards_of_others(records, state_dict, optimizer.state)
     saved_names: list[str | None] = [
         name
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -235,6 +273,45 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
             "muon_fsdp.migrate.load_state_dict: see docs/migration.md"
         )
     return lines
+
+
+def _shards_of_others(
+    records: Sequence[ParameterRecord], state_dict: StateDict, present: Mapping[Tensor, State]
+) -> list[str]:
+    """Return a line about state that another rank has saved. It looks like this rank's: a DTensor has no other mark.
+
+    Args:
+        records: one per parameter.
+        state_dict: what is loaded. Without boxes, only a shard of another shape is noticed.
+        present: the state that the optimizer has. torch.distributed.checkpoint may have loaded into it, while it gives
+            all ranks the boxes of one rank.
+    """
+    boxes = saved_boxes(state_dict)
+    found: dict[str, str] = {}  # by the name of the parameter
+    for record, key, _ in _with_saved(records, state_dict["param_groups"]):
+        template, saved = record.state_template(), state_dict["state"].get(key) or {}
+        values = {spec.name: saved.get(spec.name) for spec in record.rule.all_state if spec.is_sharded}
+        for name, value in values.items():
+            if not (isinstance(value, DTensor) and isinstance(template, DTensor)):
+                continue
+            if value is present.get(record.tensor, {}).get(name) or not can_take_part(value, template):
+                continue
+            own, box = _box(template), boxes[record.position]
+            if own is None:
+                continue
+            saved_box = (tuple(box[0]), tuple(box[1])) if box is not None else (own[0], tuple(local(value).shape))
+            if saved_box != own:
+                found[record.name] = " instead of ".join(
+                    f"{format_shape(shape)} at {offset}" for offset, shape in (saved_box, own)
+                )
+    if not found:
+        return []
+    names = list(found)
+    return [
+        f"the state of {len(names)} parameters is the shard of another rank ({first_names(names)}): of {names[0]!r} it "
+        f"is {found[names[0]]}. Load it on the rank that saved it, or use torch.distributed.checkpoint, which saves "
+        "and loads the shards of all ranks"
+    ]
 
 
 def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,49 @@ def replicate_group_of(model: object) -> dist.ProcessGroup | None:
     """Return the process group of DDP if it wraps the model, else None."""
     model = getattr(model, "_orig_mod", model)  # under torch.compile
     return model.process_group if isinstance(model, DistributedDataParallel) else None
+
+
+def reshard(modules: Iterable[nn.Module]) -> set[int]:
+    """Let FSDP2 reshard modules: after a forward without backward, some hold whole parameters.
+
+    FSDP2 does the same after the next backward. It takes no communication, and a backward may still follow.
+
+    Returns:
+        The `id` of the tensors in whose place the shards are now.
+    """
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    before = {id(parameter) for module in sharded for parameter in module.parameters()}
+    for module in sharded:
+        module.reshard()
+    return before - {id(parameter) for module in sharded for parameter in module.parameters()}
+
+
+def refuse_copies(names: Sequence[str], parameters: Sequence[Tensor], replaced: Set[int] = frozenset()) -> None:
+    """Raise if parameters are whole copies that FSDP2 has made for a forward, and frees after the next backward.
+
+    Args:
+        names: one per parameter.
+        parameters: as a user has passed them.
+        replaced: the `id` of such copies, as far as they are known.
+    """
+    if dist.is_available() and dist.is_initialized():
+        held = set(map(id, parameters))
+        modules = [module for module in gc.get_objects() if issubclass(type(module), FSDPModule)]
+        replaced |= reshard(module for module in modules if any(id(p) in held for p in module.parameters()))
+    copies = [name for name, p in zip(names, parameters, strict=True) if id(p) in replaced or _has_no_memory(p)]
+    if copies:
+        raise RuntimeError(
+            f"{len(copies)} of {len(names)} parameters are whole copies that FSDP2 made for a forward pass, and are "
+            f"freed ({first_names(copies)}): after a forward without backward, call reshard() on every FSDPModule "
+            "before you list the parameters of the model, or pass the model itself"
+        )
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements whose memory was freed."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 class ModelWatch:
