@@ -186,3 +186,16 @@ def test_state_that_gets_another_shape_is_an_error(kernels_everywhere):
     with pytest.raises(RuntimeError, match=r"state 'momentum_buffer' of parameter 'w' has shape \(8, 32\) instead of"):
         optimizer.step()
     assert_same(p.detach(), before)
+
+
+def test_a_tensor_of_an_odd_size_has_a_list_of_its_own(kernels_everywhere):
+    """In one list with it, the embedding would be loaded element by element."""
+    params = [nn.Parameter(random(*shape)) for shape in [(64, 16), (32,), (33,), (), (16, 16), (5, 7)]]
+    groups = [{"params": params[:4], "rule": "adamw"}, {"params": params[4:]}]
+    optimizer = MuonOptimizer(groups, cuda_graph=False)
+    for p in params:
+        p.grad = random(*p.shape)
+    optimizer.step()
+    fused_step = optimizer._planned._fused
+    lists = {each.positions: each.tensors.aligned for each in fused_step.lists}
+    assert lists == {(0, 1): True, (2, 3): False, (4,): True, (5,): False}

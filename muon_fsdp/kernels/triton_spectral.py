@@ -276,6 +276,7 @@ class Operand(NamedTuple):
 
 
 FIELDS = len(Operand._fields)
+PRECISION = "tf32" if torch.version.hip is None else "ieee"  # some AMD GPUs reject TF32
 
 
 @triton.jit
@@ -310,7 +311,8 @@ def _side(operands, number, FIELD: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl
 def _along_columns_kernel(  # type: ignore[no-untyped-def]
     programs, operands, vectors, out,
     TYPE: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    ALIGNED_ROWS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(programs + 2 * tl.program_id(0))
     first = tl.multiple_of(tl.load(programs + 2 * tl.program_id(0) + 1), 16)
@@ -334,7 +336,7 @@ def _along_columns_kernel(  # type: ignore[no-untyped-def]
             weights = rounded(weights)
         sources = vectors + col_start + vector[None, :] * col_vector + col[:, None] * col_step
         values = tl.load(sources, mask=(col < cols)[:, None] & has_vector, other=0.0)
-        total = tl.dot(weights, values, total, input_precision="tf32")
+        total = tl.dot(weights, values, total, input_precision=PRECISION)
     if ADD:
         total += tl.load(targets, mask=mask, other=0.0)
     tl.store(targets, total, mask=mask)
@@ -344,7 +346,8 @@ def _along_columns_kernel(  # type: ignore[no-untyped-def]
 def _along_rows_kernel(  # type: ignore[no-untyped-def]
     programs, operands, vectors, out,
     TYPE: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    ALIGNED_ROWS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(programs + 2 * tl.program_id(0))
     first = tl.multiple_of(tl.load(programs + 2 * tl.program_id(0) + 1), 16)
@@ -368,7 +371,7 @@ def _along_rows_kernel(  # type: ignore[no-untyped-def]
             weights = rounded(weights)
         sources = vectors + row_start + vector[:, None] * row_vector + row[None, :] * row_step
         values = tl.load(sources, mask=has_vector & (row < rows)[None, :], other=0.0)
-        total = tl.dot(values, weights, total, input_precision="tf32")
+        total = tl.dot(values, weights, total, input_precision=PRECISION)
     if ADD:
         total += tl.load(targets, mask=mask, other=0.0)
     tl.store(targets, total, mask=mask)
@@ -431,6 +434,7 @@ class Multiplication(NamedTuple):
             "UNIT": self.unit,
             "ALIGNED": self.aligned,
             "ALIGNED_ROWS": self.aligned_rows,
+            "PRECISION": PRECISION,
             "FIELDS": FIELDS,
             "VECTORS": MAX_VECTORS,
             **_tiles(self.along_rows),
