@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -65,25 +66,16 @@ def build(output: Path) -> None:
 
 
 def check_install(package: Path, version: str) -> None:
-    """Install a package into a new environment, import it there, and run the quick start of README.md."""
+    """Install a package into a new environment, import it there, and run the quick start."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(Path(folder) / "env", with_pip=True)
         python = Path(folder) / "env" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
         _run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(package))
-        (Path(folder) / "quick_start.py").write_text(quick_start(), encoding="utf-8")
+        shutil.copy(ROOT / "examples" / "quickstart.py", folder)
         names = "muon_fsdp, muon_fsdp.elementwise, muon_optimizer"
         _run(str(python), "-c", f"import {names}; assert muon_fsdp.__version__ == {version!r}", folder=folder)
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        _run(str(python), *torchrun, "quick_start.py", folder=folder)
-
-
-def quick_start() -> str:
-    """Return the first program below "Quick start" in README.md."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Quick start\n")[2]
-    program = text.partition("```python\n")[2].partition("```")[0]
-    if "optimizer.step()" not in program:
-        raise SystemExit("README.md has no program below the heading Quick start")
-    return program
+        _run(str(python), *torchrun, "quickstart.py", folder=folder)
 
 
 def _run(*command: str, folder: str | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields, is_dataclass
 
 from api_markdown import Doc, code_value, parse, table
@@ -27,13 +27,17 @@ GROUP_OPTIONS = {
 }
 
 
-def _choices() -> dict[str, Sequence[str]]:
+def names_of_options() -> list[tuple[str, str]]:
     """List the options that accept names, with their names, the default first."""
     options = [*(o for rule in BUILT_IN.values() for o in rule.all_options.values()), *SETTINGS]
-    return {"rule": tuple(BUILT_IN), **{option.name: option.choices for option in options if option.choices}}
+    choices = {"rule": tuple(BUILT_IN), **{option.name: option.choices for option in options if option.choices}}
+    return [
+        (f"`{name}`", ", ".join(map(code_value, values)) + (", or a number" if name == "scale" else ""))
+        for name, values in choices.items()
+    ]
 
 
-def _options(signature: inspect.Signature, doc: Doc, where: str, *, with_groups: bool) -> str:
+def _options(signature: inspect.Signature, doc: Doc, where: str, shown: Collection[str] | None = None) -> str:
     names = [name for name in signature.parameters if name != "self"]
     if set(names) != set(doc.arguments):
         difference = set(names) ^ set(doc.arguments)
@@ -43,11 +47,9 @@ def _options(signature: inspect.Signature, doc: Doc, where: str, *, with_groups:
         parameter = signature.parameters[name]
         variadic = parameter.kind is inspect.Parameter.VAR_KEYWORD
         default = "" if variadic or parameter.default is parameter.empty else code_value(parameter.default)
-        row = [f"`**{name}`" if variadic else f"`{name}`", default]
-        if with_groups:
-            row.append("yes" if name in GROUP_OPTIONS else "")
-        rows.append([*row, doc.arguments[name]])
-    return table(["option", "default", *(["group"] if with_groups else []), "meaning"], rows)
+        if shown is None or name in shown:
+            rows.append([f"`**{name}`" if variadic else f"`{name}`", default, doc.arguments[name]])
+    return table(["option", "default", "meaning"], rows)
 
 
 def _signature(thing: Callable[..., object], name: str, *, full: bool = True) -> str:
@@ -102,15 +104,12 @@ def own_methods(owner: type) -> list[str]:
 
 def optimizer_entry(owner: type, level: str = "##") -> str:
     doc = parse(owner)
-    choices = isinstance(owner, type) and issubclass(owner, MuonOptimizer)
     parts = [f"{level} {owner.__name__}", doc.summary, doc.body]
-    parts.append(_options(inspect.signature(owner.__init__), doc, owner.__name__, with_groups=choices))
-    if owner is MuonOptimizer:
-        rows = [
-            (f"`{name}`", ", ".join(map(code_value, values)) + (", or a number" if name == "scale" else ""))
-            for name, values in _choices().items()
-        ]
-        parts.append("Names that options take, the default first:\n\n" + table(["option", "names"], rows))
+    # docs/options.md lists the options of these, side by side.
+    shown = ("params", "model", "options") if issubclass(owner, MuonOptimizer) else None
+    parts.append(_options(inspect.signature(owner.__init__), doc, owner.__name__, shown))
+    if shown:
+        parts.append("[Options and defaults](options.md) lists all options.")
     if owner is TritonMuonW:
         parts.append("Methods as of `TritonMuon`.")
     else:
@@ -122,7 +121,7 @@ def function_entry(function: Callable[..., object], level: str = "##") -> str:
     doc = parse(function)
     parts = [f"{level} {function.__name__}", f"`{_signature(function, function.__name__)}`", doc.summary, doc.body]
     if doc.arguments:
-        parts.append(_options(inspect.signature(function), doc, function.__name__, with_groups=False))
+        parts.append(_options(inspect.signature(function), doc, function.__name__))
     if doc.keys:
         parts.append(table(["key", "meaning"], [(f"`{key}`", text) for key, text in doc.keys.items()]))
     return "\n\n".join(part for part in parts if part)

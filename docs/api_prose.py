@@ -9,17 +9,14 @@ TITLE = """# API reference
 
 <!-- Written by docs/generate_api.py from signatures and docstrings: edit those, then run it. -->
 
-Everything that is public, and nothing else: names that are not on this page may change without notice. How to begin:
-[quick start](guides/quickstart.md). The defaults of all constructors side by side: [options.md](options.md). Error
-messages: [errors.md](errors.md). Coming from another optimizer:
-[migration.md](migration.md). The `muon-fsdp` command: [cli.md](cli.md). Trainers and frameworks:
-[integrations.md](integrations.md). The training program: [training.md](training.md).
+Names that are not on this page may change without notice. [Options and defaults](options.md) lists the options of all
+constructors. Wrong values raise `ValueError`, wrong types `TypeError`, and problems at a step or on load
+`RuntimeError`: [Errors and what to do](errors.md).
 """
 
 OPTIMIZERS_INTRODUCTION = """\
-The three classes share one `step()` and one set of options; with equal options and routing they give
-equal results. They are `torch.optim.Optimizer`s: closures, hooks, schedulers, `GradScaler` and checkpoints work as
-usual.
+The three classes share one `step()` and one set of options; [their defaults differ](options.md). They are
+`torch.optim.Optimizer`s: closures, hooks, schedulers, `GradScaler` and checkpoints work as usual.
 
 ```python
 import torch
@@ -27,13 +24,10 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 
 model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-optimizer = MuonOptimizer(model, lr=0.02, adamw_lr=1e-3)
+optimizer = MuonOptimizer(model, lr=0.02)
 model(torch.randint(0, 50, (8,))).square().mean().backward()
 optimizer.step()
-```
-
-In the tables, *group* says whether an option may also be set for a group of parameters, or by `overrides`; the other
-options hold for the whole optimizer."""
+```"""
 
 UTILS_EXAMPLE = """```python
 from muon_fsdp.utils import zeropower_via_newtonschulz5
@@ -97,8 +91,7 @@ ENVIRONMENT = (
 )
 
 RULES_INTRODUCTION = """\
-For writing an update rule of your own: [rules.md](rules.md) grows one from five lines. The options of the built-in
-rules:"""
+For writing an update rule of your own: [rules.md](rules.md) grows one from five lines."""
 
 ELEMENTWISE_INTRODUCTION = """\
 *Not* the orthogonalizing Muon: fused element-wise optimizers. The module `muon_optimizer` has the same names. State of
@@ -123,31 +116,10 @@ A logical matrix is what is orthogonalized: `num_heads=8` makes eight of one par
 min({NUM_VECTORS}, d_out, d_in)."""
 
 GROUPS_INTRODUCTION = """\
-Every group has `params` (with `param_names` where parameters have names), `rule`, `micro_step`, `started`, and the
-options of its own rule. They can be read and set between steps, and are what a checkpoint holds. When a group is
-*given*, options of the rules that its parameters take may be there. In a group that holds matrices, options of the
-other parameters have the name of their rule before them (`adamw_lr`). {foreign} may be there for
-schedulers and users; any other key is an error."""
-
-ERRORS = (
-    (
-        "`ValueError`",
-        "a value that no rule can work with, an option or a pattern that is unknown, a parameter that can't be "
-        "optimized, `strict=True`",
-    ),
-    ("`TypeError`", "an option of the wrong type, or something that is no tensor, model or group"),
-    (
-        "`RuntimeError`",
-        'at a step or on load: sparse gradients, gradients that are not finite (`nonfinite="raise"`), ranks that '
-        "differ, a state that does not fit, a layout or wrapper that is not supported",
-    ),
-    (
-        "`UserWarning`",
-        "overrides that match nothing, bare parameters that look like a language model's embedding or head, no matrix "
-        "among the parameters (under `strict=True` a `ValueError`), decay that does nothing, a state "
-        "dict without state",
-    ),
-)
+Every group has `params` (with `param_names` where parameters have names) and these keys, which can be read and set
+between steps, and which a checkpoint holds. In a group that you pass with matrices, options of the other parameters
+have the name of their rule as a prefix (`adamw_lr`). {foreign} may be there for schedulers and users; any other key is
+an error."""
 
 # What a subclass of Rule may set, in words.
 RULE_ATTRIBUTES = (

@@ -7,14 +7,13 @@ python docs/generate_api.py --check    # exit with 1 if the page is not what wou
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import api_prose as prose
 from api_entries import BUILT_IN, function_entry, method_rows, optimizer_entry, record_entry
-from api_markdown import code_names, code_value, markdown, parse, table
+from api_markdown import code_names, markdown, parse, table
 from generated_page import write_or_check
 
 import muon_fsdp
@@ -50,8 +49,8 @@ PUBLIC_MODULES: tuple[ModuleType, ...] = (
 )
 
 
-def _sections() -> list[tuple[str, str]]:
-    """Return (title in the table of contents, markdown) of every section, in the order of the page."""
+def _sections() -> list[str]:
+    """Return the sections of the page in their order, in markdown."""
     modules = {
         "muon_fsdp.utils": _utils_section,
         "muon_fsdp.spectral": _spectral_section,
@@ -64,16 +63,14 @@ def _sections() -> list[tuple[str, str]]:
     }
     optimizers = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer)
     functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
-    messages = "Every message with its cause and remedy: [errors.md](errors.md)."
     return [
-        ("Optimizers", f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}"),
-        *[(owner.__name__, optimizer_entry(owner)) for owner in optimizers],
-        *[(function.__name__, function_entry(function)) for function in functions],
-        ("Reports", _reports_section()),
-        ("State", f"## State\n\n{prose.STATE_INTRODUCTION}\n\n{_state_table()}"),
-        ("Parameter groups", _group_section()),
-        ("Errors", f"## Errors\n\n{table(['exception', 'when'], prose.ERRORS)}\n\n{messages}"),
-        *[(name, "\n\n".join([f"## {name}", *parts()])) for name, parts in modules.items()],
+        f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}",
+        *map(optimizer_entry, optimizers),
+        *map(function_entry, functions),
+        _reports_section(),
+        f"## State\n\n{prose.STATE_INTRODUCTION}\n\n{_state_table()}",
+        _group_section(),
+        *["\n\n".join([f"## {name}", *parts()]) for name, parts in modules.items()],
     ]
 
 
@@ -105,7 +102,6 @@ def _state_table() -> str:
 
 
 def _group_section() -> str:
-    common = ("lr", "weight_decay")
     rows = [
         ("`rule`", "the rule of all parameters of this group"),
         ("`lr`", "their learning rate"),
@@ -113,10 +109,7 @@ def _group_section() -> str:
         ("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"),
         ("`started`", "whether `step()` has been called; a part of another optimizer's checkpoint is known by it"),
     ]
-    rows += [
-        (code_names(name for name in rule.all_options if name not in common), f"under rule `{rule.name}`")
-        for rule in BUILT_IN.values()
-    ]
+    rows.append(("the name of an option", "its value; [options.md](options.md) lists the options of every rule"))
     foreign = code_names(key for key in FOREIGN_KEYS if key not in ("params", "param_names"))
     introduction = prose.GROUPS_INTRODUCTION.format(foreign=foreign)
     return "\n\n".join(["## Parameter groups", introduction, table(["key", "meaning"], rows)])
@@ -168,7 +161,7 @@ def _kernels_section() -> list[str]:
 
 def _rules_section() -> list[str]:
     rules = muon_fsdp.rules
-    parts = [prose.RULES_INTRODUCTION, _rule_options(), "### Rule", parse(Rule).summary, parse(Rule).body]
+    parts = [prose.RULES_INTRODUCTION, "### Rule", parse(Rule).summary, parse(Rule).body]
     parts.append(table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in prose.RULE_ATTRIBUTES]))
     parts.append(table(["method", "meaning"], method_rows(Rule)))
     parts += ["Built-in rules, which can be extended:", _built_in_rules()]
@@ -185,15 +178,6 @@ def _rules_section() -> list[str]:
     rows = [(f"`{name}`", statistic.doc) for name, statistic in STATISTICS.items()]
     parts += ["Statistics of the weights:", table(["name", "value"], rows), record_entry(rules.TopSingular)]
     return [part for part in parts if part]
-
-
-def _rule_options() -> str:
-    rows = [
-        (f"`{rule.name}`", f"`{option.name}`", code_value(option.default), option.doc, "yes" if option.per_step else "")
-        for rule in BUILT_IN.values()
-        for option in rule.all_options.values()
-    ]
-    return table(["rule", "option", "default", "meaning", "per step"], rows)
 
 
 def _built_in_rules() -> str:
@@ -226,15 +210,8 @@ def _first_line(module: ModuleType) -> str:
     return inspect.cleandoc(module.__doc__ or "").splitlines()[0]
 
 
-def anchor(title: str) -> str:
-    """Return the anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
 def page() -> str:
-    sections = _sections()
-    contents = "\n".join(f"- [{title}](#{anchor(title)})" for title, _ in sections)
-    return "\n\n".join([prose.TITLE.strip(), contents, *[text for _, text in sections]]) + "\n"
+    return "\n\n".join([prose.TITLE.strip(), *_sections()]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None, path: Path = PAGE) -> int:

@@ -1,4 +1,4 @@
-"""Writes docs/faults.md from the promises in tests/test_faults_*.py; only the introduction below is written by hand.
+"""Writes docs/contributing/faults.md from the promises in tests/test_faults_*.py; the introduction is written by hand.
 
 python docs/generate_faults.py            # write the page
 python docs/generate_faults.py --check    # exit with 1 if the page is not what would be written
@@ -12,14 +12,13 @@ from pathlib import Path
 
 from generated_page import write_or_check
 
-PAGE = Path(__file__).with_name("faults.md")
+PAGE = Path(__file__).with_name("contributing") / "faults.md"
 TESTS = Path(__file__).parents[1] / "tests"
 
 INTRODUCTION = """\
 # What can go wrong, and what happens
 
-A test checks each line; its name is in the last column. [errors.md](errors.md) lists the messages word for word, and
-says what to do about each.
+A test checks each line; its name is in the last column. Users look up messages in [errors.md](../errors.md).
 
 <!-- Written by docs/generate_faults.py from tests/test_faults_*.py: edit those, then run it. -->
 """
@@ -38,7 +37,7 @@ def section(file: Path) -> str:
     """Return the heading of a file, from the first line of its docstring, and its table."""
     docstring = ast.get_docstring(ast.parse(file.read_text()))
     if not docstring:
-        raise ValueError(f"{file.name} needs a docstring: its first line is a heading of docs/faults.md")
+        raise ValueError(f"{file.name} needs a docstring: its first line is a heading of docs/contributing/faults.md")
     lines = [f"## {docstring.splitlines()[0].rstrip('.')}", "", "| when | what happens | test |", "|---|---|---|"]
     for when, then, test in promises(file):
         lines.append(f"| {when} | {then} | `{test}` |")

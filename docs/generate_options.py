@@ -1,4 +1,4 @@
-"""Writes docs/options.md: the options of all constructors with their defaults side by side, from their signatures.
+"""Writes docs/options.md: every option with its meaning, and the defaults of all constructors side by side.
 
 python docs/generate_options.py            # write the page
 python docs/generate_options.py --check    # exit with 1 if the page is not what would be written
@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api_entries import BUILT_IN
+from api_entries import BUILT_IN, GROUP_OPTIONS, names_of_options
 from api_markdown import code_value, parse, table
 from generated_page import write_or_check
+from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
 
@@ -36,8 +37,7 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_options.py from signatures and docstrings: edit those, then run it. -->
 
-Four constructors build the same optimizer. With equal options they give equal results, but some of their **defaults
-differ**:
+Four constructors build the same optimizer, with different **defaults**:
 
 - **Muon**: [`MuonOptimizer`](api.md#muonoptimizer), without weight decay and Nesterov momentum.
 - **FSDPMuon**: [`FSDPMuonOptimizer`](api.md#fsdpmuonoptimizer), with both.
@@ -45,16 +45,23 @@ differ**:
   `"spectral_sphere"`.
 - **hybrid**: [`create_hybrid_optimizer`](api.md#create_hybrid_optimizer), where `lr` is called `muon_lr`.
 
-Bold values differ from those of `MuonOptimizer`. A dash means that the constructor does not have the option. If a table
-has only one column of defaults, all constructors have the same. The [API reference](api.md#muonoptimizer) has the full
-meaning of each option, the names that it accepts, and whether you can set it for a group of parameters.
-
-To see the values in force, print `optimizer.routing_report()`. [Hyperparameters](guides/hyperparameters.md) says which
-to choose.
+Bold values differ from those of `MuonOptimizer`, and a dash means that the constructor does not have the option. A
+table with one column of defaults holds for all constructors. Print `optimizer.routing_report()` to see the current
+values. [Hyperparameters](guides/hyperparameters.md) says which to choose.
 """
 
+DECAY = """\
+## Which parameters are decayed
+
+The constructors also differ in what `weight_decay` and `adamw_weight_decay` apply to:"""
+
+AFTER_DECAY = """\
+In `FSDPMuonOptimizer`, `weight_decay` is also the default of `adamw_weight_decay`, and vectors (biases, norms) are
+never decayed unless a group or an override asks for it. Its `beta2` of 0.99 applies to NorMuon too, whose own default
+is 0.95."""
+
 SECTIONS = {
-    "Options of the matrices": ("lr", "split_sizes"),
+    "Options of the matrices": ("lr", "transposed"),
     "Options of AdamW": ("adamw_lr", "adamw_eps"),
     "Options of the whole optimizer": ("rule", "agreement_group"),
 }
@@ -76,10 +83,29 @@ def defaults(name: str) -> dict[str, Any]:
 
 
 def meaning(name: str) -> str:
-    """Return the first sentence of an option's documentation."""
+    """Return an option's documentation."""
     docs = [parse(constructor).arguments for constructor in CONSTRUCTORS.values()]
     text = next(arguments[name] for arguments in docs if name in arguments)
-    return text.split(". ")[0].split("; ")[0].removesuffix(".").replace("AdamW: ", "")
+    return text.removesuffix(".").replace("AdamW: ", "")
+
+
+def decayed() -> str:
+    """Return a table: which option decays each kind of parameter, with its default, as built optimizers show it."""
+    kinds = {"matrices": "1.weight", "embeddings and heads": "0.weight", "vectors": "1.bias"}
+    given = {"weight_decay": 0.25, "adamw_weight_decay": 0.75}
+
+    def decay(make: Callable[..., Any], name: str, **options: float) -> float:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        sphere = {"retract_mode": "dynamic"} if make is SpectralSphereOptimizer else {}  # "hard" warns about decay
+        groups = make(model, **sphere, **options).param_groups
+        return float(next(group["weight_decay"] for group in groups if name in group["param_names"]))
+
+    def cell(make: Callable[..., Any], name: str) -> str:
+        applied = [option for option, value in given.items() if decay(make, name, **given) == value]
+        return f"`{applied[0]}`, {decay(make, name)}" if applied else "-"
+
+    rows = [(kind, *(cell(make, name) for make in CONSTRUCTORS.values())) for kind, name in kinds.items()]
+    return table(["", *CONSTRUCTORS], rows)
 
 
 def rows_of(names: Sequence[str]) -> str:
@@ -101,9 +127,14 @@ def rows_of(names: Sequence[str]) -> str:
 def page() -> str:
     """Return the whole page."""
     names = list(defaults("Muon"))
-    parts = [INTRODUCTION.rstrip()]
+    parts = [INTRODUCTION.rstrip(), DECAY, decayed(), AFTER_DECAY]
     for title, (first, last) in SECTIONS.items():
-        parts += [f"## {title}", rows_of(names[names.index(first) : names.index(last) + 1])]
+        shown = names[names.index(first) : names.index(last) + 1]
+        for_groups = [name for name in shown if name in GROUP_OPTIONS]
+        note = "These can also be set for a group of parameters, and in `overrides`."
+        if for_groups != shown:
+            note = f"Except for {' and '.join(f'`{name}`' for name in for_groups)}, they cannot be set for a group."
+        parts += [f"## {title}", note, rows_of(shown)]
     for title, name in (("Options of the sphere", "Sphere"), ("Options of FSDPMuonOptimizer only", "FSDPMuon")):
         parts += [f"## {title}", rows_of([option for option in defaults(name) if option not in names])]
     others = [
@@ -114,6 +145,7 @@ def page() -> str:
     ]
     introduction = 'Pass them together with the rule, for example `MuonOptimizer(model, rule="normuon", beta2=0.95)`.'
     parts += ["## Options of other rules", introduction, table(["rule", "option", "default", "meaning"], others)]
+    parts += ["## Names that options accept", "The default is first.", table(["option", "names"], names_of_options())]
     return "\n\n".join(parts) + "\n"
 
 

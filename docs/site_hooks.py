@@ -1,4 +1,4 @@
-"""Prepare pages for the documentation site: add the changelog, and link files of the repository to its address."""
+"""Prepare pages for the documentation site: add the changelog, and link to the repository."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def repository() -> str:
-    """Return the address of the repository, which is written in pyproject.toml only."""
+    """Return the address of the repository, as pyproject.toml has it."""
     match = re.search(r'^Repository = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert match is not None
     return match[1]
@@ -47,6 +47,11 @@ def for_site(text: str, path: Path) -> str:
     text = re.sub(r"\[[\w/.]+\.md\]\(([^)#\s]+\.md)([^)\s]*)\)", named, text)
     text = re.sub(r"\]\((\.\./[^)#\s]+)([^)\s]*)\)", replace, text)
     return re.sub(r"^<!-- (?:distributed|gpu|not run)[^\n]*-->\n", "", text, flags=re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Add a link to the repository to every page. `repo_url` would make the theme ask GitHub's API for stars."""
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": repository(), "name": "Repository"}]
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -1,5 +1,8 @@
 """Train a small transformer with FSDP2 and Muon. Run torchrun --nproc-per-node 2 examples/quickstart.py"""
 
+import argparse
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,14 +37,15 @@ for block in (*model.body.layers, model):
 qkv = {"*.in_proj_weight": {"split_sizes": (96, 96, 96)}}  # three matrices in one parameter
 optimizer = FSDPMuonOptimizer(model, lr=0.02, overrides=qkv)
 
-windows = torch.tensor(list(__doc__.encode()), device=device).unfold(0, 65, 1)  # the model learns the line at the top
-windows = windows[dist.get_rank() :: dist.get_world_size()]  # the part of this rank
-for step in range(1, 31):
+text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)  # the source of a module of Python
+torch.manual_seed(dist.get_rank())  # every rank draws its own windows
+for step in range(1, 61):
+    windows = text.unfold(0, 65, 1)[torch.randint(len(text) - 64, (16,), device=device)]
     loss = nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step % 10 == 0:
+    if dist.get_rank() == 0 and step % 20 == 0:
         print(f"step {step}: loss {loss.item():.2f}")
 if dist.get_rank() == 0:
     print(optimizer.routing_report())

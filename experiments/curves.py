@@ -117,7 +117,10 @@ def write_plot(path: Path, title: str, is_best: bool) -> None:
     adamw = [curve[2][-1] for curve in shown.values() if curve[0] == "AdamW"]
     target = adamw[0] if is_best and len(shown) > 1 and adamw else None
     labelled = {f"{label}: {curve[2][-1]:.3f}": curve for label, curve in shown.items()}
-    draw_curves(path.with_suffix(""), labelled, title=title, target=target, target_label="AdamW's final loss")
+    marked = next((label for label, curve in labelled.items() if curve[0] == "Muon"), None)
+    draw_curves(
+        path.with_suffix(""), labelled, title=title, target=target, target_label="AdamW's final loss", marked=marked
+    )
 
 
 def compare_optimizers(args: argparse.Namespace, shared: list[str], folder: Path) -> Iterator[Finished]:

@@ -45,6 +45,13 @@ from examples.finetune import collate as collate_pairs
 
 PRETRAINERS = ("AdamW", "Muon")
 FINETUNERS = ("AdamW", "Muon v1", "Muon v2", "Muon v3", "Muon v4")
+# The curves of the plot, with the key of the colour and the label. "Muon v1" equals "Muon v4" by construction.
+DRAWN = {
+    "AdamW": ("AdamW", "AdamW"),
+    "Muon v2": ("Muon", "Muon, original"),
+    "Muon v3": ("Muon, spectral", "Muon, spectral"),
+    "Muon v4": ("Muon, match_rms_adamw", "Muon, match_rms_adamw or size"),
+}
 REST_LR = 1e-3  # learning rate of embedding, head and vectors, when Muon fine-tunes
 PRETRAINING_RATES = {
     "AdamW": (2e-3, 2e-3),
@@ -323,7 +330,7 @@ def title_of(size: Size) -> str:
 
 
 def write_plot(rows: Sequence[dict[str, Any]], path_stem: Path, title: str) -> None:
-    """Plot the losses of held-out answers and text against the learning rate, with bands over seeds."""
+    """Plot the losses of held-out answers and text against the learning rate, with the range of the seeds."""
     panels = []
     for key, label in (("answer_loss", "held-out answers"), ("text_loss", "held-out text")):
         seen = [row[name] for row in rows for name in (key, f"{key}_before") if name != "answer_loss_before"]
@@ -332,17 +339,19 @@ def write_plot(rows: Sequence[dict[str, Any]], path_stem: Path, title: str) -> N
         for pretraining in PRETRAINERS:
             mine = [row for row in rows if row["pretraining"] == pretraining]
             curves = {}
-            for name in FINETUNERS:
+            for name, (optimizer, shown) in DRAWN.items():
                 points = [(row["rate"], row[key]) for row in mine if row["finetuning"] == name]
-                if curve := curve_over_seeds(name.split(" ")[0], points):
-                    curves[name] = curve
+                if curve := curve_over_seeds(optimizer, points):
+                    curves[shown] = curve
             before = statistics.mean(row["text_loss_before"] for row in mine) if mine and key == "text_loss" else None
             panels.append(
                 Panel(
-                    curves, f"pre-trained with {pretraining}: loss of {label}", target=before,
-                    target_label="before fine-tuning", x_scale="log", markers=True,
+                    curves, f"pre-trained with {pretraining}: {label}", target=before,
+                    target_label="before fine-tuning", x_scale="log", markers=True, spread=True,
                     y_limits=(min(finite) - margin, max(finite) + margin),
-                    x_label="learning rate (Muon's as at scale v4)" if key == "text_loss" else "",
+                    x_ticks={rate: f"{rate:g}" for rate in sorted({row["rate"] for row in mine})},
+                    x_label="learning rate (Muon's as with match_rms_adamw)",
+                    y_label=f"loss of {label} (nats per byte)",
                 )
             )  # fmt: skip
     draw_panels(path_stem, panels, title=title, num_columns=2)

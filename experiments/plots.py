@@ -20,6 +20,8 @@ Curve = tuple[str, Sequence[float], Sequence[float], Sequence[float], Sequence[f
 COLOURS = {
     "AdamW": "#3b82d0",
     "Muon": "#e07b00",
+    "Muon, spectral": "#b3261e",
+    "Muon, match_rms_adamw": "#c2a200",
     "NorMuon": "#1f9d72",
     "SSO": "#a463d8",
     "MuonSphere": "#d6518f",
@@ -28,6 +30,7 @@ COLOURS = {
 }
 OTHER_COLOURS = ("#5aa9c7", "#c25b4a", "#7d8f3a")
 STYLES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class Panel:
     y_limits: tuple[float, float] | None = None
     x_ticks: Mapping[float, str] = field(default_factory=dict)  # positions and labels; matplotlib's own if empty
     markers: bool = False  # show each point, where points are few and their order is not time
+    spread: bool = (
+        False  # move the curves apart sideways and show the range of seeds as bars; needs a logarithmic x axis
+    )
+    marked: tuple[float, float, str] | None = None  # a point to mark, with its text
 
 
 def draw_curves(
@@ -66,6 +73,7 @@ def draw_curves(
     title: str,
     target: float | None = None,
     target_label: str = "target",
+    marked: str | None = None,
 ) -> list[Path]:
     """Plot validation loss against training steps.
 
@@ -76,15 +84,26 @@ def draw_curves(
         title: the title of the plot.
         target: a loss to mark with a horizontal line, or None.
         target_label: the label of that line.
+        marked: the label of the curve whose first step at or below `target` is marked, or None.
 
     Returns:
         The two files.
     """
+    meeting = None if marked is None or target is None else _meeting(curves[marked], target)
     panel = Panel(
         curves, x_label="training step", y_label="validation loss (nats per token)", target=target,
-        target_label=target_label,
+        target_label=target_label, marked=meeting,
     )  # fmt: skip
     return draw_panels(path_stem, [panel], title=title)
+
+
+def _meeting(curve: Curve, target: float) -> tuple[float, float, str] | None:
+    """Return the first point of a curve at or below the target, with its text; None if there is none."""
+    optimizer, steps, means, *_ = curve
+    for step, mean in zip(steps, means, strict=True):
+        if mean <= target:
+            return step, mean, f"{optimizer}: step {step:g}, {step / steps[-1]:.0%} of the tokens"
+    return None
 
 
 def curve_over_seeds(optimizer: str, points: Iterable[tuple[float, float]]) -> Curve | None:
@@ -125,10 +144,11 @@ def draw_panels(path_stem: str | Path, panels: Sequence[Panel], *, title: str, n
                 _fill(axis, panel, theme)
             figure.suptitle(title)
             lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+            lines = {label: line for label, line in lines.items() if not str(label).startswith("_")}
             if len(panels) == 1:
                 axes[0, 0].legend(handles=list(lines.values()))
             else:  # inside a panel it would hide curves
-                figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=4)
+                figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=3)
             path = Path(f"{path_stem}-{theme.name}.svg")
             figure.savefig(path, transparent=True, metadata={"Date": None})
         path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
@@ -159,18 +179,32 @@ def _settings(theme: Theme) -> dict[str, Any]:
 
 def _fill(axis: Any, panel: Panel, theme: Theme) -> None:
     """Draw one panel into matplotlib's axes."""
-    for (label, curve), look in zip(panel.curves.items(), _looks(panel.curves, theme), strict=True):
-        _, places, mean, low, high = curve
-        axis.plot(places, mean, label=label, marker="o" if panel.markers else None, markersize=4, **look)
-        if list(low) != list(high):
+    looks = list(_looks(panel.curves, theme))
+    for number, ((label, curve), look) in enumerate(zip(panel.curves.items(), looks, strict=True)):
+        optimizer, places, mean, low, high = curve
+        marker = MARKERS[number % len(MARKERS)] if panel.markers else None
+        shown = places
+        if panel.spread:
+            shown = [place * 1.07 ** (number - (len(looks) - 1) / 2) for place in places]
+            look |= {"linestyle": STYLES[number % len(STYLES)], "linewidth": 1.6}
+        # Muon is drawn last, so that no other curve hides it.
+        axis.plot(shown, mean, label=label, marker=marker, markersize=5, zorder=4 if optimizer == "Muon" else 3, **look)
+        if panel.spread:
+            axis.vlines(shown, low, high, color=look["color"], linewidth=1.2, zorder=2)
+        elif list(low) != list(high):
             axis.fill_between(places, low, high, color=look["color"], alpha=0.16, linewidth=0)
     if panel.target is not None:
         axis.axhline(panel.target, color="#8a8f98", linestyle=":", linewidth=1.5, label=panel.target_label, zorder=1)
+    if panel.marked is not None:
+        x, y, text = panel.marked
+        axis.plot([x], [y], "o", color=theme.text, markersize=7, label="_marked", zorder=5)
+        axis.annotate(text, (x, y), (-6, -16), textcoords="offset points", ha="right")
     axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, xscale=panel.x_scale, yscale=panel.y_scale)
     if panel.y_limits is not None:
         axis.set_ylim(*panel.y_limits)
     if panel.x_ticks:
         axis.set_xticks(list(panel.x_ticks), list(panel.x_ticks.values()))
+        axis.minorticks_off()
 
 
 def _looks(curves: Mapping[str, Curve], theme: Theme) -> Iterator[dict[str, Any]]:

@@ -142,12 +142,14 @@ def write_plot(stem: Path, title: str) -> None:
         curves[name] = (name.partition(",")[0], *columns)
     seeds = max(int(line["seeds"]) for line in lines)
     baseline = curves.get(TITLES["adamw"])
+    labels = {name: f"{name}: {curve[2][-1]:.3f}" for name, curve in curves.items()}
     draw_curves(
         stem,
-        {f"{name}: {curve[2][-1]:.3f}": curve for name, curve in curves.items()},
+        {labels[name]: curve for name, curve in curves.items()},
         title=f"{title}, mean and range of {seeds} seed{'s' if seeds > 1 else ''}",
         target=None if baseline is None else baseline[2][-1],
         target_label="AdamW's final loss",
+        marked=labels.get(TITLES["muon"]),
     )
 
 

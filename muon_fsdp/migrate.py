@@ -1,4 +1,4 @@
-"""Load the state of another optimizer, to switch to one of ours in the middle of a run."""
+"""Load the state of another optimizer or of another rule, to switch to one of ours in the middle of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.comm.transfers import local
+from muon_fsdp.declarations.state import PerParameter
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists
-from muon_fsdp.parameters.routing import clean_name
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.state_dict import StateDict, origin
 from muon_fsdp.plan.settings import STARTED
+from muon_fsdp.rules import Rule, rule_named
 
 __all__ = ["load_state_dict"]
 
@@ -31,12 +33,15 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
     is ignored, such as AdamW's moments of matrices: these parameters keep their current state, which is zero momentum
     in a new optimizer. Options do not change. Call this function once for each optimizer that was used before.
 
+    If one of our optimizers has saved the state, parameters whose rule has changed load what both rules keep with the
+    same meaning: from "muon" to "normuon", the momentum. Parameters with the same rule as before load all of it.
+
     Args:
         optimizer: one of our optimizers, new or already in use.
         state_dict: the result of the other optimizer's `state_dict()`, or of `get_optimizer_state_dict` of
             torch.distributed.checkpoint without flattening. Tensors may be whole, or sharded like the parameters.
         params: what the other optimizer was built from, in the same order: `model.parameters()`, a list of groups, or
-            the model. Not needed if the state dict has names.
+            the model. Not needed if the state dict has names, or if one of our optimizers has saved it.
 
     Returns:
         The names of the parameters whose state was loaded.
@@ -52,14 +57,17 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
         if record.name not in saved:
             continue
         state, saved_group = saved.pop(record.name)
+        if not state:
+            continue
         try:
-            values = record.rule.take_over(state, saved_group) if state else {}
+            is_ours, rule = "rule" in saved_group, record.rule
+            values = _shared_state(rule, state, saved_group) if is_ours else rule.take_over(state, saved_group)
         except ValueError as error:
             problems.append(f"{record.name}: {error}")
             continue
         if values:
             names.append(record.name)
-            scalars = {spec.name for spec in record.rule.all_state if not spec.is_sharded}
+            scalars = {spec.name for spec in record.rule.all_state if spec == PerParameter(spec.name, "scalar")}
             loaded[record.tensor] = {name: _number(v) if name in scalars else v for name, v in values.items()}
     frozen = {row.name for row in optimizer._frozen_rows}
     problems += [
@@ -68,17 +76,31 @@ def load_state_dict(optimizer: MuonOptimizer, state_dict: StateDict, params: Par
         if state and name not in frozen
     ]
     if not problems and not names:
-        others = dict.fromkeys(filter(None, map(origin, state_dict["param_groups"])))
+        groups = state_dict["param_groups"]
+        others = dict.fromkeys(origin(group) or f"rule {group['rule']!r} of muon_fsdp" for group in groups)
         problems.append(
             f"saved by {' and '.join(others)}: no rule in use can load any of its state, so load only the weights"
-            if others
-            else "saved by an optimizer of muon_fsdp: call optimizer.load_state_dict instead"
         )
     if problems:
         lines = "".join(f"\n\t{line}" for line in problems)
         raise RuntimeError(f"Error(s) in migrating to {type(optimizer).__name__}:{lines}")
     _load(optimizer, loaded)
     return names
+
+
+def _shared_state(rule: Rule, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that one of our rules has saved and that another keeps with the same meaning.
+
+    This is what a common `prepare` computes, shard by shard; state per matrix belongs to the rest of a rule.
+    """
+    other = rule_named(group["rule"])
+    if other is rule:
+        kept = rule.all_state
+    elif type(other).prepare is type(rule).prepare:
+        kept = tuple(spec for spec in rule.state if spec in other.state and isinstance(spec, PerParameter))
+    else:
+        return {}
+    return {spec.name: saved[spec.name] for spec in kept if spec.name in saved}
 
 
 def _load(optimizer: MuonOptimizer, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -103,16 +125,24 @@ def _saved_by_name(optimizer: MuonOptimizer, state_dict: StateDict, params: Para
     if not isinstance(states, dict) or not groups or not all("params" in group for group in groups):
         raise ValueError("not an optimizer's state dict: pass one with 'state' and 'param_groups', not a flattened one")
     keys = [key for group in groups for key in group["params"]]
+    has_names, is_ours = (all(key in group for group in groups) for key in ("param_names", "rule"))
     if all(isinstance(key, str) for key in keys):
         names = [clean_name(key) for key in keys]
+    elif has_names and (is_ours or params is None):  # ours has divided the groups, so `params` is in another order
+        names = [clean_name(name) for group in groups for name in group["param_names"]]
+    elif is_ours:
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+            raise ValueError(
+                "the state dict has no names, and its groups have other sizes than those of this optimizer: build both "
+                "optimizers from the model, or from model.named_parameters()"
+            )
+        names = [record.name for record in optimizer._records()]
     elif params is not None:
         names = _names_here(optimizer, params)
         if len(names) != len(keys):
             raise ValueError(
                 f"the state dict has {len(keys)} parameters and params has {len(names)}: pass the same parameters"
             )
-    elif all("param_names" in group for group in groups):
-        names = [clean_name(name) for group in groups for name in group["param_names"]]
     else:
         raise ValueError(
             "the state dict has no names: pass the params that the other optimizer was built from, such as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from itertools import count
@@ -10,11 +11,11 @@ from itertools import count
 __all__ = ["format_bytes", "format_count", "format_seconds", "format_shape", "plain_table", "warn_user"]
 
 
-def format_bytes(number: float) -> str:
+def format_bytes(number: float, digits: int = 4) -> str:
     """Return a number of bytes with a decimal unit, such as "1.5 GB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
-            return f"{number / size:.4g} {unit}"
+            return f"{number / size:.{digits}g} {unit}"
     return f"{number:.0f} B"
 
 
@@ -28,7 +29,7 @@ def format_count(number: int, digits: int = 4) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return a duration in seconds, or in milliseconds if it is shorter than one second."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms" if seconds else "0"
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms" if seconds else "0"
 
 
 def format_shape(shape: Sequence[int]) -> str:
@@ -36,25 +37,76 @@ def format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+def plain_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None
+) -> str:
     """Return a table in plain text: a header, a line of dashes, and one line per row.
 
     Args:
         header: the names of the columns.
         rows: the cells, row by row.
-        left: how many of the first columns are aligned to the left. The other columns hold numbers and are aligned to
-            the right.
+        left: how many of the first columns hold words and are aligned to the left. The other columns hold numbers and
+            are aligned to the right.
+        width: if the table is wider than this, names of columns and cells of words are broken at spaces. A word or a
+            number is never cut, so the table may stay wider.
     """
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(line for lines in table_lines(header, rows, left=left, width=width) for line in lines)
+
+
+def table_lines(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None
+) -> list[list[str]]:
+    """Return the lines of a plain table: first those of the header, then those of every row."""
+    widths = _widths(header, rows, left, width)
+    cells = [[*_broken(header, widths, len(header), is_header=True), ["-" * each for each in widths]]]
+    cells += [_broken(row, widths, left, is_header=False) for row in rows]
+    return [
+        [
+            "  ".join(
+                cell.ljust(each) if column < left else cell.rjust(each)
+                for column, (cell, each) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        for lines in cells
+    ]
+
+
+def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, width: int | None) -> list[int]:
+    """Return the widths of the columns: those of the widest columns are reduced until the table fits, if it can."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    least = [_longest_word(name) for name in header]
+    for row in rows:
+        lengths = [_longest_word(cell) if column < left else len(cell) for column, cell in enumerate(row)]
+        least = [max(pair) for pair in zip(least, lengths, strict=True)]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        column = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
+        if widths[column] == least[column]:
+            break
+        widths[column] -= 1
+    return widths
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
+
+
+def _broken(cells: Sequence[str], widths: Sequence[int], breakable: int, *, is_header: bool) -> list[list[str]]:
+    """Return the cells of a row line by line, after breaking the first `breakable` ones at spaces.
+
+    Names of columns end at the bottom, above their cells; cells begin at the top.
+    """
+    wrapped = [
+        textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+        if column < breakable and len(cell) > width
+        else [cell]
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    height = max(map(len, wrapped))
+    for column, lines in enumerate(wrapped):
+        empty = [""] * (height - len(lines))
+        wrapped[column] = empty + lines if is_header else lines + empty
+    return [list(line) for line in zip(*wrapped, strict=True)]
 
 
 def first_names(names: Sequence[str]) -> str:

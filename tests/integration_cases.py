@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from muon_fsdp import FSDPMuonOptimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.integrations import trainer_optimizer
 
 VOCABULARY, LENGTH = 32, 12
@@ -275,7 +277,54 @@ class Net(lightning.LightningModule):
         }
 
 
-def lightning_trainer(kind: str, epochs: int, folder: str) -> lightning.Trainer:
+class Unfreeze(BaseFinetuning):
+    """Freezes the first layer of `Net`, and adds it to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: lightning.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(
+        self, pl_module: lightning.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if epoch >= 1:  # Lightning does not restore `requires_grad`
+            self.make_trainable(pl_module.net[0])
+        if epoch == 1:
+            optimizer.add_param_group({"params": list(pl_module.net[0].parameters()), "lr": 0.01, "name": "thawed"})
+
+
+class ThawedNet(Net):
+    """A `Net` whose optimizer gets the parameters that are trainable when it is built, in a named group."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return MuonOptimizer([{"params": parameters, "name": "head"}], lr=0.02)
+
+
+def lightning_finetuning(folder: str) -> dict[str, Any]:
+    """Unfreeze a layer in the second of three epochs, and resume a checkpoint of that epoch; log all learning rates."""
+
+    def trainer(epochs: int) -> lightning.Trainer:
+        logger = CSVLogger(f"{folder}/{epochs}")
+        return lightning_trainer("one", epochs, folder, logger=logger, callbacks=[Unfreeze(), LearningRateMonitor()])
+
+    batches = lightning_batches("one")
+    module, half, resumed = ThawedNet(), ThawedNet(), ThawedNet()
+    trainer(3).fit(module, batches)
+    first = trainer(2)
+    first.fit(half, batches)
+    first.save_checkpoint(f"{folder}/thawed")
+    second = trainer(3)
+    second.fit(resumed, batches, ckpt_path=f"{folder}/thawed", weights_only=True)
+    return {
+        "losses": module.losses,
+        "resumed": half.losses + resumed.losses,
+        "weights": weights_of(module),
+        "resumed weights": weights_of(resumed),
+        "names": [group["name"] for group in second.optimizers[0].param_groups],
+    }
+
+
+def lightning_trainer(kind: str, epochs: int, folder: str, **options: Any) -> lightning.Trainer:
     world = 1 if kind == "one" else dist.get_world_size()
     strategies: dict[str, Any] = {
         "one": lambda: "auto",
@@ -284,9 +333,9 @@ def lightning_trainer(kind: str, epochs: int, folder: str) -> lightning.Trainer:
     }
     return lightning.Trainer(
         accelerator="cpu", devices=world, strategy=strategies[kind](),
-        max_epochs=epochs, gradient_clip_val=0.5, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs, gradient_clip_val=0.5, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, default_root_dir=folder, use_distributed_sampler=False,
-        plugins=[] if kind == "one" else [LightningEnvironment()],
+        plugins=[] if kind == "one" else [LightningEnvironment()], **({"logger": False} | options),
     )  # fmt: skip
 
 

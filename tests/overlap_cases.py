@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.comm.process_groups import are_claimed, claim_groups
 from muon_fsdp.comm.transfers import StageExchange, local
 from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.step import metrics
+from muon_fsdp.step.early_round import PURPOSE, Round, RoundThread
+from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from tests.comparisons import assert_same
 from tests.distributed_cases import OPTIONS, batch, lay_out, make_model, train
@@ -72,8 +78,17 @@ def train_alone(setting: str, *, steps: int = 5, **options: Any) -> tuple[nn.Mod
     return model, optimizer
 
 
-def sharded_training(overlap: str, steps: int, case: Case, **options: Any) -> tuple[nn.Module, FSDPMuonOptimizer]:
-    module, _, _ = lay_out(make_model(), "fsdp")
+def wait_for_stages(optimizer: MuonOptimizer) -> None:
+    """Wait until the stages of this round have read everything, so that it does not depend on the thread's speed."""
+    overlap = optimizer._planned.overlap
+    if overlap is not None:
+        overlap._round.wait()
+
+
+def sharded_training(
+    overlap: str, steps: int, case: Case, layout: str = "fsdp", **options: Any
+) -> tuple[nn.Module, FSDPMuonOptimizer]:
+    module, _, _ = lay_out(make_model(), layout)
     given = {**OPTIONS, "max_stage_bytes": 600, "overlap": overlap, **options}
     optimizer = FSDPMuonOptimizer(module, **given)
     for step in range(steps):
@@ -129,13 +144,47 @@ def dropped_in_step_3(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int)
     optimizer.zero_grad()
 
 
+def unsharded_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    if step >= 3:
+        with optimizer.unshard_params():
+            pass
+    _one_backward(model, optimizer, step)
+
+
+def failed_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    """Call step() in step 3 before backward, with an lr that differs between ranks."""
+    if step == 3:
+        group = optimizer.param_groups[0]
+        lr, group["lr"] = group["lr"], 1.0 + dist.get_rank()
+        assert "lr" in error_of(optimizer.step)
+        group["lr"] = lr
+        wait_for_stages(optimizer)
+    _one_backward(model, optimizer, step)
+
+
+def cleared_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    if step == 3:
+        _clear(model, optimizer)
+    _one_backward(model, optimizer, step)
+
+
+def cleared_before_backward_on_rank_1(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    if step == 3 and dist.get_rank() == 1:
+        _clear(model, optimizer)
+    _one_backward(model, optimizer, step)
+
+
+def _one_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
+    backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def changed_in_step_3(change: str) -> Case:
     def case(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
         backward(model, step)
         if step == 3:
-            overlap = optimizer._planned.overlap
-            if overlap is not None:  # so that the same stages have read what is changed now in every run
-                overlap._round.wait()
+            wait_for_stages(optimizer)
             CHANGES[change](getattr(model, "module", model), optimizer)  # DDP wraps it
         optimizer.step()
         optimizer.zero_grad()
@@ -191,6 +240,25 @@ def _change_momentum_buffer(model: nn.Module, optimizer: FSDPMuonOptimizer) -> N
         optimizer.state[p]["momentum_buffer"].zero_()
 
 
+def _change_state_by_foreach(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    torch._foreach_mul_([optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]], 0.5)
+
+
+def _change_state_through_data(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        for value in optimizer.state[p].values():  # per-matrix state too
+            value.data.mul_(0.5)
+
+
+def _clear(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p].clear()
+
+
+def _drop_all_state(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
+    optimizer.state.clear()
+
+
 def _load(model: nn.Module, optimizer: FSDPMuonOptimizer) -> None:
     state = optimizer.state_dict()
     for value in state["state"].values():
@@ -231,6 +299,10 @@ CHANGES: dict[str, Callable[[nn.Module, FSDPMuonOptimizer], None]] = {
     "remove one": _remove_one,
     "remove one on rank 1": _remove_one_on_rank_1,
     "momentum buffer": _change_momentum_buffer,
+    "state by foreach": _change_state_by_foreach,
+    "state through data": _change_state_through_data,
+    "clear": _clear,
+    "drop all state": _drop_all_state,
     "load": _load,
     "momentum": _set_momentum,
     "lr": _set_lr,
@@ -244,6 +316,10 @@ CASES: dict[str, Case] = {
     "one more in step 3": one_more_in_step_3,
     "one less in step 3": one_less_in_step_3,
     "dropped in step 3": dropped_in_step_3,
+    "unsharded before backward": unsharded_before_backward,
+    "failed before backward": failed_before_backward,
+    "cleared before backward": cleared_before_backward,
+    "cleared before backward on rank 1": cleared_before_backward_on_rank_1,
 }
 
 
@@ -261,9 +337,9 @@ def same_in(name: str, steps: int = 6, **options: Any) -> tuple[int, int, int]:
     return *counts(optimizer), sum(RULES[stage.rule].needs_matrices for stage in planned.plan.stages)
 
 
-def same_in_all(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """Run several cases, because a process group for each takes time."""
-    found = {name: same_in(name) for name in names if name != "by the optimizer"}
+def same_in_all(names: list[str], options: dict[str, Any] | None = None) -> dict[str, tuple[int, int, int]]:
+    """Run several cases, because a process group for each takes time; `options` may name a layout too."""
+    found = {name: same_in(name, **(options or {})) for name in names if name != "by the optimizer"}
     if "by the optimizer" in names:
         found["by the optimizer"] = same_in("by the optimizer", gradient_accumulation_steps=3)
     return found
@@ -399,6 +475,99 @@ def gathered_before_backward_ends() -> tuple[bool, list[str]]:
         handle.remove()
         optimizer.step()
     return in_time == [True], threads
+
+
+def dropped_before_step(layout: str) -> tuple[bool, tuple[int, int]]:
+    """Replace the optimizer between backward and step(), while ranks are at different stages.
+
+    Returns:
+        Whether the thread of the first optimizer has ended, and the stages of the second that were used and discarded.
+    """
+    found = []
+    for overlap in ("step", "backward"):
+        model, optimizer = sharded_training(overlap, 3, _one_backward, layout, strategy="owner")
+        threads = [thread for thread in threading.enumerate() if thread.name == THREAD and thread.is_alive()]
+        is_dropped, start_gather = threading.Event(), StageExchange.start_gather
+
+        def late(self: StageExchange) -> None:
+            if threading.current_thread().name == THREAD and dist.get_rank() == 1:
+                is_dropped.wait(20)  # noqa: B023
+            start_gather(self)  # noqa: B023
+
+        with patch.object(StageExchange, "start_gather", late):
+            backward(model, 3)
+            time.sleep(0.3)  # other ranks start more stages than rank 1
+            del optimizer
+            gc.collect()
+            is_dropped.set()
+            for thread in threads:
+                thread.join(20)
+        model.zero_grad()
+        optimizer = FSDPMuonOptimizer(model, **{**OPTIONS, "max_stage_bytes": 600, "overlap": overlap})
+        for step in range(4, 9):
+            _one_backward(model, optimizer, step)
+        found.append(contents(model, optimizer))
+    assert_same(*found)
+    return not any(thread.is_alive() for thread in threads), counts(optimizer)
+
+
+def samples_after_step() -> dict[str, float]:
+    """Call step() without gradients, and let stages that are discarded take samples while it ends."""
+    _, optimizer = sharded_training("backward", 3, _one_backward)
+    before = optimizer.metrics()  # asks for samples
+    round_, is_ending, taken = optimizer._planned.overlap._round, threading.Event(), threading.Event()
+    direction, end_step, kept = type(RULES["muon"]).direction, Samples.end_step, metrics._kept
+
+    def late(self: Any, batch: MatrixBatch) -> None:
+        if taken.is_set():
+            is_ending.wait(20)
+        direction(self, batch)
+        taken.set()
+
+    def slow_end(self: Samples, *args: Any, **options: Any) -> None:
+        taken.wait(20)
+        time.sleep(0.1)
+        end_step(self, *args, **options)
+        is_ending.set()
+
+    def slow_kept(lr: Any) -> Any:
+        is_ending.set()
+        round_.wait()
+        return kept(lr)
+
+    with (
+        patch.object(type(RULES["muon"]), "direction", late),
+        patch.object(Samples, "end_step", slow_end),
+        patch.object(metrics, "_kept", slow_kept),
+    ):
+        optimizer.step()
+        round_.wait()
+    after = optimizer.metrics()
+    return {name: after[name] - before[name] for name in ("update_rms", "orthogonality_residual")}
+
+
+def broken_claim() -> list[bool]:
+    """Return whether process groups stay claimed after a round that has ended, and after one that has failed."""
+
+    class Ended(Round):
+        def run(self) -> bool:
+            return True
+
+    class Failed(Round):
+        def run(self) -> bool:
+            return False
+
+    found = []
+    for kind in (Ended, Failed):
+        thread = RoundThread()
+        thread.claim = claim_groups(PURPOSE)
+        thread.begin(kind([SimpleNamespace(number=0, positions_by_group=())]))
+        thread.start()
+        thread.claim = None
+        thread.leave()
+        thread.join(20)
+        found.append(are_claimed(PURPOSE))
+    return found
 
 
 def dies(when: str) -> str:

@@ -1,4 +1,4 @@
-"""Mark a test as a promise about a mistake or a fault; `docs/generate_faults.py` writes docs/faults.md from these."""
+"""Mark a test as a promise about a mistake or a fault; `docs/generate_faults.py` writes a page from these."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
     [
         (["plan", "gtp2-124m", "--world-size", "8"], "unknown model 'gtp2-124m'; did you mean gpt2-124m?"),
         (["plan", "gpt2-124m", "--world-size", "many"], "Invalid value for '--world-size': "),
-        (["plan"], "Missing argument 'model' (see muon-fsdp plan --help)"),
+        (["plan"], "pass a model, such as gpt2-124m; muon-fsdp plan --list shows all that have a name"),
+        (["compare"], "Missing argument 'RUN RUN...' (see muon-fsdp compare --help)"),
         (["doctor", "--jsn"], "No such option: --jsn"),
         (["plam"], "No such command 'plam'"),
     ],
@@ -62,6 +63,18 @@ def test_help_and_version(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["muon-fsdp"])
     assert main() == 0
     assert "Usage: muon-fsdp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["", "plan", "bench", "doctor", "compare", "train"])
+def test_flags_show_no_type_and_help_fits_a_narrow_terminal(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "argv", ["muon-fsdp", *filter(None, [command]), "--help"])
+    assert main() == 0
+    text = capsys.readouterr().out
+    assert "--help" in text
+    assert "bool" not in text
+    assert max(map(len, text.splitlines())) <= 60
+    assert command == "train" or "…" not in text  # of a word that was cut
 
 
 def test_tables_for_a_terminal(monkeypatch, capsys):

@@ -113,6 +113,31 @@ def test_a_sparse_gradient_is_clipped_too():
 
 
 @pytest.mark.parametrize(
+    ("one", "several"),
+    [
+        ({"groups": 0}, {"groups": [0]}),
+        ({"groups": 1}, {"groups": [1]}),
+        ({"rules": "adamw"}, {"rules": ["adamw"]}),
+        ({"groups": []}, {"groups": ()}),  # a list that a program has filtered: there is nothing to clip
+        ({"rules": []}, {"rules": ()}),
+    ],
+)
+def test_one_rule_or_group_need_not_be_a_list(one, several):
+    results = []
+    for options in (one, several):
+        model = network()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        norms = MuonOptimizer(model).clip_grad_norm_(0.5, **options)
+        results.append(({key: float(norm) for key, norm in norms.items()}, [p.grad for p in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
+    is_clipped = [not bool((grad == 1).all()) for grad in results[0][1]]
+    assert any(is_clipped) == bool(results[0][0])
+    assert not all(is_clipped)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_norm": 0.0}, "max_norm must be positive"),

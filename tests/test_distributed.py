@@ -196,7 +196,7 @@ def test_nan_on_one_rank_raises_on_all(ranks: RankPool):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("scale", "scale='v2'"),
+        ("scale", "scale='original'"),
         ("lr", "lr=0.5"),
         ("parameters", "lm_head.weight"),
         ("later", "scale='v3'"),

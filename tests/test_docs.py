@@ -1,4 +1,4 @@
-"""Python snippets of the pages run, links lead somewhere, commands name what exists, and every error has its line.
+"""Python snippets of the pages run, links lead somewhere, commands name what exists, and every error has a heading.
 
 The snippets of a page run in order and in one namespace. A comment in the line above one says otherwise:
 `<!-- distributed ... -->` runs on two ranks, `<!-- gpu ... -->` where there is a GPU, `<!-- not run: reason -->` never.
@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -27,7 +27,16 @@ PAGES = sorted({"README.md", "CHANGELOG.md", *(str(path.relative_to(ROOT)) for p
 # Pages whose Python snippets run.
 DOCS = [page for page in PAGES if "```python\n" in (ROOT / page).read_text()]
 # What the snippets of a page take for granted.
-GIVEN: dict[str, dict[str, object]] = {"README.md": {"model": nn.Linear(4, 4), "torch": torch}}
+GIVEN: dict[str, Callable[[], dict[str, object]]] = {"README.md": lambda: {"model": Blocks(), "torch": torch}}
+
+
+class Blocks(nn.Module):
+    """A model as the README's snippets have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
 
 SNIPPET = re.compile(r"(?:<!-- (distributed|gpu|not run)[^\n]*-->\n)?```python\n(.*?)```", flags=re.DOTALL)
 
@@ -44,7 +53,7 @@ def snippets(page: str, *kinds: str) -> list[tuple[int, str]]:
 
 def run_snippets(page: str, *kinds: str) -> int:
     """Run the snippets of these kinds; return their number. Tracebacks name the page and its lines."""
-    names = {"__name__": page} | GIVEN.get(page, {})
+    names = {"__name__": page} | (GIVEN[page]() if page in GIVEN else {})
     found = snippets(page, *kinds)
     with patch.dict(RULES):  # what a page registers is gone afterwards
         for line, code in found:
@@ -55,10 +64,10 @@ def run_snippets(page: str, *kinds: str) -> int:
 def run_on_ranks(page: str, folder: str) -> int:
     """Run snippets; those of integrations get the environment of a launcher, and Accelerate uses FSDP on CPUs.
 
-    The quick start of the README is a program of its own, but the pool has made the process group already.
+    The quick start is a program of its own, but the pool has made the process group already.
     """
     with ExitStack() as surroundings:
-        if page == "README.md":
+        if page == "docs/guides/quickstart.md":
             surroundings.enter_context(patch("torch.distributed.init_process_group"))
             surroundings.enter_context(patch("torch.distributed.destroy_process_group"))
             surroundings.enter_context(patch.dict(os.environ, LOCAL_RANK="0"))
@@ -148,47 +157,80 @@ def test_commands_name_what_exists(page: str):
 # ----------------------------------------------------------------------------------------------------------- errors
 
 
-def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the longest literal piece of every message that is raised in a file, with its line."""
-    tree = ast.parse(path.read_text())
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
-            continue
-        message = node.exc.args[0]
-        if isinstance(message, ast.Name):
-            message = constants.get(message.id, message)
-        name = getattr(node.exc.func, "id", "")
-        if name in ("AssertionError", "KernelError", "SystemExit"):  # not for users
-            continue
-        literals = [
-            part.value for part in ast.walk(message) if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        ]
-        if literals:
-            yield node.lineno, max(literals, key=len)
+# Words in capitals that stand for the parts of a message that vary, and values that stand for themselves.
+VARYING = re.compile(
+    r"'?\b(?:ATTRIBUTE|DEVICE|DTYPE|KIND|MESH|MODULE|NAMES?|N|OPTION|PATTERNS|PLACEMENTS?|RANKS?|RULE|SHAPE|SIZES|STAGE"
+    r"|TIME|VALUE)\b'?|\.\.\.(?!\))|^FSDPMuonOptimizer|^Muon(?= has nothing)|^overrides(?= need)"
+    r"|^replicate_mesh(?= must)|(?<=built before )(?:fully_shard|parameters of the model were replaced)"
+)
+# Messages that say all there is to say, because they name the valid values or what to pass: they need no heading.
+COMPLETE = re.compile(
+    r"valid names are|valid kinds are|valid names:|must be (an?|one|ordered|positive|True|None|between)\b"
+    r"|needs 'params'|\(name, tensor\) pairs|have names or none|param_names must|a list of groups|degrees must"
+    r"|did not converge|Invalid ns_steps|is not a tensor|is not a leaf|is complex|pass rules or groups"
+    r"|pass num_heads or split_sizes"
+    r"|other_rule=|needs a dense tensor|needs a real floating|needs real floating|expected a matrix|left \n with shape"
+    r"|does not support sparse|pass the same parameters|has no option|has a name that the optimizers use"
+    r"|the default of an option|needs a name|shards the parameters, and|needs at least 3 dimensions|needs a shape"
+    r"|add it to statistics"
+)
+# Messages that only appear within others, or around them.
+PARTS = re.compile(r"^a parameter group: \n$|^strict: \n|^\n\n If that is intended|^placements \n|^saved (by|with)")
 
 
-def test_every_error_has_its_line():
-    """Messages are found by the first words of their longest piece. Programs have pages of their own."""
-    page = " ".join((ROOT / "docs/errors.md").read_text().split())
-    missing = []
-    count = 0
+def text_of(node: ast.AST) -> str:
+    """Return the text of a literal, with a line break in place of every part that varies."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else "\n"
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    return "\n"
+
+
+def library() -> Iterator[ast.AST]:
+    """Yield every node of the library. Programs have pages of their own."""
     for path in sorted((ROOT / "muon_fsdp").rglob("*.py")):
-        if path.relative_to(ROOT / "muon_fsdp").parts[0] in ("training", "cli", "benchmarks", "__init__.py"):
+        if path.relative_to(ROOT / "muon_fsdp").parts[0] not in ("training", "cli", "benchmarks", "__init__.py"):
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def messages() -> Iterator[str]:
+    """Yield every error that is raised or returned, and every warning, if it is written as one literal."""
+    for node in library():
+        if not isinstance(node, ast.Call) or not node.args:
             continue
-        for line, text in messages(path):
-            count += 1
-            words = " ".join(text.strip(" :;,.()'").split()[:4])
-            if words not in page:
-                missing.append(f"{path.relative_to(ROOT)}:{line}: {words!r}")
-    assert count > 60
-    assert not missing, "\n".join(["docs/errors.md has no line for", *missing])
+        name = ast.unparse(node.func)
+        if (
+            name == "warnings.warn"
+            or name.endswith("_warn")
+            or re.fullmatch(r"\w*(?<!Assertion)(?<!Kernel)Error", name)
+        ):
+            text = text_of(node.args[0])
+            if re.search(r"\w+ \w+", text):
+                yield text
+
+
+def headings() -> list[list[str]]:
+    """Return the fixed pieces of every message that is a heading of the page on errors."""
+    page = (ROOT / "docs/errors.md").read_text().partition("\n## Options\n")[2]
+    found = re.findall(r"^### `(.+)`$", page, flags=re.MULTILINE)
+    return [[piece.strip(" :;,.()[]'") for piece in VARYING.split(heading)] for heading in found]
+
+
+def test_every_message_is_a_heading():
+    known = [max(pieces, key=len) for pieces in headings()]
+    found = [text for text in messages() if not COMPLETE.search(text) and not PARTS.search(text)]
+    missing = [text for text in found if not any(piece in text for piece in known)]
+    assert len(found) > 60
+    assert not missing, "\n".join(["docs/errors.md has no heading for", *map(repr, missing)])
+
+
+def test_every_heading_is_a_message():
+    """A message that the code no longer has would send users the wrong way."""
+    texts = [text_of(node) for node in library() if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    missing = [piece for pieces in headings() for piece in pieces if not any(piece in text for text in texts)]
+    assert len(headings()) > 60
+    assert not missing, "\n".join(["no message has these words of docs/errors.md:", *missing])
 
 
 # ---------------------------------------------------------------------------------------------------- the translation

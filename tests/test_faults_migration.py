@@ -204,6 +204,52 @@ def test_keller_jordans_state_is_migrated():
     assert [float(here[key].mean()) for key in ("momentum_buffer", "second_moment", "step")] == [1, 2, 3]
 
 
+@promise(
+    "The rule of the matrices changes in the middle of a run, from `muon` to `normuon`",
+    "`migrate.load_state_dict` loads momentum, which both keep, and AdamW's moments; `optimizer.load_state_dict` "
+    "refers to it",
+)
+@pytest.mark.parametrize("rule", ["normuon", "spectral_sphere"])
+@pytest.mark.parametrize("named", [True, False])
+def test_momentum_is_taken_over_by_another_rule(rule, named):
+    model = net()
+
+    def make(**options: Any) -> MuonOptimizer:
+        return MuonOptimizer(model if named else model.parameters(), **options)
+
+    old = make()
+    train(model, old)
+    new = make(rule=rule)
+    with pytest.raises(
+        RuntimeError, match=r"'muon', but takes .* here\n\tto change rules in a run, call muon_fsdp\.mig"
+    ):
+        new.load_state_dict(old.state_dict())
+    # `params` are not in the order of the groups, which have matrices first.
+    loaded = migrate.load_state_dict(new, old.state_dict(), reversed(list(model.parameters())))
+    assert loaded == [record.name for record in new._records()]
+    for parameter in model.parameters():
+        before, state = old.state[parameter], new.state[parameter]
+        assert_same({name: state[name] for name in before}, before)
+        assert not any(state[name].any() for name in state if name not in before)
+    train(model, new)
+    back = make()
+    migrate.load_state_dict(back, new.state_dict())
+    assert_same(*[[o.state[p]["momentum_buffer"] for p in model.parameters()] for o in (back, new)])
+
+
+def test_state_that_two_rules_do_not_share_is_not_taken_over():
+    model = nn.Linear(4, 4, bias=False)
+    old = MuonOptimizer(model)
+    model(torch.ones(1, 4)).sum().backward()
+    old.step()
+    with pytest.raises(RuntimeError, match="saved by rule 'muon' of muon_fsdp: no rule in use can load any of its st"):
+        migrate.load_state_dict(MuonOptimizer(model, rule="adamw"), old.state_dict())
+    saved = old.state_dict()
+    saved["param_groups"][0]["rule"] = "forgotten"
+    with pytest.raises(RuntimeError, match="weight: Unknown rule 'forgotten'"):
+        migrate.load_state_dict(MuonOptimizer(model), saved)
+
+
 @pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7), torch.tensor([7.0])])
 def test_the_count_of_steps_may_be_any_number(step):
     model = net()
@@ -245,7 +291,7 @@ def test_a_frozen_parameter_is_no_mismatch():
         ("nameless", "the state dict has no names: pass the params"),
         ("flattened", "not an optimizer's state dict"),
         ("sgd", "saved by torch.optim.SGD: no rule in use can load any of its state"),
-        ("ours", "saved by an optimizer of muon_fsdp: call optimizer.load_state_dict"),
+        ("ours", "no names, and its groups have other sizes .*: build both optimizers from the model"),
     ],
 )
 def test_state_that_can_not_be_migrated_is_named(change, match):

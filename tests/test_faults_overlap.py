@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -19,6 +21,11 @@ ACCUMULATED = ["by hand", "without reductions", "by the optimizer"]
 DISCARDING = ["one more in step 3", "one less in step 3", "dropped in step 3", "clip", "clip by optimizer"]
 DISCARDING_SOME = ["double one", "double one through data", "average one by hand", "double one on rank 1"]
 DISCARDING_SOME += ["replace one", "remove one", "remove one on rank 1"]
+LAYOUTS = [
+    (2, {"layout": "ddp", "rule": "normuon"}),
+    (3, {"layout": "fsdp"}),
+    (4, {"layout": "hsdp", "rule": "normuon"}),
+]
 
 
 @promise(
@@ -42,6 +49,54 @@ def test_what_no_longer_counts_is_discarded(ranks: RankPool):
             rounds = 3 if name == "dropped in step 3" else 4
             assert used + discarded == rounds * stages, name
             assert discarded >= stages, name
+
+
+@promise(
+    'With `overlap="backward"`, `step()` raises an error before backward, and is called again after it',
+    'What was started without these gradients is discarded; the results are those of `overlap="step"`',
+)
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS)
+def test_gradients_that_came_too_late_were_not_read(ranks: RankPool, world_size, options):
+    for found in ranks.run(world_size, cases.same_in_all, ["failed before backward"], options, timeout=LIMIT):
+        ((used, discarded, stages),) = found.values()
+        assert (used, discarded) == (3 * stages, stages)
+
+
+@promise(
+    'With `overlap="backward"`, `unshard_params()` is entered before backward or after it',
+    'Nothing is discarded; the results are those of `overlap="step"`',
+)
+def test_unsharded_weights_leave_stages_alone(ranks: RankPool):
+    for found in ranks.run(2, cases.same_in_all, ["unsharded before backward", "nothing"], timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (4 * stages, 0), name
+
+
+@promise(
+    'With `overlap="backward"`, state changes between backward and `step()`, even where PyTorch does not count it: by '
+    "`torch._foreach_*` on DTensors or through `.data` (on a GPU, such a change is not noticed)",
+    'What was started is discarded; the results are those of `overlap="step"`',
+)
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS)
+def test_changed_state_is_noticed_by_its_values(ranks: RankPool, world_size, options):
+    names = ["state by foreach", "state through data"]
+    for found in ranks.run(world_size, cases.same_in_all, names, options, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (3 * stages, stages), name
+
+
+@promise(
+    'With `overlap="backward"`, the state of parameters is cleared before `step()`, on one rank or on all',
+    'What was started is discarded on all ranks, and state starts anew; the results are those of `overlap="step"`',
+)
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS)
+def test_cleared_state_starts_anew(ranks: RankPool, world_size, options):
+    names = ["clear", "drop all state", "cleared before backward"]
+    if options["layout"] == "fsdp":  # elsewhere ranks hold the same state
+        names += ["cleared before backward on rank 1"]
+    for found in ranks.run(world_size, cases.same_in_all, names, options, timeout=LIMIT):
+        for name, (used, discarded, stages) in found.items():
+            assert (used, discarded) == (3 * stages, stages), name
 
 
 @promise(
@@ -103,6 +158,74 @@ def test_one_optimizer_at_a_time_starts_stages_in_backward(ranks: RankPool, layo
         assert first[1] == 0
         assert second == (0, 0)
         assert "another optimizer starts its own in backward" in report
+
+
+@promise(
+    'With `overlap="backward"`, an optimizer is replaced between backward and `step()`, as after a loss spike',
+    "Its ranks finish what they started; stages of the new one start in backward again, with right results",
+)
+@pytest.mark.parametrize(("world_size", "layout"), [(3, "fsdp"), (2, "ddp"), (4, "hsdp")])
+def test_an_optimizer_may_be_dropped_between_backward_and_step(ranks: RankPool, world_size, layout):
+    for has_ended, (used, _) in ranks.run(world_size, cases.dropped_before_step, layout, timeout=LIMIT):
+        assert has_ended
+        assert used > 5
+
+
+@promise(
+    'With `overlap="backward"`, ranks did not finish what a dropped optimizer started before the time limit',
+    "Nothing starts in backward any more, and `plan_report()` says so: the process groups for it can't be used",
+)
+def test_process_groups_whose_exchange_failed_are_not_used_again(ranks: RankPool):
+    assert ranks.run(1, cases.broken_claim, timeout=LIMIT) == [[False, True]]
+
+
+@promise(
+    'With `overlap="backward"`, `metrics()` was called, and stages that are discarded still run when `step()` ends',
+    "They take no samples; `step()` raised `dictionary changed size during iteration`",
+)
+def test_discarded_stages_take_no_samples(ranks: RankPool):
+    for differences in ranks.run(2, cases.samples_after_step, timeout=LIMIT):
+        assert set(differences.values()) == {0.0}  # those of the last step that had gradients
+
+
+ENDS_AFTER_BACKWARD = """
+import os, sys
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from muon_fsdp import FSDPMuonOptimizer
+torch.set_num_threads(1)
+rank, store, code = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = FSDPMuonOptimizer(model, lr=0.01, overlap="backward", max_stage_bytes=2**15)
+for step in range(4):
+    model(torch.randn(4, 64)).square().mean().backward()
+    if step < 3:
+        optimizer.step()
+        optimizer.zero_grad()
+if code:
+    sys.exit(code)
+"""
+
+
+@promise(
+    'With `overlap="backward"`, a program ends between backward and `step()`',
+    "It ends with its own status, not with SIGABRT, after waiting at most 10 seconds for other ranks",
+)
+def test_a_program_may_end_between_backward_and_step(tmp_path):
+    codes = [7, 7, 0]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", ENDS_AFTER_BACKWARD, str(rank), str(tmp_path / str(job)), str(code)])
+        for job, code in enumerate(codes)
+        for rank in range(2)
+    ]
+    assert [process.wait(LIMIT) for process in processes] == [code for code in codes for _ in range(2)]
 
 
 @promise(

@@ -322,3 +322,53 @@ def test_a_frozen_parameter_that_is_held_is_listed_once():
     assert rules(optimizer) == {"0.weight": "muon", "0.bias": "adamw", "1.weight": "muon", "1.bias": "adamw"}
     copied = copy.deepcopy(optimizer)
     assert rules(copied) == rules(optimizer)
+
+
+# ----------------------------------------------------------------------------------------------------- experts and QKV
+
+
+class ExpertModel(nn.Module):
+    """A language model with attention in one weight, and experts that are stored (experts, in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            experts = nn.ParameterDict({"gate_up_proj": torch.randn(4, 8, 24), "down_proj": torch.randn(4, 12, 8)})
+            layer = {"attn": nn.MultiheadAttention(8, 2), "gate": nn.Linear(8, 4), "experts": experts}
+            self.layers.append(nn.ModuleDict(layer))
+
+
+ANSWERS = {
+    "*.in_proj_weight": {"split_sizes": (8, 8, 8)},
+    "*.gate_up_proj": {"split_sizes": (12, 12)},
+    "*.gate.weight": "adamw",
+}
+
+
+@promise(
+    "A weight holds Q, K and V, or gate and up; a Linear has one row for each expert beside it",
+    "The report marks the first with the option that splits it, AdamW updates the second; `strict` asks about both",
+)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_strict_asks_about_fused_weights_and_routers(make):
+    with pytest.raises(ValueError, match="strict") as error:
+        make(ExpertModel(), strict=True)
+    for pattern in ("layers.*.attn.in_proj_weight", "layers.*.experts.gate_up_proj", "layers.*.gate.weight"):
+        assert f"{pattern!r}: " in str(error.value)
+    optimizer = make(ExpertModel(), strict=True, overrides=ANSWERS)
+    assert not optimizer.routing_report().warnings
+    assert rules(optimizer)["layers.1.gate.weight"] == "adamw"
+
+
+@promise(
+    "Experts are stored (experts, in, out)",
+    "Detected where the shapes, the module or the router show it: scale and rows are those of the transposes",
+)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_transposed_experts_have_the_scale_of_their_transposes(make):
+    found = rows(make(ExpertModel(), overrides=ANSWERS))
+    assert found["layers.0.experts.gate_up_proj"].scale == f"{(12 / 8) ** 0.5:.4g}"
+    assert found["layers.0.experts.down_proj"].scale == "1"  # (8, 12)
+    assert found["layers.0.experts.down_proj"].reason == "3D weight, stored (in, out)"

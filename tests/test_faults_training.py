@@ -174,6 +174,35 @@ def test_the_end_of_a_process_does_not_abort() -> None:
     assert outputs == ["printed handler"] * 3
 
 
+ENDS_WHILE_GLOO_FREES_A_TENSOR_OF_OURS = """
+import sys, time
+import torch, torch.distributed as dist
+from muon_fsdp.comm.process_groups import group_of, make_group
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+held = dist.group.WORLD  # as by DTensor's caches
+make_group((0,), torch.device("cpu"), None)
+sys.setswitchinterval(1000)  # as above
+tensor = torch.ones(4)
+dist.all_reduce(tensor, group=group_of((0,), tensor.device), async_op=True)
+del tensor
+end = time.perf_counter() + 0.5
+while time.perf_counter() < end:
+    pass
+dist.destroy_process_group()
+sys.exit(3)
+"""
+
+
+@promise(
+    "A program ends by `destroy_process_group()` and `sys.exit` while a thread of gloo still frees a tensor of ours",
+    "It ends with its own status: our process groups and their threads end with the default group",
+)
+def test_our_process_groups_end_with_the_default_group() -> None:
+    command = [sys.executable, "-c", ENDS_WHILE_GLOO_FREES_A_TENSOR_OF_OURS]
+    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]
+    assert [process.wait(timeout=PATIENCE) for process in processes] == [3, 3, 3]
+
+
 @promise(
     "SIGTERM comes while a checkpoint is being written",
     "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` continues from it",

@@ -189,6 +189,15 @@ def test_lightning_alone(tmp_path):
     assert result["lr"] == pytest.approx(0.02 * (1 + np.cos(np.pi * 6 / 8)) / 2)
 
 
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_lightning_unfreezes_layers_and_resumes(tmp_path):
+    """BaseFinetuning assigns `param_groups` when it resumes; LearningRateMonitor refuses two groups of one name."""
+    result = cases.lightning_finetuning(str(tmp_path))
+    assert result["resumed"] == result["losses"]
+    assert_weights(result["resumed weights"], result["weights"])
+    assert result["names"] == ["head", "head.adamw", "thawed", "thawed.adamw"]
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_lightning_on_ranks(ranks: RankPool, kind, tmp_path):
     expected = cases.lightning_run(str(tmp_path / "alone"), "one")

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.fc, self.norm = nn.Embedding(20, 6), nn.Linear(6, 8), nn.LayerNorm(8)
+        self.embed, self.up, self.norm = nn.Embedding(20, 6), nn.Linear(6, 8), nn.LayerNorm(8)
 
 
 def pair() -> list[nn.Parameter]:
@@ -90,13 +90,13 @@ def test_the_nearest_learning_rate_counts():
     assert followed == pytest.approx([0.015, 5e-3, 0.03, 0.0045, 0.0045, 0.07, 0.006])
     fixed = [group["lr"] for group in MuonOptimizer(groups, lr=0.03, adamw_lr=0.5).param_groups]
     assert fixed[1::2][:2] == [0.5, 5e-3]
-    overrides = {"embed.*": {"adamw_lr": 0.2}, "fc.*": {"lr": 0.5}, "norm.weight": {"lr": 0.3}}
+    overrides = {"embed.*": {"adamw_lr": 0.2}, "up.*": {"lr": 0.5}, "norm.weight": {"lr": 0.3}}
     optimizer = MuonOptimizer(Net(), overrides=overrides)
     by_name = {row.name: optimizer.param_groups[row.group]["lr"] for row in optimizer.routing_report().rows}
     assert by_name == {
         "embed.weight": 0.2,
-        "fc.weight": 0.5,
-        "fc.bias": pytest.approx(0.003),  # an override's lr is that of its matrices
+        "up.weight": 0.5,
+        "up.bias": pytest.approx(0.003),  # an override's lr is that of its matrices
         "norm.weight": 0.3,
         "norm.bias": pytest.approx(0.003),
     }
@@ -134,7 +134,7 @@ def test_a_tensor_gives_a_tensor_of_its_own_without_a_host_read():
     assert [float(group["lr"]) for group in optimizer.param_groups[2:]] == pytest.approx([0.04, 0.006])
     unreadable = MuonOptimizer(Net(), lr=torch.tensor(0.04, device="meta")).param_groups[1]["lr"]
     assert unreadable.is_meta
-    overrides = {"fc.*": {"view": "matrix"}}  # a pattern that sets nothing for the bias does not divide its group
+    overrides = {"up.*": {"view": "matrix"}}  # a pattern that sets nothing for the bias does not divide its group
     assert len(FSDPMuonOptimizer(Net(), lr=torch.tensor(0.04), overrides=overrides).param_groups) == 3
 
 

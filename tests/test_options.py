@@ -235,8 +235,8 @@ def test_an_override_of_a_parameter_that_comes_later():
 def test_every_option_of_every_rule_arrives_from_every_place(rule, place):
     others = {"v1", "bracketed", "keller"}
     for name, option in RULES[rule].all_options.items():
-        if name in ("num_heads", "split_sizes", "view"):
-            value = {"num_heads": 2, "split_sizes": (3, 1), "view": "matrix"}[name]
+        if name in ("num_heads", "split_sizes", "view", "transposed"):
+            value = {"num_heads": 2, "split_sizes": (3, 1), "view": "matrix", "transposed": True}[name]
         elif option.choices:
             value = next((c for c in option.choices if c != option.default and c not in others), option.choices[-1])
         elif isinstance(option.default, bool):

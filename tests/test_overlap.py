@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import threading
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.step import overlap
+from muon_fsdp.step.arrivals import Arrival, NotedOptions
 from muon_fsdp.step.early_round import Round
 from tests import overlap_cases as cases
 from tests.comparisons import assert_same
@@ -210,6 +212,51 @@ def test_metrics_sample_what_was_computed_in_backward():
         optimizer.step()
         found[setting] = optimizer.metrics()
     assert found["backward"]["update_rms"] == found["step"]["update_rms"]
+
+
+def test_a_gradient_in_a_precision_that_kernels_cannot_read_will_not_be_read():
+    """The stage has not started when step() asks, and sends zeros afterwards."""
+    kinds = (torch.float32, torch.float32)
+    stage = SimpleNamespace(number=0, positions_by_group=((0, (0,)),), exchange=None)
+    context = SimpleNamespace(records=(), fused=SimpleNamespace(signature=[kinds]))
+    for dtype in (torch.float32, torch.float16):
+        round_, grad = Round([stage], context), torch.ones(2, 3, dtype=dtype)
+        arrival = Arrival(grad)
+        arrival.write(grad)
+        round_.arrive(0, arrival)
+        assert round_.has_read(0, grad) == (dtype is torch.float32)
+
+
+def test_options_count_by_their_values():
+    group = {"momentum": torch.tensor(0.9), "lr": 0.1}
+    options = NotedOptions(group)
+    assert options["momentum"] == 0.9
+    group["lr"] = 0.2  # nobody has read it
+    assert options.are_current(group)
+    assert not options.are_current(dict(group))
+    group["momentum"].data.fill_(0.8)  # PyTorch does not count this
+    assert not options.are_current(group)
+
+
+def test_a_step_that_failed_before_backward_leaves_neither_zeros_nor_a_warning(monkeypatch):
+    def broken():
+        raise ArithmeticError("no plan")
+
+    found = []
+    for setting in ("step", "backward"):
+        model, optimizer = cases.train_alone(setting)
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, "_prepare", broken)
+            with pytest.raises(ArithmeticError, match="no plan"):
+                optimizer.step()
+        cases.wait_for_stages(optimizer)
+        backward(model, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        found.append(cases.contents(model, optimizer))
+    assert_same(*found)
+    assert cases.counts(optimizer) == (3, 1)
 
 
 def test_hooks_and_thread_end_with_the_optimizer():

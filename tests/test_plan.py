@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,15 @@ from muon_fsdp.plan.layout import Layout, local_layout
 from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
 from muon_fsdp.plan.report import balance_bound
 from muon_fsdp.plan.stages import Plan, make_plan
-from muon_fsdp.plan.staging import ONE_DEVICE_BYTES, StageCost, peak_bytes, pipeline_seconds
+from muon_fsdp.plan.staging import (
+    LEAST_LIMIT,
+    ONE_DEVICE_BYTES,
+    StageCost,
+    peak_bytes,
+    run_timeline,
+    scratch_limit,
+    stage_cost,
+)
 from tests.pool import RankPool
 
 GPU = torch.device("cuda"), torch.float32
@@ -202,14 +211,17 @@ def test_the_cost_model_chooses():
 # ----------------------------------------------------------------------------------------------------------- stages
 
 
-def fsdp_specs(shapes, num_ranks, spared=0):
-    layout = Layout(tuple(range(num_ranks)), (num_ranks,), (Shard(0),))
+GIB = 2**30
+
+
+def fsdp_specs(shapes, num_ranks, memory=80 * GIB, layout=None):
+    layout = layout or Layout(tuple(range(num_ranks)), (num_ranks,), (Shard(0),))
     specs = []
     for position, shape in enumerate(shapes):
         view = matrix_view(shape, name="w", kind="auto")
         flops = (28.0 * min(shape) ** 2 * max(shape),)
         specs.append(
-            ParameterSpec(position, 0, "muon", shape, layout, 2, *GPU, view, NO_OPTIONS, flops, spared_bytes=spared)
+            ParameterSpec(position, 0, "muon", shape, layout, 2, *GPU, view, NO_OPTIONS, flops, device_memory=memory)
         )
     return specs
 
@@ -237,14 +249,45 @@ def test_small_matrices_share_a_stage():
 
 
 def test_memory_decides_how_many_stages_are_in_flight():
-    """With less memory to spare, stages overlap less, until one matrix at a time still needs too much."""
+    """On a smaller device stages overlap less, until one matrix at a time still needs too much."""
     shapes = 32 * [(4096, 8192)]
     matrix = 2 * 4096 * 8192
     needs = {}
-    for spared in (14.0, 10.0, 7.0, 1.0):  # matrices
-        outlines = make_outline(fsdp_specs(shapes, 8, int(spared * matrix / 32)), max_stage_bytes=None)
-        needs[spared] = (outlines[0].staging.in_flight, len(outlines))
+    for limit in (14.0, 10.0, 7.0, 1.0):  # matrices
+        outlines = make_outline(fsdp_specs(shapes, 8, int(20 * limit * matrix)), max_stage_bytes=None)
+        needs[limit] = (outlines[0].staging.in_flight, len(outlines))
     assert needs == {14.0: (3, 4), 10.0: (2, 4), 7.0: (1, 4), 1.0: (3, 4)}, needs
+
+
+def test_the_limit_is_a_twentieth_of_the_memory():
+    assert scratch_limit(80 * GIB) == 4 * GIB
+    assert scratch_limit(GIB) == scratch_limit(1) == LEAST_LIMIT == 64 * 2**20
+
+
+def test_a_bound_of_the_user_is_hard_whatever_the_memory():
+    for memory in (1, 1000 * GIB):
+        outlines = make_outline(fsdp_specs(16 * [(1024, 1024)], 4, memory), max_stage_bytes=2**22, strategy="owner")
+        assert {(outline.staging.max_bytes, len(outline.specs)) for outline in outlines} == {(2**22, 8)}
+
+
+@pytest.mark.parametrize("kind", ["replicas", "whole experts"])
+def test_stages_that_send_nothing_are_those_of_one_device(kind):
+    """More stages would hide nothing and make small batches. On a small device the limit holds here too."""
+    if kind == "replicas":
+        layout = Layout(tuple(range(8)), (8, 1), (Replicate(), Shard(0)))
+        shapes, strategy, matrices = 64 * [(1024, 1024)], "replicate", 64
+    else:
+        layout, shapes, strategy, matrices = None, [(64, 1024, 1024)], "owner", 8
+    numbers = {}
+    for memory in (80 * GIB, 1):
+        outlines = make_outline(fsdp_specs(shapes, 8, memory, layout), max_stage_bytes=None, strategy=strategy)
+        (staging,) = {outline.staging for outline in outlines}
+        costs = [stage_cost(outline.loads, outline.staging) for outline in outlines]
+        numbers[memory] = staging.max_bytes
+        assert staging.in_flight == 1
+        assert not any(cost.gathered or cost.scattered or cost.forwarded for cost in costs)
+        assert peak_bytes(costs) <= scratch_limit(memory) or staging.max_bytes == matrices * 2**21
+    assert numbers[80 * GIB] == ONE_DEVICE_BYTES > numbers[1]
 
 
 def stage_of(in_flight, gather=1.0, compute=1.0, scatter=1.0):
@@ -257,7 +300,7 @@ def test_time_of_stages_by_hand():
     speeds = Speeds(1.0, 1.0, 1.0)
 
     def seconds(*stages):
-        return pipeline_seconds(stages, speeds)
+        return run_timeline(stages, speeds).seconds
 
     assert seconds(stage_of(3, 2, 5, 3)) == pytest.approx(10)
     # The second stage is gathered while the first computes, and computed while the first is scattered.
@@ -266,6 +309,28 @@ def test_time_of_stages_by_hand():
     assert seconds(stage_of(1, 2, 5, 3), stage_of(1, 2, 5, 3)) == pytest.approx(20)
     # The network is busy all the time: two gathers, two scatters, and the wait for the last result.
     assert seconds(stage_of(3, 4, 1, 4), stage_of(3, 4, 1, 4)) == pytest.approx(4 + 4 + 4 + 4)
+
+
+def test_overlap_of_stages_by_hand():
+    speeds = Speeds(1.0, 1.0, 1.0)
+
+    def overlap(*stages, rank=0):
+        return run_timeline(stages, speeds).overlap(stages, speeds, rank)
+
+    assert overlap(stage_of(3, 2, 5, 3)) == pytest.approx(0)
+    # The second gather takes 2 s of the first 5 s of computation, the first scatter 3 s of the second.
+    assert overlap(stage_of(3, 2, 5, 3), stage_of(3, 2, 5, 3)) == pytest.approx(2 + 3)
+    assert overlap(stage_of(2, 2, 5, 3), stage_of(2, 2, 5, 3)) == pytest.approx(2)
+    assert overlap(stage_of(1, 2, 5, 3), stage_of(1, 2, 5, 3)) == pytest.approx(0)
+    assert overlap(stage_of(3, 4, 1, 4), stage_of(3, 4, 1, 4)) == pytest.approx(1 + 1)
+    assert overlap(stage_of(3, 2, 5, 3), stage_of(3, 2, 5, 3), rank=1) == 0
+
+
+def test_what_every_rank_computes_occupies_every_rank():
+    speeds = Speeds(1.0, 1.0, 1.0)
+    everywhere = replace(stage_of(3), flops_by_rank={None: 4.0}, gathered=0, scattered=0)
+    owned = replace(stage_of(3), flops_by_rank={0: 5.0, 1: 1.0}, gathered=0, scattered=0)
+    assert run_timeline([everywhere, owned, everywhere], speeds).seconds == pytest.approx(4 + 5 + 4)
 
 
 def test_memory_of_stages_by_hand():

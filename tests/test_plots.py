@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import plots, redraw
 
@@ -36,6 +37,24 @@ def test_an_optimizer_has_one_colour_and_its_curves_differ():
     assert own["color"] == plots.OTHER_COLOURS[0]
     assert (first["linestyle"], first["color"]) != (second["linestyle"], second["color"])
     assert next(plots._looks({"b": BAND}, plots.THEMES[1]))["color"] == first["color"]
+
+
+def test_muon_is_drawn_last_and_its_first_step_at_the_target_is_marked(tmp_path: Path):
+    curves = {"Muon": BAND, "NorMuon": ("NorMuon", *FLAT[1:])}
+    path, _ = plots.draw_curves(tmp_path / "a", curves, title="", target=2.0, marked="Muon")
+    text = path.read_text()
+    drawn = [text.index(f"stroke: {plots.COLOURS[name]}; stroke-width") for name in ("NorMuon", "Muon")]
+    assert drawn == sorted(drawn)
+    assert ">Muon: step 2, 67% of the tokens</text>" in text
+    path, _ = plots.draw_curves(tmp_path / "b", curves, title="", target=0.5, marked="Muon")
+    assert "of the tokens" not in path.read_text()
+
+
+def test_curves_that_coincide_are_moved_apart_and_have_a_marker_each():
+    axis = Figure().subplots()
+    plots._fill(axis, plots.Panel({"a": FLAT, "b": FLAT, "c": FLAT}, markers=True, spread=True), plots.THEMES[0])
+    assert len({line.get_xdata()[0] for line in axis.get_lines()}) == 3
+    assert len({(line.get_marker(), line.get_linestyle()) for line in axis.get_lines()}) == 3
 
 
 def test_committed_plots_show_the_committed_figures(tmp_path: Path):

@@ -118,6 +118,26 @@ def test_bare_parameters_by_dimension_and_named_ones_also_by_name():
         ("tok_embeddings.weight", (50, 8), "adamw"),
         ("pos_embed", (1, 16, 8), "adamw"),
         ("cls_token", (1, 1, 8), "adamw"),
+        ("vit.reg_token", (1, 4, 8), "adamw"),
+        ("embeddings.register_tokens", (1, 4, 8), "adamw"),
+        ("query_tokens", (1, 32, 8), "adamw"),
+        ("resampler.latents", (32, 8), "adamw"),
+        ("decoder.object_queries", (9, 8), "adamw"),
+        ("prefix.soft_prompt", (9, 8), "adamw"),
+        ("pos", (16, 8), "adamw"),
+        ("blocks.0.attn.rel_pos_h", (15, 8), "adamw"),
+        ("blocks.0.attn.relative_position_bias_table", (49, 4), "adamw"),
+        ("scale_shift_table", (6, 8), "adamw"),
+        ("prompts.0", (5, 8), "adamw"),
+        ("posemb", (5, 8), "adamw"),
+        ("blocks.0", (5, 8), "muon"),
+        ("blocks.0.tokens.weight", (8, 8), "muon"),
+        ("blocks.0.pos_proj_weight", (8, 8), "muon"),
+        ("blocks.0.compose", (8, 8), "muon"),
+        ("blocks.0.tokenizer", (8, 8), "muon"),
+        ("blocks.0.query", (8, 8), "muon"),
+        ("to_latent.weight", (8, 8), "muon"),
+        ("stable", (8, 8), "muon"),
         ("output.weight", (50, 8), "adamw"),
         ("layers.3.attention.output.weight", (8, 8), "muon"),
         ("encoder.layer.0.output.dense.weight", (8, 32), "muon"),
@@ -151,7 +171,9 @@ class Mixer(nn.Module):
 
 def test_the_decay_rates_of_a_state_space_layer():
     model = nn.ModuleDict({"mixer": Mixer()})
-    for optimizer in (MuonOptimizer(model, strict=True), MuonOptimizer(model.named_parameters(), strict=True)):
+    split = {"*.in_proj.weight": {"split_sizes": (12, 12)}}
+    for params in (model, model.named_parameters()):
+        optimizer = MuonOptimizer(params, strict=True, overrides=split)
         assert rules(optimizer)["mixer.A_log"] == "adamw"
         assert reasons(optimizer)["mixer.A_log"] == "decay rates, by name"
     assert rules(MuonOptimizer(model, overrides={"*A_log": "muon"}))["mixer.A_log"] == "muon"
@@ -228,6 +250,50 @@ def test_a_head_of_another_shape_is_reported():
     assert rules(optimizer)["lm_head.weight"] == "muon"
     (warning,) = optimizer.routing_report().warnings
     assert "lm_head.weight is named like an output head" in warning
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls_token, self.pos_embed = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.zeros(1, 17, 8))
+        self.reg_token, self.latents = nn.Parameter(torch.zeros(1, 4, 8)), nn.Parameter(torch.zeros(32, 8))
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(49, 2))
+        self.pos, self.latent = nn.Linear(8, 6), nn.Linear(8, 6)  # layers of these names are matrices
+
+
+def test_learned_tokens_and_tables():
+    for params in (Tokens(), Tokens().named_parameters()):
+        optimizer = MuonOptimizer(params, strict=True)
+        found = {name: (rule, reasons(optimizer)[name]) for name, rule in rules(optimizer).items()}
+        assert found["reg_token"] == found["latents"] == ("adamw", "learned tokens, by name")
+        assert found["relative_position_bias_table"] == ("adamw", "table, by name")
+        assert [name for name, (rule, _) in found.items() if rule == "muon"] == ["pos.weight", "latent.weight"]
+
+
+@pytest.mark.parametrize("head", ["fc", "score"])
+def test_heads_of_common_names_only_as_the_last_linear(head):
+    body = {"wte": nn.Embedding(50, 8), "body": nn.Linear(8, 8)}
+    last = create_hybrid_optimizer(
+        nn.ModuleDict({**body, "other": nn.Linear(8, 50), head: nn.Linear(8, 50)}), strict=True
+    )
+    assert reasons(last)[f"{head}.weight"] == "output head"
+    assert rules(last)["other.weight"] == "muon"
+    classifier = nn.ModuleDict({**body, head: nn.Linear(8, 3)})
+    assert (
+        f"{head}.weight is named like an output head"
+        in create_hybrid_optimizer(classifier).routing_report().warnings[0]
+    )
+    with pytest.raises(ValueError, match=f"strict: {head}.weight is named like an output head"):
+        create_hybrid_optimizer(classifier, strict=True)
+    for model in (
+        nn.ModuleDict({**body, head: nn.Linear(8, 3), "last": nn.Linear(3, 8)}),
+        nn.ModuleDict({**body, "blocks": nn.ModuleList([nn.ModuleDict({head: nn.Linear(8, 3)})])}),
+        nn.ModuleDict({head: nn.Linear(8, 3)}),  # nothing comes before it
+    ):
+        optimizer = create_hybrid_optimizer(model, strict=True)
+        assert {row.rule for row in optimizer.routing_report().rows if row.name.endswith(f"{head}.weight")} == {"muon"}
+        assert not optimizer.routing_report().warnings
+    assert rules(MuonOptimizer(classifier.named_parameters()))[f"{head}.weight"] == "muon"  # names do not show the last
 
 
 def test_a_linear_used_twice_is_one_candidate():
@@ -389,6 +455,6 @@ def test_the_report_is_a_table():
     text = str(create_hybrid_optimizer(Model()).routing_report())
     lines = text.splitlines()
     assert lines[0].split() == ["name", "shape", "rule", "group", "scale", "reason"]
-    assert any(line.split() == ["blocks.0.mlp.weight", "32x8", "muon", "0", "2", "matrix"] for line in lines)
-    assert any(line.split() == ["blocks.0.mlp.bias", "32", "adamw", "1", "vector"] for line in lines)
+    assert any(line.split() == ["blocks.*.mlp.weight", "x", "2", "32x8", "muon", "0", "2", "matrix"] for line in lines)
+    assert any(line.split() == ["blocks.*.mlp.bias", "x", "2", "32", "adamw", "1", "vector"] for line in lines)
     assert max(map(len, lines)) <= 100

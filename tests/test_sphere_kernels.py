@@ -36,6 +36,7 @@ VIEWS = [
     ((130, 9), {"kind": "matrix", "split_sizes": (2, 80, 48)}),
     ((12, 10), {"kind": "matrix", "transposed": True, "num_heads": 2}),
     ((3, 64, 80), {"kind": "stacked"}),
+    ((3, 20, 34), {"kind": "stacked", "transposed": True}),
     ((6, 3, 2, 5), {"kind": "flatten"}),
     ((6, 20), {"kind": "attn"}),
     ((1, 1), {"kind": "matrix"}),

@@ -30,6 +30,9 @@ VIEWS = [
     ((10, 12), {"kind": "matrix", "transposed": True, "split_sizes": (5, 7)}),
     ((5, 6, 7), {"kind": "stacked"}),
     ((5, 6, 7), {"kind": "stacked", "num_heads": 2}),
+    ((5, 7, 6), {"kind": "stacked", "transposed": True}),
+    ((5, 7, 6), {"kind": "stacked", "transposed": True, "num_heads": 2}),
+    ((2, 3, 5, 4), {"kind": "stacked", "transposed": True, "split_sizes": (1, 3)}),
     ((2, 3, 4, 5), {"kind": "stacked", "split_sizes": (1, 3)}),
     ((6, 3, 2, 5), {"kind": "flatten"}),
     ((6, 12), {"kind": "attn"}),
@@ -37,7 +40,7 @@ VIEWS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(VIEWS), st.lists(st.integers(1, 3), min_size=1, max_size=2), st.data())
 def test_a_shard_is_the_parts_of_matrices_that_it_says(shape_and_view, mesh_shape, data):
     shape, options = shape_and_view

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from muon_fsdp.text import plain_table
 from muon_fsdp.training import report, terminal
 from muon_fsdp.training.progress import Progress, fit, show_progress
 from muon_fsdp.training.results import Evaluation, RunResult
@@ -51,6 +52,34 @@ def test_marked_rows_have_their_colour(no_color: bool, monkeypatch: pytest.Monke
     )
     assert "\x1b" not in plain
     assert ("33m" in marked) is not no_color
+
+
+@pytest.mark.parametrize("columns", ["16", "100"])
+def test_marked_rows_of_a_narrow_table_have_their_colour(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that Rich would have to cut is plain text, broken at spaces."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    terminal.print_table("Title", ("name", "of all"), [("a", "1 kB"), ("the busiest", "2 kB")], marked={1: "yellow"})
+    plain = re.sub("\x1b.*?m", "", shown.getvalue())
+    assert ("┃" in plain) == (columns == "100")
+    assert max(map(len, plain.splitlines())) <= int(columns)
+    lines = [line for line in shown.getvalue().splitlines() if "the" in line or "busiest" in line]
+    assert all("33m" in line for line in lines)
+    assert len(lines) == (2 if columns == "16" else 1)
+
+
+def test_a_plain_table_is_broken_at_spaces_alone() -> None:
+    header, rows = ("what it is", "the number"), [("a long text-of-words", "1.5 GB"), ("b", "20 kB")]
+    wide = ["what it is            the number", "--------------------  ----------"]
+    wide += ["a long text-of-words      1.5 GB", "b                          20 kB"]
+    assert plain_table(header, rows) == plain_table(header, rows, width=32) == "\n".join(wide)
+    narrow = ["                  the", "what it is     number", "-------------  ------", "a long         1.5 GB"]
+    narrow += ["text-of-words", "b               20 kB"]
+    for width in (21, 5):  # no word and no number is ever cut
+        assert plain_table(header, rows, width=width) == "\n".join(narrow)
 
 
 def test_the_line_before_torch_is_erased_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

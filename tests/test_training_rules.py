@@ -93,7 +93,7 @@ def test_flags_follow_from_the_declarations() -> None:
         "--" + name.replace("_", "-"): {rule.name for rule in RULES.values() if name in rule.all_options}
         for rule in RULES.values()
         for name in rule.all_options
-        if name not in ("lr", "weight_decay", "view", "num_heads", "split_sizes")
+        if name not in ("lr", "weight_decay", "view", "num_heads", "split_sizes", "transposed")
     }
     assert flags == declared
     shown = " ".join(make_parser("x")[0].format_help().split())

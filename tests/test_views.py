@@ -30,6 +30,11 @@ def view(shape, kind="auto", **options):
         ((8, 6), {"transposed": True, "split_sizes": (4, 2)}, [(1, 4, 8), (1, 2, 8)]),
         ((2, 6, 8), {"split_sizes": (4, 2)}, [(2, 4, 8), (2, 2, 8)]),
         ((2, 6, 8), {"num_heads": 2}, [(4, 3, 8)]),
+        ((3, 6, 8), {"transposed": True}, [(3, 8, 6)]),
+        ((3, 6, 8), {"transposed": True, "split_sizes": (5, 3)}, [(3, 5, 6), (3, 3, 6)]),
+        ((3, 6, 8), {"transposed": True, "num_heads": 2}, [(3, 4, 6), (3, 4, 6)]),
+        ((1, 6, 8), {"transposed": True, "num_heads": 2}, [(2, 4, 6)]),
+        ((2, 3, 4, 5), {"kind": "stacked", "transposed": True}, [(6, 5, 4)]),
     ],
 )
 def test_a_view_splits_a_parameter_into_blocks_that_share_its_memory(shape, options, blocks):
@@ -52,6 +57,8 @@ def test_which_numbers_a_block_holds():
     assert_same(view((6, 8), split_sizes=(2, 4)).split(p)[1][0], p[2:])
     assert_same(view((6, 8), transposed=True).split(p)[0][0], p.T)
     assert_same(view((6, 8), transposed=True, split_sizes=(3, 5)).split(p)[1][0], p.T[3:])
+    experts = torch.arange(96.0).reshape(2, 6, 8)
+    assert_same(view((2, 6, 8), transposed=True, num_heads=4).split(experts)[1][1], experts[1].T[2:4])
 
 
 @given(st.permutations([0, 1, 2, 3]))
@@ -73,6 +80,10 @@ def test_memory_layout_does_not_matter(order):
         ((6, 8), {"num_heads": 4}, "does not divide its 6 rows"),
         ((6, 8), {"split_sizes": (4, 4)}, "add up to 8, not to its 6 rows"),
         ((6, 8), {"num_heads": 2, "split_sizes": (4, 2)}, "not both"),
+        ((6, 8), {"transposed": True, "num_heads": 3}, "does not divide its 8 rows"),
+        ((2, 6, 8), {"transposed": True, "split_sizes": (2, 4)}, "add up to 6, not to its 8 rows"),
+        ((6, 8), {"transposed": True, "kind": "attn"}, "needs view 'matrix' or 'stacked', and its view is 'attn'"),
+        ((5, 3, 2, 2), {"transposed": True}, "its view is 'flatten'"),
     ],
 )
 def test_what_does_not_fit_names_the_parameter(shape, options, text):

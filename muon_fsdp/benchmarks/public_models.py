@@ -22,7 +22,8 @@ class Experts:
     intermediate: int
     shared: int = 0  # experts that every token uses; their weights are one MLP of the combined width
     dense_layers: int = 0  # first layers that have an ordinary MLP instead of a mixture
-    gpt_oss: bool = False  # gate and up projections share one weight; experts and the router have biases
+    # Weights are stored (experts, in, out), rows of gate and up alternate in one; experts and the router have biases.
+    gpt_oss: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,11 @@ class _StackedExperts(nn.Module):
     def __init__(self, hidden: int, experts: Experts) -> None:
         super().__init__()
         count, width = experts.count, experts.intermediate
+        self.is_transposed, self.is_concatenated = experts.gpt_oss, not experts.gpt_oss  # as Transformers notes it
         if experts.gpt_oss:
-            self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden))
+            self.gate_up_proj = nn.Parameter(torch.empty(count, hidden, 2 * width))
             self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))
-            self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
+            self.down_proj = nn.Parameter(torch.empty(count, width, hidden))
             self.down_proj_bias = nn.Parameter(torch.empty(count, hidden))
         else:
             self.gate_proj = nn.Parameter(torch.empty(count, width, hidden))
@@ -205,7 +207,7 @@ PUBLIC_MODELS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def matrix_shapes(build: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
-    """Return the shapes of the weight matrices in the layers of a model, without embeddings and output heads.
+    """Return the shapes of the weight matrices in the layers of a model, without embeddings, heads and routers.
 
     Args:
         build: what builds the model, such as `PUBLIC_MODELS["llama-3-8b"]`. It is called on the meta device.
@@ -217,5 +219,5 @@ def matrix_shapes(build: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
     return [
         tuple(parameter.shape)
         for name, parameter in layers.named_parameters()
-        if parameter.ndim >= 2 and not name.endswith("bias")
+        if parameter.ndim >= 2 and not name.endswith("bias") and ".router." not in name
     ]

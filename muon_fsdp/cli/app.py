@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import muon_fsdp
 from muon_fsdp.cli.bench import EPILOG as BENCH_EPILOG
@@ -21,7 +22,29 @@ from muon_fsdp.cli.plan import plan
 from muon_fsdp.cli.train import OPTIONS, train
 from muon_fsdp.training.terminal import print_error
 
+
+class _WithoutTypesOfFlags:
+    """Hides the type of flags in a help text: they take no value."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        """Return the options of a command, with --help."""
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_WithoutTypesOfFlags, TyperCommand):
+    pass
+
+
+class _Group(_WithoutTypesOfFlags, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=_Group,
     add_completion=False,
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
 )
@@ -54,7 +77,8 @@ def main(
 def _add(command: Callable[..., None], epilog: str) -> None:
     """Add a command, whose docstring is its help; a terminal breaks the lines of a paragraph, not the docstring."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs), epilog=epilog)(command)
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(cls=_Command, help=text, epilog=epilog)(command)
 
 
 app.command(**OPTIONS)(train)

@@ -38,22 +38,34 @@ class BenchFlags:
             help="Compare training with several optimizers on a model that FSDP2 shards over the ranks of torchrun.",
         ),
     ] = False
-    tables: Annotated[str, typer.Option(help="Tables to measure, separated by commas.")] = TABLES
+    tables: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            show_default=False,
+            help=f"Tables to measure, separated by commas. Default: {TABLES.replace(',', ', ')}.",
+        ),
+    ] = TABLES
     shapes: Annotated[
         str | None,
-        typer.Option(help="Batches to orthogonalize instead of the default ones, such as 48x768x768,8x2048x2048."),
+        typer.Option(
+            metavar="SHAPES",
+            help="Batches to orthogonalize instead of the default ones, such as 48x768x768,8x2048x2048.",
+        ),
     ] = None
     models: Annotated[
         str | None,
         typer.Option(
-            help="Measure these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m, or tiny with --multi-gpu."
+            metavar="NAMES",
+            help="Measure these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m, or tiny with --multi-gpu.",
         ),
     ] = None
     rules: Annotated[
         str | None,
         typer.Option(
+            metavar="RULES",
             help="Further rules in the table of steps, with options if needed: RULE or RULE:OPTION=VALUE, separated by "
-            "commas; '' for none. Default: normuon,spectral_sphere:lambda_mode=projection."
+            "commas; '' for none. Default: normuon, and spectral_sphere with lambda_mode=projection.",
         ),
     ] = None
     first_step: Annotated[
@@ -67,12 +79,16 @@ class BenchFlags:
     repeats: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How often each figure is measured; the median is shown. Default: 10 on a GPU, 3 on a CPU."
+            metavar="N",
+            min=1,
+            help="How often each figure is measured; the median is shown. Default: 10 on a GPU, 3 on a CPU.",
         ),
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU threads, on a machine without a GPU. Default: OMP_NUM_THREADS, or 2."),
+        typer.Option(
+            metavar="N", min=1, help="CPU threads, on a machine without a GPU. Default: OMP_NUM_THREADS, or 2."
+        ),
     ] = None
     json: Annotated[
         str | None,

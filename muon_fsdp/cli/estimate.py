@@ -16,7 +16,7 @@ from muon_fsdp.parameters.routing_report import RoutingRow
 from muon_fsdp.plan.costs import Speeds
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.report import PlanReport
-from muon_fsdp.plan.staging import pipeline_seconds
+from muon_fsdp.plan.staging import run_timeline
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 
 
@@ -68,13 +68,18 @@ def memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layou
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds that the busiest rank spends in each part of a step, and in the whole step."""
+    """Seconds that the busiest rank spends in each part of a step, and in the whole step.
+
+    The step is the sum of its parts, less what overlaps.
+    """
 
     orthogonalize: float
     elementwise: float  # momentum, AdamW and weights, limited by device memory
     gather: float
     scatter: float
     weights: float  # all-gather of the weights that other ranks have updated
+    waiting: float  # for other ranks that compute, send or receive more, and for transfers to start
+    overlapped: float  # the time of transfers in which the rank computes
     step: float
     num_stages: int
 
@@ -100,13 +105,19 @@ def time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds:
     gather = report.traffic.busiest_gather / speeds.network_bytes
     scatter = report.traffic.busiest_scatter / speeds.network_bytes
     weights = report.traffic.weights / speeds.network_bytes
+    orthogonalize = report.max_flops / speeds.flops
+    timeline = run_timeline(report.stages, speeds)
+    busiest = max(report.flops_by_rank, key=report.flops_by_rank.__getitem__, default=0)
+    overlapped = timeline.overlap(report.stages, speeds, busiest)
     return Time(
-        orthogonalize=report.max_flops / speeds.flops,
+        orthogonalize=orthogonalize,
         elementwise=elementwise,
         gather=gather,
         scatter=scatter,
         weights=weights,
-        step=elementwise + pipeline_seconds(report.stages, speeds) + weights,
+        waiting=timeline.seconds + overlapped - orthogonalize - gather - scatter,
+        overlapped=overlapped,
+        step=elementwise + timeline.seconds + weights,
         num_stages=report.num_stages,
     )
 

@@ -1,4 +1,4 @@
-"""`muon-fsdp plan`: plan the optimizer step of a model on ranks that need not exist."""
+"""`muon-fsdp plan`: preview the optimizer step of a model on ranks that need not exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from muon_fsdp.cli.flags import DTYPES, PlanFlags, command_with
 from muon_fsdp.cli.output import examples, fail, print_json, status
-from muon_fsdp.training.terminal import import_torch
+from muon_fsdp.text import format_count
+from muon_fsdp.training.terminal import import_torch, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from muon_fsdp.cli.planned import PlanOutput
 
 MOST_RANKS = 1 << 16
-SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 EPILOG = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
@@ -24,6 +25,7 @@ EPILOG = (
     "each is computed. Counted this way, one H200 reached 1,000 to 1,030 TFLOP/s on matrices of 4096 rows, 850 to 880 "
     "on 2048 rows, and 580 to 660 on 768 rows (docs/performance.md).\n\n"
 ) + examples(
+    "muon-fsdp plan --list",
     "muon-fsdp plan llama-3-70b --mesh 8,64",
     "muon-fsdp plan path/to/config.json --world-size 16 --routing",
     "muon-fsdp plan my_package.models:build --world-size 8 --rule normuon --json",
@@ -32,23 +34,45 @@ EPILOG = (
 
 @command_with(PlanFlags)
 def plan(flags: PlanFlags) -> None:
-    """Plan the optimizer step of a model on ranks that need not exist.
+    """Preview an optimizer step on any number of GPUs, without GPUs.
 
-    Shows which parameters are orthogonalized under FSDP2, which ranks compute their updates, what is sent, the memory
-    per rank, and an estimate of the time. Needs no GPU, no processes and no memory for weights.
+    Shows which parameters are orthogonalized under FSDP2 or DDP, which ranks compute their updates, what is sent, the
+    memory per rank, and an estimate of the time. Needs no GPU, no processes and no memory for weights.
     """
+    if flags.list_models:
+        _list_models(as_json=flags.json)
+        return
+    if flags.model is None:
+        fail("pass a model, such as gpt2-124m; muon-fsdp plan --list shows all that have a name")
     mesh = _mesh(flags.mesh, flags.world_size)
     if flags.shard_state and (len(mesh) != 2 or mesh[1] != 1):
         fail("--shard-state is for DDP: pass --mesh REPLICAS,1, for example --mesh 8,1; FSDP2 shards state without it")
     stage_bytes = None if flags.max_stage_bytes is None else _size("--max-stage-bytes", flags.max_stage_bytes)
+    device_memory = _size("--device-memory", flags.device_memory)
+    for option in ("tflops", "bandwidth", "memory_bandwidth"):
+        if not 1e-6 <= getattr(flags, option) < math.inf:
+            fail(f"--{option.replace('_', '-')} {getattr(flags, option):g} is no speed; pass at least 1e-6")
     import_torch("muon-fsdp plan")
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
-        planned = _plan(flags, mesh, rule, stage_bytes)
+        planned = _plan(flags.model, flags, mesh, rule, stage_bytes, device_memory)
     if flags.json:
         print_json(planned.as_json(routing=flags.routing))
     else:
         planned.show(routing=flags.routing)
+
+
+def _list_models(*, as_json: bool) -> None:
+    """Print the models that have a name, with their numbers of parameters."""
+    import_torch("muon-fsdp plan")
+    from muon_fsdp.cli.loading import load_model, named_models
+
+    with status("counting parameters ..."):
+        counts = {name: sum(p.numel() for p in load_model(name, None).parameters()) for name in named_models()}
+    if as_json:
+        print_json(counts)
+    else:
+        print_table("Models", ("name", "parameters"), [(name, format_count(count)) for name, count in counts.items()])
 
 
 def _mesh(mesh: str | None, world_size: int | None) -> tuple[int, ...]:
@@ -89,7 +113,7 @@ def _rule(name: str | None, plugins: list[str]) -> str:
 
 def _size(option: str, text: str) -> int:
     """Parse a number of bytes such as "268435456", "256MiB" or "1.5kB"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in SIZES or float(match[1]) * SIZES[match[2]] < 1:
         fail(f"{option} {text} is not a number of bytes; pass for example 268435456 or 256MiB")
     return int(float(match[1]) * SIZES[match[2]])
@@ -108,7 +132,9 @@ def _dtype(option: str, text: str | None) -> torch.dtype | None:
     return found
 
 
-def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int | None) -> PlanOutput:
+def _plan(
+    name: str, flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int | None, device_memory: int
+) -> PlanOutput:
     """Build the model on the meta device, plan its step, and estimate memory and time."""
     from muon_fsdp.cli import estimate
     from muon_fsdp.cli.loading import LoadingError, load_model
@@ -119,7 +145,7 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
 
     dtype, comm_dtype = _dtype("--dtype", flags.dtype), _dtype("--comm-dtype", flags.comm_dtype)
     try:
-        model = load_model(flags.model, dtype)
+        model = load_model(name, dtype)
         optimizer = MuonOptimizer(
             model,
             rule=rule,
@@ -131,8 +157,8 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
     except LoadingError as error:
         fail(str(error))
     except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
-        fail(f"{flags.model}: {error}")
-    report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh)
+        fail(f"{name}: {error}")
+    report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=device_memory)
     layout = fsdp_layout(math.prod(mesh), mesh)
     of_state = state_layout(layout, shard_state=flags.shard_state)
     speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
@@ -141,9 +167,10 @@ def _plan(flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: i
         mesh=mesh,
         rule=rule,
         max_stage_bytes=max_stage_bytes,
+        device_memory=device_memory,
         model=model,
         report=report,
-        routes=optimizer.routing_report(),
+        routes=optimizer.routing_report(full=True),
         memory=estimate.memory(model, optimizer, report, layout, of_state),
         time=estimate.time(optimizer, report, of_state, speeds),
     )

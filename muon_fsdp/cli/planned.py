@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,10 +12,11 @@ from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.parameters.routing_report import RoutingReport
 from muon_fsdp.plan.costs import FIXED_SECONDS
-from muon_fsdp.plan.report import PlanReport
+from muon_fsdp.plan.report import PlanReport, PlanRow
+from muon_fsdp.plan.staging import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
-from muon_fsdp.training.terminal import print_table
+from muon_fsdp.training.terminal import print_paragraph, print_table
 
 # What follows the number of stages, by the number of stages in flight.
 _OVERLAP = {
@@ -34,6 +34,7 @@ class PlanOutput:
     mesh: tuple[int, ...]  # (shards,) or (replicas, shards)
     rule: str
     max_stage_bytes: int | None  # None: chosen by the planner
+    device_memory: int  # total bytes of a device
     model: nn.Module  # on the meta device
     report: PlanReport
     routes: RoutingReport
@@ -58,11 +59,12 @@ class PlanOutput:
 
     @property
     def assumed(self) -> dict[str, float]:
-        """Return the speeds that the estimate of the time assumes."""
+        """Return the speeds that the estimate of the time assumes, and the memory that stages are chosen for."""
         return {
             "tflops": self.flags.tflops,
             "bandwidth_gb_s": self.flags.bandwidth,
             "memory_bandwidth_tb_s": self.flags.memory_bandwidth,
+            "device_memory": self.device_memory,
         }
 
     def as_json(self, *, routing: bool) -> dict[str, Any]:
@@ -108,18 +110,25 @@ class PlanOutput:
         """Print the tables; with `routing` print the route of every parameter first."""
         if routing:
             print(f"{self.routes}\n")
-        shards = _numbered(self.mesh[-1], "shard")
-        how = f"{_numbered(self.mesh[0], 'replica')} x {shards}" if len(self.mesh) == 2 else shards
         count, dtypes = format_count(self.num_elements), ", ".join(self.dtypes)
-        layout = f"DDP, {self.mesh[0]} replicas, sharded state" if self.flags.shard_state else f"FSDP2, {how}"
-        print(f"{self.flags.model}: {count} parameters in {dtypes}, {layout}")
-        print(f"built by Transformers as {self.transformers_class}\n" if self.transformers_class else "")
+        print_paragraph(f"{self.flags.model}: {count} parameters in {dtypes}, {self._layout()}")
+        if self.transformers_class:
+            print_paragraph(f"built by Transformers as {self.transformers_class}")
+        print()
         self._show_routing()
         self._show_matrices()
         self._show_memory()
         self._show_time()
         for warning in () if routing else self.routes.warnings:
-            print(textwrap.fill(f"warning: {warning}", 80, break_long_words=False, break_on_hyphens=False))
+            print_paragraph(f"warning: {warning}")
+
+    def _layout(self) -> str:
+        """Return what distributes the parameters, and over how many replicas and shards."""
+        replicas, shards = self.mesh if len(self.mesh) == 2 else (1, self.mesh[0])
+        if replicas > 1 == shards:
+            return f"DDP, {replicas} replicas{', sharded state' if self.flags.shard_state else ''}"
+        how = f"{_numbered(replicas, 'replica')} x " if len(self.mesh) == 2 else ""
+        return f"FSDP2, {how}{_numbered(shards, 'shard')}"
 
     def _show_routing(self) -> None:
         """Print how many parameters take which rule, and why."""
@@ -145,21 +154,29 @@ class PlanOutput:
             (
                 format_shape(row.shape),
                 str(row.num_matrices),
-                row.strategy,
-                str(row.num_owners),
+                _computed_by(row),
                 *_work(row.gather_bytes / num_ranks, row.scatter_bytes / num_ranks, row.flops / num_ranks),
             )
             for row in report.rows
         ]
         mean = _work(report.gather_bytes / num_ranks, report.scatter_bytes / num_ranks, report.mean_flops)
         busiest = _work(report.traffic.busiest_gather, report.traffic.busiest_scatter, report.max_flops)
-        rows.append(("all", str(report.num_matrices), "", "", *mean))
-        rows.append(("busiest rank", "", "", "", *busiest))
-        header = ("shape", "matrices", "strategy", "owners", "gather", "scatter", "TFLOP")
+        rows.append(("all", str(report.num_matrices), "", *mean))
+        rows.append(("busiest rank", "", "", *busiest))
+        header = ("shape", "number", "strategy", "gather", "scatter", "TFLOP")
         print_table("Matrices, means per rank and step", header, rows, marked={len(rows) - 1: "yellow"})
-        in_flight = min(stage.in_flight for stage in report.stages)
-        stages = f"{_numbered(report.num_stages, 'stage')}{_OVERLAP[in_flight] if report.num_stages > 1 else ''}."
-        print(textwrap.fill(f"{stages} {self._busiest()}", 80) + "\n")
+        print_paragraph(f"{self._stages()} {self._busiest()}")
+        print()
+
+    def _stages(self) -> str:
+        """Return the number of stages, how far they overlap, and why every rank may compute everything."""
+        report = self.report
+        in_flight = {stage.in_flight for stage in report.stages if stage.gathered or stage.scattered or stage.forwarded}
+        overlap = _OVERLAP[min(in_flight)] if in_flight else ", one after the other, as nothing is sent"
+        text = f"{_numbered(report.num_stages, 'stage')}{overlap if report.num_stages > 1 else ''}."
+        if self.flags.strategy == "auto" and any(row.strategy == "replicate" for row in report.rows):
+            text += " Every rank computes what is marked replicate, because sending results would take longer."
+        return text
 
     def _busiest(self) -> str:
         """Return which rank computes most, and how its work compares with that of the best possible assignment."""
@@ -180,27 +197,27 @@ class PlanOutput:
         ]
         everywhere = f"{RULES[DEFAULT_OTHER_RULE].display_name} for all"
         print_table("Memory of the fullest rank", ("", "as planned", everywhere), rows)
+        notes = []
         if memory.total > memory.adamw_total:
-            print(self._excess())
+            notes.append(f"the sum is {format_bytes(memory.total - memory.adamw_total)} more than with AdamW.")
+            if self.max_stage_bytes is None:
+                notes[0] += " Steps that need less scratch take longer: pass --max-stage-bytes to see one."
+        limit = scratch_limit(self.device_memory)
+        if self.max_stage_bytes is None and memory.scratch > limit:
+            notes.append(
+                f"scratch exceeds its limit of {format_bytes(limit)}, {SCRATCH_SHARE:.0%} of --device-memory: a "
+                f"parameter of shape {format_shape(self.report.neediest)} alone needs "
+                f"{format_bytes(memory.least_scratch)}."
+            )
         if memory.weights > 1.2 * memory.mean_weights:
-            print(
-                f"note: the first rank holds {memory.weights / memory.mean_weights:.1f} times the mean of weights, as "
-                "some parameters\nhave fewer rows (or experts) than there are shards. Fewer shards are more\neven: "
-                "--mesh REPLICAS,SHARDS.\n"
+            notes.append(
+                f"the first rank holds {memory.weights / memory.mean_weights:.1f} times the mean of weights, as some "
+                "parameters have fewer rows (or experts) than there are shards. Fewer shards are more even: --mesh "
+                "REPLICAS,SHARDS."
             )
-
-    def _excess(self) -> str:
-        """Return a note that says why the sum is larger than with AdamW."""
-        memory, saved = self.memory, self.memory.adamw_state - self.memory.state
-        note = f"note: the sum is {format_bytes(memory.total - memory.adamw_total)} more than with AdamW."
-        if memory.least_scratch > saved:
-            note += (
-                f" A parameter of shape {format_shape(self.report.neediest)} alone needs "
-                f"{format_bytes(memory.least_scratch)} of scratch, and the smaller state saves {format_bytes(saved)}."
-            )
-        elif self.max_stage_bytes is not None:
-            note += " Leave out --max-stage-bytes, or pass a smaller one."
-        return textwrap.fill(note, 80, break_long_words=False, break_on_hyphens=False) + "\n"
+        for note in notes:
+            print_paragraph(f"note: {note}")
+            print()
 
     def _show_time(self) -> None:
         """Print the estimated time of each part of a step, and the speeds that were assumed."""
@@ -209,22 +226,34 @@ class PlanOutput:
             ("element-wise", format_seconds(self.time.elementwise)),
             ("gather", format_seconds(self.time.gather)),
             ("scatter", format_seconds(self.time.scatter)),
-            ("step, as these overlap", format_seconds(self.time.step)),
         ]
         if self.time.weights:
-            rows.insert(-1, ("all-gather of weights", format_seconds(self.time.weights)))
+            rows.append(("all-gather of weights", format_seconds(self.time.weights)))
+        rows.append(("waiting", format_seconds(self.time.waiting)))
+        if self.time.overlapped:
+            rows.append(("transfers during computation", format_seconds(-self.time.overlapped)))
+        rows.append(("step", format_seconds(self.time.step)))
         print_table("Time of the busiest rank, estimated", ("", "per step"), rows)
         assumed = self.assumed
-        print(
+        print_paragraph(
             f"Assumed: {assumed['tflops']:g} TFLOP/s (--tflops), {assumed['bandwidth_gb_s']:g} GB/s sent and received "
-            f"by a rank\n(--bandwidth), {assumed['memory_bandwidth_tb_s']:g} TB/s of device memory "
-            f"(--memory-bandwidth); {1e3 * FIXED_SECONDS:g} ms more\nfor every transfer."
+            f"by a rank (--bandwidth), {assumed['memory_bandwidth_tb_s']:g} TB/s of device memory "
+            f"(--memory-bandwidth), {1e3 * FIXED_SECONDS:g} ms more for every transfer; devices of "
+            f"{self.flags.device_memory} (--device-memory), of which scratch may take {SCRATCH_SHARE:.0%}."
         )
+
+
+def _computed_by(row: PlanRow) -> str:
+    """Return the strategy of a shape, with the number of ranks that compute its matrices where not all do."""
+    if row.strategy == "replicate":
+        return row.strategy
+    return f"{row.num_owners} {row.strategy}" if row.strategy == "local" else _numbered(row.num_owners, row.strategy)
 
 
 def _work(gathered: float, scattered: float, flops: float) -> tuple[str, str, str]:
     """Return bytes gathered, bytes scattered and TFLOP as the text of three cells."""
-    return format_bytes(gathered), format_bytes(scattered), f"{flops / 1e12:.3g}"
+    tflop = f"{flops / 1e12:.3g}" if flops >= 1e10 else f"{flops / 1e12:.1g}"  # at most six characters
+    return format_bytes(gathered, 3), format_bytes(scattered, 3), tflop
 
 
 def _numbered(number: int, what: str) -> str:

@@ -4,10 +4,11 @@ A rank that returned or raised alone would leave the others waiting in a collect
 that decides about a step.
 
 1. Once, before the first step (`Agreement(...)`), ranks find each other through the store of torch.distributed. Each
-   rank writes down the sets of ranks that it shares parameters with, and a hash of the parameters and options of each
-   set. The first rank of a set combines what its ranks wrote into a summary. Every rank reads the summaries of its
-   sets, of the sets that overlap with these, and so on: together they are the ranks that one step connects. The store
-   is used because a rank that fails, or has other parameters, can report that there, and no collective can hang.
+   rank writes down the sets of ranks that it shares parameters with, a hash of the parameters and options of each set,
+   and the total memory of its device. The first rank of a set combines what its ranks wrote into a summary, with the
+   smallest of these memories, for which all of them plan. Every rank reads the summaries of its sets, of the sets that
+   overlap with these, and so on: together they are the ranks that one step connects. The store is used because a rank
+   that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
    creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and for
    every parameter a code of its gradient and whether its stage may start in backward. Every rank gets the same `Agreed`
@@ -84,6 +85,7 @@ class Agreement:
     Args:
         counts: the sets of ranks that share parameters with this rank, and the number of parameters of each set.
         hashes: a hash for every set.
+        own_memory: for every set with parameters, the total bytes of this rank's smallest device.
         describe: returns what the hash of a set stands for; called only for an error.
         device: where the integers are reduced.
         like: a process group whose backend serves that device; None for the default group.
@@ -93,15 +95,18 @@ class Agreement:
         self,
         counts: Mapping[Ranks, int],
         hashes: Hashes,
+        own_memory: Mapping[Ranks, int],
         describe: Describe,
         device: torch.device,
         like: dist.ProcessGroup | None,
     ) -> None:
         self.counts = dict(counts)
+        self.device_memory: dict[Ranks, int] = dict(own_memory)  # of the smallest device of each set
         self._device = device
         self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # the sets of all ranks that the step connects
         if not is_pretended():
-            self._known, device_type = self._find_sets(_publish(counts, hashes, device.type), hashes, describe)
+            names = _publish(counts, hashes, own_memory, device.type)
+            self._known, device_type = self._find_sets(names, hashes, describe)
             if device_type != device.type:  # this rank has no parameters, or only on the CPU, and others use a GPU
                 self._device = torch.device(device_type, torch.get_device_module(device_type).current_device())
         self.ranks: Ranks = tuple(sorted({rank for ranks in self._known for rank in ranks}))
@@ -126,7 +131,7 @@ class Agreement:
     def _find_sets(
         self, names: Mapping[Ranks, str], hashes: Hashes, describe: Describe
     ) -> tuple[dict[Ranks, int], str]:
-        """Find all sets that overlap with this rank's sets, directly or through others.
+        """Find all sets that overlap with this rank's sets, directly or through others, and the memory of its own sets.
 
         Args:
             names: for every set of this rank, the prefix of its keys in the store.
@@ -155,6 +160,7 @@ class Agreement:
         for name, summary in sorted(found.items()):
             if summary["hashes"] is not None:
                 raise _disagreement(name, tuple(summary["ranks"]), summary["hashes"], hashes, describe)
+        self.device_memory = {ranks: found[names[ranks]]["memory"] for ranks in self.device_memory}
         counts = sorted((tuple(summary["ranks"]), summary["count"]) for summary in found.values())
         types = {device for summary in found.values() for device in summary["devices"]}
         return dict(counts), min(types - {"cpu"}, default="cpu")
@@ -315,11 +321,15 @@ def report_failure(counts: Iterable[Ranks], error: Exception) -> None:
         counts: the sets of ranks that share parameters with this rank.
         error: what went wrong on this rank.
     """
-    _publish(dict.fromkeys(counts, 0), {}, "cpu", failed=str(error))
+    _publish(dict.fromkeys(counts, 0), {}, {}, "cpu", failed=str(error))
 
 
 def _publish(
-    counts: Mapping[Ranks, int], hashes: Hashes, device_type: str, failed: str | None = None
+    counts: Mapping[Ranks, int],
+    hashes: Hashes,
+    own_memory: Mapping[Ranks, int],
+    device_type: str,
+    failed: str | None = None,
 ) -> dict[Ranks, str]:
     """Write what this rank has into the store, for every set of ranks that it belongs to.
 
@@ -330,10 +340,11 @@ def _publish(
     names = {ranks: _next_name(ranks) for ranks in sorted(counts)}
     for ranks, name in names.items():
         own = {"hash": hashes.get(ranks), "count": counts[ranks], "sets": list(names.values()), "failed": failed}
-        own["device"] = device_type
+        own |= {"device": device_type, "memory": own_memory.get(ranks)}
         store.set(f"{name}/{me}", json.dumps(own))
         if failed is not None and ranks[0] == me:
-            summary = {"ranks": ranks, "count": 0, "sets": [], "failed": (me, failed), "hashes": None, "devices": []}
+            summary = {"ranks": ranks, "count": 0, "sets": [], "failed": (me, failed), "hashes": None}
+            summary |= {"devices": [], "memory": None}
             store.set(f"{name}/summary", json.dumps(summary))
     return names
 
@@ -343,7 +354,8 @@ def _summary(store: Store, name: str, ranks: Ranks) -> dict[str, Any]:
 
     Returns:
         The keys "ranks", "count" (parameters), "sets" (prefixes of all sets of these ranks), "failed" (None, or a rank
-        and its error), "hashes" (None, or two hashes that differ) and "devices" (types).
+        and its error), "hashes" (None, or two hashes that differ), "devices" (types) and "memory" (bytes of the
+        smallest device, or None for ranks that share no parameters).
     """
     entries = [json.loads(_get(store, f"{name}/{rank}", name, ranks)) for rank in ranks]
     hashes = [entry["hash"] for entry in entries if entry["failed"] is None]
@@ -355,6 +367,7 @@ def _summary(store: Store, name: str, ranks: Ranks) -> dict[str, Any]:
         "failed": failures[0] if failures else None,
         "hashes": (max(hashes), min(hashes)) if len(set(hashes)) > 1 else None,
         "devices": sorted({entry["device"] for entry in entries}),
+        "memory": min((entry["memory"] for entry in entries if entry["memory"] is not None), default=None),
     }
 
 

@@ -8,7 +8,7 @@ reduced. Ours reduces a bucket as DDP itself does, operation by operation, so th
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,12 @@ class BucketHook:
     """The communication hook of one DDP wrapper. It stays there: DDP can't remove a hook.
 
     Args:
-        group: the process group of the wrapper; None for a copy of a wrapper, whose hook is never called.
+        wrapper: the wrapper; None for a copy of a wrapper, whose hook is never called.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, wrapper: DistributedDataParallel | None = None) -> None:
+        self._wrapper = ref(wrapper) if wrapper is not None else None
+        self._group: dist.ProcessGroup | None = wrapper.process_group if wrapper is not None else None
         self.listeners: WeakSet[Any] = WeakSet()
         self._parameters: list[Tensor] = []  # those whose gradients are being reduced in this backward
 
@@ -51,6 +52,13 @@ class BucketHook:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start the all-reduce of a `dist.GradBucket`, and return the future of the mean."""
         assert self._group is not None
+        assert self._wrapper is not None
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper._join_config.enable:  # every rank raises, before any of them has joined
+            raise RuntimeError(
+                "DistributedDataParallel.join() can't be combined with overlap='backward': ranks that have run out of "
+                "batches do not call step(), for which all others wait. Give all ranks the same number of batches"
+            )
         self._parameters += bucket.parameters()
         buffer = bucket.buffer()
         gradients: list[tuple[Tensor, Tensor]] = []
@@ -110,7 +118,7 @@ def listen(wrapper: DistributedDataParallel, listener: Listener) -> str | None:
         obstacle = _obstacle(wrapper)
         if obstacle is not None:
             return obstacle
-        hook = BucketHook(wrapper.process_group)
+        hook = BucketHook(wrapper)
         try:
             wrapper.register_comm_hook(hook, _reduce)
         except RuntimeError:  # a built-in hook, which DDP registers without a trace
@@ -123,7 +131,7 @@ def listen(wrapper: DistributedDataParallel, listener: Listener) -> str | None:
 def _obstacle(wrapper: DistributedDataParallel) -> str | None:
     """Return why our hook can't be registered, or would not reduce gradients as DDP itself does; None if it can.
 
-    Two attributes of DDP are private. tests/test_faults_overlap.py fails if they change.
+    Three attributes of DDP are private. tests/test_faults_overlap.py fails if they change.
     """
     if wrapper._comm_hooks:
         return HAS_HOOK

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,32 @@ _GroupKey: TypeAlias = tuple[Ranks, str, str, str]
 
 
 class Claim:
-    """The right to use the process groups for a purpose in a thread, as long as somebody holds this object."""
+    """The right to use the process groups for a purpose in a thread, as long as somebody holds this object.
+
+    Args:
+        world: what belongs to the `init_process_group` of these groups.
+    """
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self.is_broken = False  # whether an exchange has failed: ranks no longer agree on what comes next
+
+    def give_up(self) -> None:
+        """Hold the claim until the groups are destroyed, because an exchange has failed: nobody may use them again."""
+        self.is_broken = True
+        self._world.broken.append(self)
 
 
 @dataclass
 class _World:
     """The process groups and counters that belong to one `init_process_group`."""
 
-    groups: dict[_GroupKey, dist.ProcessGroup] = field(default_factory=dict)
+    # torch.distributed owns the groups. Another reference would keep gloo's threads after `destroy_process_group`,
+    # because DTensor's caches may keep the default group, and with it this object, until the program ends.
+    groups: WeakValueDictionary[_GroupKey, dist.ProcessGroup] = field(default_factory=WeakValueDictionary)
     meetings: Counter[str] = field(default_factory=Counter)  # calls of `next_meeting`, by name
     claims: dict[str, ReferenceType[Claim]] = field(default_factory=dict)  # by purpose
+    broken: list[Claim] = field(default_factory=list)
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
@@ -55,6 +71,12 @@ def my_rank() -> int:
 def num_ranks() -> int:
     """Return the world size; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def world_reference() -> Callable[[], object]:
+    """Return a weak reference to the default process group; one to nothing without torch.distributed."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return ref(world) if world is not None else lambda: None
 
 
 def is_pretended() -> bool:
@@ -89,8 +111,9 @@ def are_claimed(purpose: str) -> bool:
 def claim_groups(purpose: str) -> Claim:
     """Return the claim to the process groups of `groups_for(purpose)`, which nobody else may hold."""
     assert not are_claimed(purpose)
-    claim = Claim()
-    _this_world().claims[purpose] = ref(claim)
+    world = _this_world()
+    claim = Claim(world)
+    world.claims[purpose] = ref(claim)
     return claim
 
 
@@ -136,6 +159,11 @@ def group_like(parameter: Tensor, replicate_group: dist.ProcessGroup | None) -> 
         return None
 
 
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group was destroyed, by itself or with all others."""
+    return isinstance(group, dist.ProcessGroup) and group not in c10d._world.pg_group_ranks
+
+
 def next_meeting(name: str) -> int:
     """Return how often this was called with this name before; all ranks that meet under a name count alike."""
     meetings = _this_world().meetings
@@ -152,7 +180,8 @@ def time_limit() -> timedelta:
     """Return the timeout of the default process group, after which ranks stop waiting for each other."""
     world = dist.group.WORLD
     assert world is not None
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    types = world._device_types  # none if the group is not made of backends, as torch's threaded one for tests
+    options = getattr(world._get_backend(types[0]), "options", None) if types else None
     limit: timedelta = options._timeout if options is not None else c10d.default_pg_timeout
     return limit
 
@@ -165,16 +194,7 @@ def _this_world() -> _World:
 
 
 def _backend(device: torch.device, like: dist.ProcessGroup | None) -> str:
-    """Return the name of the backend that the group `like` uses for a type of device.
-
-    Raises:
-        RuntimeError: the group was destroyed.
-    """
-    if like is not None and like not in c10d._world.pg_group_ranks:
-        raise RuntimeError(
-            "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel again,"
-            " or make a new group for replicate_group=, and build the optimizer anew"
-        )
+    """Return the name of the backend that the group `like` uses for a type of device."""
     config = dist.get_backend_config(like)
     by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)

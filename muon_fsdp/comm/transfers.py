@@ -14,6 +14,7 @@ while one stage computes, the next is gathered and the previous one scattered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from muon_fsdp.plan.stages import Stage, make_gather_stage
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]
 
+# A collective that is running, and its process group. `destroy_process_group` drops the group, and gloo would wait for
+# the collective, which other ranks may never join.
+_Work: TypeAlias = tuple[dist.Work, dist.ProcessGroup]
 STAGES_IN_FLIGHT = 2  # stages that use one phase's buffers in turn: a buffer is reused after this many stages
 
 
@@ -173,14 +177,14 @@ class Transfer:
         received = recorder.buffer(f"{name} receive", incoming.numel, source.dtype, source.device)
         self._buffers: tuple[Tensor, ...] = (send, received)  # must not be freed before the transfer has finished
         # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
-        works: list[dist.Work] = []
+        works: list[_Work] = []
         self._works = works
         send_sizes, receive_sizes = list(outgoing.sizes), list(incoming.sizes)
 
         def start() -> None:
             group = group_of(ranks, send.device, purpose)  # found at every replay: it may have been made anew
             work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
-            works[:] = [work]
+            works[:] = [(work, group)]
 
         recorder.host(start)
 
@@ -190,14 +194,14 @@ class Transfer:
         On a GPU the current stream waits, and the host does not.
         """
         works = self._works
-        self._recorder.host(lambda: works.pop().wait())
+        self._recorder.host(lambda: _wait_for(works))
         copies = self._incoming.copies
         _copy(copies, copies.in_first(target), copies.in_second(self._buffers[1]))
         self._buffers = ()
 
     def is_completed(self) -> bool:
         """Return whether the all-to-all has finished, without waiting for it."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work, _ in self._works)
 
 
 class AllGather:
@@ -214,19 +218,24 @@ class AllGather:
         self._recorder = recorder
         own = torch.chunk(buffer, len(ranks))[ranks.index(my_rank())]
         # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
-        works: list[dist.Work] = []
+        works: list[_Work] = []
         self._works = works
 
         def start() -> None:
             group = group_of(ranks, buffer.device, purpose)  # found at every replay, as above
-            works[:] = [dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)]
+            works[:] = [(dist.all_gather_into_tensor(buffer, own, group=group, async_op=True), group)]
 
         recorder.host(start)
 
     def finish(self) -> None:
         """Wait for the all-gather; on a GPU the current stream waits, and the host does not."""
         works = self._works
-        self._recorder.host(lambda: works.pop().wait())
+        self._recorder.host(lambda: _wait_for(works))
+
+
+def _wait_for(works: list[_Work]) -> None:
+    work, _group = works.pop()
+    work.wait()
 
 
 def _copy(copies: Copies, targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -245,7 +246,7 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-# Names of the same options in other libraries.
+# Names of the same options in other libraries. In a group they are errors too: they look as if they had an effect.
 _SYNONYMS = {
     "learning_rate": "lr",
     "muon_lr": "lr",
@@ -257,15 +258,51 @@ _SYNONYMS = {
     "epsilon": "eps",
     "steps": "ns_steps",
     "backend_steps": "ns_steps",
+    "num_ns_steps": "ns_steps",
+    "ns_coefficients": "orthogonalization",
     "adjust_lr_fn": "scale",
+    "adjust_lr": "scale",
     "heads": "num_heads",
+    "use_muon": "rule",
+    "algorithm": "rule",
 }
 
 
 def suggestion(name: str, valid: Iterable[str]) -> str:
     """Return a hint for an error message, such as "; did you mean 'lr'?", or "" if no valid name is near."""
     names = list(valid)
-    synonym = _SYNONYMS.get(name.lower())
+    meant = meant_name(name, names)
     prefixed = [each for each in names if each.endswith(f"_{name}")]
-    near = [synonym] if synonym in names else prefixed or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    near = [meant] if meant else prefixed or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def meant_name(name: str, valid: Iterable[str]) -> str | None:
+    """Return the valid name that another one stands for: it is a known synonym, or a likely typing error.
+
+    A typing error is one letter away (missing, added, another one, or two swapped); two if the valid name is longer
+    than five letters, because many words are two letters away from "scale".
+    """
+    return _meant_name(name.lower(), tuple(valid))
+
+
+@lru_cache(maxsize=1024)  # many groups have the same keys
+def _meant_name(lower: str, names: tuple[str, ...]) -> str | None:
+    if _SYNONYMS.get(lower) in names:
+        return _SYNONYMS[lower]
+    distances = [(_distance(lower, each), each) for each in names if abs(len(each) - len(lower)) <= 2]
+    near = [(away, each) for away, each in distances if len(lower) > 1 and away <= (1 if len(each) <= 5 else 2)]
+    return min(near)[1] if near else None
+
+
+def _distance(one: str, other: str) -> int:
+    """Return by how many letters two words differ; two neighbours that are swapped count once."""
+    before: list[int] = []
+    last, row = before, list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, last, row = last, row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                row[j] = min(row[j], before[j - 2] + 1)
+    return row[-1]

@@ -23,7 +23,7 @@ class MatrixView:
 
     shape: tuple[int, ...]
     kind: str  # a ViewName other than "auto"
-    transposed: bool  # the parameter stores (d_in, d_out), as Hugging Face's Conv1D does
+    transposed: bool  # it stores (d_in, d_out), as Conv1D of Hugging Face does, or a stack of these
     row_heights: tuple[int, ...]  # the rows of every matrix are cut into blocks of these heights
     stacked_heads: int  # every block is cut into this many matrices of equal height
 
@@ -86,7 +86,7 @@ def matrix_view(
         shape: the whole shape of the parameter.
         name: how errors name the parameter.
         kind: one of `VIEW_NAMES`.
-        transposed: whether the parameter stores (d_in, d_out); only view "matrix" uses it.
+        transposed: whether the parameter stores its matrices as (d_in, d_out); for views "matrix" and "stacked".
         num_heads: cut the rows of every matrix into this many equal matrices.
         split_sizes: cut the rows of every matrix into matrices of these heights.
 
@@ -103,15 +103,23 @@ def matrix_view(
         raise ValueError(f"{which}: view 'stacked' needs at least 3 dimensions; use 'matrix'")
     if kind == "attn" and (len(shape) != 2 or shape[1] % ATTN_MATRICES):
         raise ValueError(f"{which}: view 'attn' needs a shape (d1, {ATTN_MATRICES} * d2)")
-    transposed = transposed and kind == "matrix"
-    _, rows, _ = _matrix_stack_shape(shape, kind, transposed)
+    if transposed and not can_be_transposed(shape, kind):
+        raise ValueError(f"{which}: transposed=True needs view 'matrix' or 'stacked', and its view is {kind!r}")
+    count, rows, _ = _matrix_stack_shape(shape, kind, transposed)
     if num_heads is not None and split_sizes is not None:
         raise ValueError(f"{which}: pass num_heads or split_sizes, not both")
     if num_heads is not None and rows % num_heads:
         raise ValueError(f"{which}: num_heads={num_heads} does not divide its {rows} rows")
     if split_sizes is not None and sum(split_sizes) != rows:
         raise ValueError(f"{which}: split_sizes {split_sizes} add up to {sum(split_sizes)}, not to its {rows} rows")
+    if transposed and count > 1 and num_heads is not None:  # these heads do not lie at one distance in memory
+        split_sizes, num_heads = (rows // num_heads,) * num_heads, None
     return MatrixView(tuple(shape), kind, transposed, split_sizes or (rows,), num_heads or 1)
+
+
+def can_be_transposed(shape: tuple[int, ...], kind: str) -> bool:
+    """Return whether a parameter can store (d_in, d_out) under a view: its last two dimensions are a matrix."""
+    return _kind(shape, kind) in ("matrix", "stacked")
 
 
 def vectors_in(shape: tuple[int, ...], kind: str) -> int:

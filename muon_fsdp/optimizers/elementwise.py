@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.transfers import like, local, local_gradient, local_part, sum_over_axis
-from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, number, suggestion
+from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, meant_name, number, suggestion
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.tables import (
@@ -409,10 +409,10 @@ def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], s
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raise an error for a value that an option does not accept, and for a key that is not an option."""
+    """Raise an error for a value that an option does not accept, and for a key that resembles an option."""
     by_name = {option.name: option for option in _OPTIONS}
     for name, value in options.items():
         if name in by_name:
             by_name[name].check_value(value, name)
-        elif name not in FOREIGN_KEYS:
+        elif name not in FOREIGN_KEYS and isinstance(name, str) and meant_name(name, by_name) is not None:
             raise UnknownOptionError(f"Unknown option {name!r} in a parameter group{suggestion(name, by_name)}")

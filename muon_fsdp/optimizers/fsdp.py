@@ -133,8 +133,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
         if self._model is None:
             raise RuntimeError("a copied optimizer does not know its model: call this on the one built from the model")
         self._reshard_or_raise(self._model)
-        if self._planned is not None and self._planned.overlap is not None:
-            self._planned.overlap.finish()  # two transfers at a time would only slow each other down
         holders: list[tuple[nn.Module, str, nn.Parameter]] = [
             (module, name, parameter)
             for module in self._model.modules()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from muon_fsdp.parameters.groups import (
     split_foreign,
     with_lists,
 )
-from muon_fsdp.parameters.records import ParameterRecord, make_records, view_of
+from muon_fsdp.parameters.names import clean_name, override_pattern, without_numbers
+from muon_fsdp.parameters.records import ParameterRecord, looks_fused, make_records, view_of
 from muon_fsdp.parameters.replicas import Replicas
-from muon_fsdp.parameters.routing import GroupRule, Route, Router, clean_name
-from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows
+from muon_fsdp.parameters.routing import GroupRule, Route, Router
+from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.settings import MICRO_STEP, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
 
@@ -78,12 +80,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
         # Schedulers write into a tensor in place; groups that are added later start from its first value.
         first_lr = options["lr"].clone() if isinstance(options.get("lr"), Tensor) else None
         self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
+        self._routed: list[int] = []  # the `id` of the parameters that they were decided for
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         defaults, _ = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
         self._given.taken.clear()  # no parameter uses an option yet
         groups = with_lists(as_torch_params(params))
         self._is_built = False
-        with self._router.reading(model):
+        with self._router.reading(model, self._named_parameters(groups)):
             self._preview(groups)
             super().__init__(groups, defaults)
             self._is_built = True
@@ -174,9 +177,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """
         self._pattern_rules: dict[str, set[str]] = defaultdict(set)
         routes: list[Route] = []
-        for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
-            with suppress(AttributeError, TypeError, ValueError, KeyError):  # a wrong group raises when it is added
-                named, parameters = names_and_parameters(group)
+        for group, named, parameters in _readable(groups):
+            with suppress(AttributeError, TypeError, ValueError):  # a wrong group raises when it is added
                 group_rule = self._rule_of_group(group)
                 for index, parameter in enumerate(parameters):
                     name = self._router.name_of(parameter) or (clean_name(named[index]) if named else "")
@@ -188,6 +190,17 @@ class GroupedOptimizer(torch.optim.Optimizer):
         own_lr = self._given.options.get(prefixed(self._other_rule, "lr"))
         is_decided = any(route.decided for route in routes)
         self._given.lr_is_for_others = bool(routes) and not is_matrix and not is_decided and own_lr is None
+
+    @staticmethod
+    def _named_parameters(groups: Sequence[Any]) -> list[tuple[str, Tensor]]:
+        """Return the parameters that have names, in whatever group they are."""
+        return [
+            (name, parameter)
+            for _, named, parameters in _readable(groups)
+            if named is not None
+            for name, parameter in zip(named, parameters, strict=True)
+            if isinstance(parameter, Tensor)
+        ]
 
     def _rule_of_group(self, given: Mapping[str, Any]) -> GroupRule:
         """Return the rule that a user's group asks for."""
@@ -243,6 +256,35 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if about_bare is not None and about_bare not in self._router.warnings:
             self._warn(about_bare)
 
+    def _refuse_guesses(self, new_groups: Sequence[tuple[Group, list[Route]]]) -> None:
+        """Raise if a rule is a guess, or if it is not clear whether a weight is one matrix."""
+        # The same part of several layers is named once.
+        unclear: dict[tuple[str, str, tuple[str, ...]], list[Route]] = defaultdict(list)
+        for group, routes in new_groups:
+            for route in routes:
+                fused = looks_fused(group, route)
+                if route.guessed:
+                    text = f"would get rule {route.rule!r} by a guess ({route.reason})"
+                    answers = (repr(route.rule), "", repr(self._rule_name), "")
+                elif fused is not None:
+                    text = f"looks fused ({fused.parts}) and would be orthogonalized as one matrix"
+                    split = shown(dict(fused.options)) if fused.options else "{'split_sizes': (...)}"
+                    purpose, condition = " to split it into parts that follow each other,", " if it is one matrix"
+                    answers = (split, purpose, repr(route.rule), condition)
+                else:
+                    continue
+                unclear[without_numbers(route.name), text, answers].append(route)
+        lines = []
+        for (_, text, (first, purpose, second, condition)), same in unclear.items():
+            pattern = repr(override_pattern([route.name for route in same], self._router.names))
+            others = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
+            lines.append(
+                f"parameter {same[0].name!r} of shape {same[0].shape}{others} {text}; pass "
+                f"overrides={{{pattern}: {first}}}{purpose} or {{{pattern}: {second}}}{condition}"
+            )
+        if lines:
+            raise ValueError("strict: " + "\n".join(lines))
+
     def _check_use_of_rule(self) -> None:
         """Warn if no parameter is updated as a matrix, unless the user asked for that."""
         routes = self._all_routes()
@@ -271,11 +313,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
         Keys are `rule`, options of the rules of its parameters, and `name`. In a group with matrices, options of the
-        other parameters have the name of their rule as a prefix (`adamw_lr`). A key that has no effect raises an
-        error. An optimizer built from a model routes new parameters by the model as it is now: unfreeze them first.
+        other parameters have the name of their rule as a prefix (`adamw_lr`). An option that has no effect raises an
+        error, and so does a key that resembles one. Keys of other programs are kept (timm's `lr_scale`). An optimizer
+        built from a model routes new parameters by the model as it is now: unfreeze them first.
         """
-        model = self._watch.model() if self._is_built and self._watch is not None else None
-        with self._router.reading(model) if self._is_built else nullcontext():
+        if not self._is_built:  # the constructor reads all groups
+            self._add(param_group)
+            return
+        (param_group,) = with_lists([param_group])
+        model = self._watch.model() if self._watch is not None else None
+        with self._router.reading(model, self._named_parameters([*self.param_groups, param_group])):
             self._add(param_group)
 
     def _add(self, param_group: Group) -> None:
@@ -285,7 +332,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options, foreign = split_foreign(given)
         source = Source("a parameter group", options)
         named, parameters = names_and_parameters(param_group)
-        routes = self._route(parameters, named, given)
+        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        routes = self._route(parameters, named, given, taken)
         self._require_rule(source.where, given.get("rule"), routes)
         new_groups = [
             self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
@@ -296,12 +344,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
             group, _ = self._resolved(rule, None, [(source, ())])
             new_groups = [self._new_group(group, [], [], source, foreign)]
+        self._name_parts([group for group, _ in new_groups])
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
             self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
         for group, group_routes in new_groups:  # views are checked before anything is changed
             for route in group_routes:
                 view_of(group, route, route.shape)
+        if self._is_strict:
+            self._refuse_guesses(new_groups)
         if self._is_built:
             self._check_doubts([*self._all_routes(), *routes])
         self._name_all_groups(new_groups, named is not None)
@@ -314,6 +365,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for key in missing:
                 del group[key]
             self._routes.append(group_routes)
+            self._routed += map(id, group["params"])
 
     def _split(self, routes: Sequence[Route], source: Source) -> list[tuple[Group, list[int], dict[str, Any]]]:
         """Divide the parameters of a user's group by their options.
@@ -356,6 +408,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
         lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
         return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
 
+    def _name_parts(self, parts: Sequence[Group]) -> None:
+        """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
+
+        The first part keeps the user's name, and the others add their rule: "body", "body.adamw", "body.adamw.2".
+        """
+        taken = {group.get("name") for group in self.param_groups}
+        for part in parts[1:] if "name" in parts[0] else ():
+            taken.add(parts[0]["name"])
+            first = f"{parts[0]['name']}.{part['rule']}"
+            candidates = chain([first], (f"{first}.{number}" for number in count(2)))
+            part["name"] = next(name for name in candidates if name not in taken)
+            taken.add(part["name"])
+
     def _name_all_groups(self, new_groups: Sequence[tuple[Group, list[Route]]], named: bool) -> None:
         """Add names to all groups if some group has names: torch requires all or none."""
         if not (named or any("param_names" in group for group in self.param_groups)):
@@ -363,10 +428,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group, routes in (*zip(self.param_groups, self._routes, strict=True), *new_groups):
             group.setdefault("param_names", [route.given_name or route.name for route in routes])
 
-    def _route(self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any]) -> list[Route]:
+    def _route(
+        self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any], taken: dict[int, str]
+    ) -> list[Route]:
+        """Decide about the parameters of a group; `taken` are the names of those in other groups, by `id`."""
         group_rule = self._rule_of_group(given)
-        first = sum(map(len, self._routes))
-        taken = {id(p): route.name for p, route in zip(self._parameters(), self._all_routes(), strict=True)}
+        first = len(taken)
         routes = []
         for index, parameter in enumerate(parameters):
             model_name = self._router.name_of(parameter) if isinstance(parameter, Tensor) else None
@@ -379,12 +446,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if self._router.overrides and not has_name:
                 raise ValueError("overrides need names: pass the model, or model.named_parameters()")
             route = self._router.route(parameter, name, group_rule, named=has_name)
-            if self._is_strict and route.guessed:
-                raise ValueError(
-                    f"strict: parameter {name!r} of shape {tuple(parameter.shape)} would get rule {route.rule!r} "
-                    f"by a guess ({route.reason}); pass overrides={{{name!r}: {route.rule!r}}} or "
-                    f"{{{name!r}: {group_rule.rule!r}}}"
-                )
             defaults = tuple(self._parameter_defaults(parameter, route).items())
             given_name = named[index] if named else None
             position = None if has_name else first + index
@@ -393,22 +454,71 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _records(self) -> list[ParameterRecord]:
         """Return one record per parameter, for the parameters and options that groups have now."""
-        self._all_routes()  # raises if groups were changed by hand
+        self._follow_groups()
         return make_records(self.param_groups, self._routes, self._replicas)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _all_routes(self) -> list[Route]:
-        if [len(group["params"]) for group in self.param_groups] != [len(routes) for routes in self._routes]:
-            raise RuntimeError(
-                "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer "
-                "to remove some"
-            )
+        self._follow_groups()
         return [route for routes in self._routes for route in routes]
 
-    def routing_report(self) -> RoutingReport:
-        """Return the rule of every parameter with its reason, and the options in force; `print` shows a table."""
+    def _follow_groups(self) -> None:
+        """Find the routes of all parameters again if others have assigned or rearranged `param_groups`.
+
+        Frameworks replace the tensors of a group (Accelerate does), so a new tensor gets the route of its position.
+        Others assign groups that one of our optimizers has made (Lightning's BaseFinetuning does): if all parameters
+        are still there, each keeps its route, and those of new groups are routed as by `add_param_group`.
+        """
+        present = [id(parameter) for parameter in self._parameters()]
+        has_sizes = [len(group["params"]) for group in self.param_groups] == [len(routes) for routes in self._routes]
+        if has_sizes and present == self._routed:
+            return
+        if self._routed and set(self._routed) <= set(present):
+            self._routes = self._routes_of_assigned(dict(zip(self._routed, chain(*self._routes), strict=True)))
+        elif not has_sizes:
+            raise _changed_by_hand()
+        self._routed = present
+
+    def _routes_of_assigned(self, known: Mapping[int, Route]) -> list[list[Route]]:
+        """Return the routes of the parameters of groups that were assigned.
+
+        Args:
+            known: the routes of the parameters that were there before, by `id`.
+        """
+        parameters = self._parameters()
+        new = [{id(parameter) not in known for parameter in group["params"]} for group in self.param_groups]
+        is_ours = all(key in group for group in self.param_groups for key in ("rule", *PROGRESS))
+        if not is_ours or any(len(kinds) == 2 for kinds in new) or len(set(map(id, parameters))) != len(parameters):
+            raise _changed_by_hand()
+        result: list[list[Route]] = []
+        taken = {key: route.name for key, route in known.items()}
+        model = self._watch.model() if self._watch is not None else None
+        with self._router.reading(model, self._named_parameters(self.param_groups)):
+            for group, kinds in zip(self.param_groups, new, strict=True):
+                if True in kinds:
+                    named, tensors = names_and_parameters(group)
+                    result.append(self._route(tensors, named, group, taken))
+                else:
+                    result.append([known[id(parameter)] for parameter in group["params"]])
+        positions = count()
+        for routes in result:  # a parameter without a name is named by its position
+            for index, (route, position) in enumerate(zip(routes, positions, strict=False)):
+                if route.unnamed_position is not None:
+                    routes[index] = replace(route, name=f"param[{position}]", unnamed_position=position)
+        if any("param_names" in group for group in self.param_groups):
+            for group, routes in zip(self.param_groups, result, strict=True):
+                group["param_names"] = [route.given_name or route.name for route in routes]
+        return result
+
+    def routing_report(self, full: bool = False) -> RoutingReport:
+        """Return which rule each parameter has, why, and its current options; `print` shows a table.
+
+        Args:
+            full: whether the table has a row for every parameter. Otherwise equal parameters of repeated layers share
+                a row, and all frozen ones.
+        """
         records = self._records()
         groups = [
             RoutingGroup.of(index, RULES[group["rule"]], group, routes[0].lr_origin if routes else "")
@@ -421,14 +531,27 @@ class GroupedOptimizer(torch.optim.Optimizer):
             scales = ", ".join(f"{size:.4g}" for size in sizes if size is not None)
             unchanged = record.route.rule == record.rule.name
             reason = record.route.reason if unchanged else "rule of the group was changed"
+            if record.view is not None and record.view.transposed:
+                reason = f"{reason}, stored (in, out)"
             options = groups[record.group_index].options
             overridden = {name: options[name] for name in record.route.overridden if name in options}
+            fused = looks_fused(record.group, record.route)
             rows.append(
-                RoutingRow(record.name, record.shape, record.rule.name, reason, scales, record.group_index, overridden)
+                RoutingRow(
+                    record.name,
+                    record.shape,
+                    record.rule.name,
+                    reason,
+                    scales,
+                    record.group_index,
+                    overridden,
+                    fused.parts if fused is not None else "",
+                    dict(fused.options) if fused is not None else {},
+                )
             )
         held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since
         frozen = [row for row in self._frozen_rows if row.name not in held]
-        return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups))
+        return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups), full)
 
     def _forget_origins_of_lr(self) -> None:
         """Drop the notes on where learning rates came from, after others were loaded."""
@@ -436,8 +559,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
+        self._follow_groups()
         for number, group in enumerate(self.param_groups):
-            options = RULES[group["rule"]].all_options
+            options = rule_named(group["rule"]).all_options
             try:
                 for name, option in options.items():
                     option.validate(group.setdefault(name, option.default))
@@ -452,6 +576,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         warn_user(message)
 
 
+def _changed_by_hand() -> RuntimeError:
+    return RuntimeError(
+        "param_groups were changed by hand: use add_param_group to add parameters, and a new optimizer to remove some"
+    )
+
+
 def _key(options: Mapping[str, Any], lr_origin: str = "") -> tuple[object, ...]:
     """Return a key that is equal for equal options.
 
@@ -462,3 +592,13 @@ def _key(options: Mapping[str, Any], lr_origin: str = "") -> tuple[object, ...]:
         (name, (lr_origin or id(value)) if isinstance(value, Tensor) else repr(value))
         for name, value in options.items()
     )
+
+
+def _readable(groups: Sequence[Any]) -> Iterator[tuple[Group, list[str] | None, list[Tensor]]]:
+    """Yield every group with the names of its parameters, if they have names, and the parameters.
+
+    A group that can't be read is left out, because adding it raises an error that says why.
+    """
+    for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
+        with suppress(TypeError, ValueError, KeyError):
+            yield group, *names_and_parameters(group)

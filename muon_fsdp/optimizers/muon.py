@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
+from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -31,7 +32,8 @@ from muon_fsdp.parameters.state_dict import (
     loading_hooks,
     what_was_not_loaded,
 )
-from muon_fsdp.parameters.wrappers import replicate_group_of, warn_about_twin
+from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn_about_twin
+from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
 from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
@@ -43,7 +45,7 @@ from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, own_memory, ranks_of_agreement, shared_ranks
 from muon_fsdp.text import warn_user
 
 
@@ -79,8 +81,8 @@ class MuonOptimizer(GroupedOptimizer):
         other_rule: the name of the element-wise rule of all other parameters.
         {settings}
         overrides: {pattern of names: rule, or dict of group options}; the first match wins. Needs names.
-        replicate_group: process group over which plain parameters are replicas, so the work is split over it. If DDP
-            wraps the model, its process group is the default.
+        replicate_group: process group over which plain parameters are replicas, so that its ranks can share the work.
+            If DDP wraps the model, its process group is the default.
         replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a slice of it are equal on all
             slices: each is then orthogonalized once, not once per slice. The first step raises an error if they
             differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
@@ -113,8 +115,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._settings = Settings(
             nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap
         )
-        if agreement_group is not None and dist.get_rank(agreement_group) < 0:
-            raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
+        ranks_of_agreement(agreement_group)  # raises if it is of no use
         if replicate_group is None:
             replicate_group = replicate_group_of(params)
         self._agreement_group = agreement_group
@@ -125,6 +126,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
         self._accumulation_steps = 1
+        # The gradients that accumulate since the first call of step(); None once the second has checked them.
+        self._held: list[tuple[Tensor, Tensor]] | None = []
         self._planned: PlannedStep | None = None
         given = {} if lr is UNSET else {"lr": lr}
         super().__init__(
@@ -157,13 +160,13 @@ class MuonOptimizer(GroupedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         # Only steps change STARTED, so all ranks branch alike. Ranks that differ here would wait for each other.
-        has_begun = any(group[STARTED] for group in self.param_groups)
+        has_begun = any(group.get(STARTED) for group in self.param_groups)
         if has_begun and self._still_accumulates():
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
         planned, found = self._prepare()
-        agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
+        planned, agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
         if not has_begun and (agreed.inert or self._still_accumulates()):
             return loss
@@ -216,14 +219,35 @@ class MuonOptimizer(GroupedOptimizer):
             group[STARTED] = True
         if self._accumulation_steps == 1:
             return False
-        micro_step = (self.param_groups[0][MICRO_STEP] + 1) % self._accumulation_steps
+        micro_step = (self.param_groups[0].get(MICRO_STEP, 0) + 1) % self._accumulation_steps
+        if self._held is not None:
+            self._check_held(is_first=micro_step == 1)
         for group in self.param_groups:
             group[MICRO_STEP] = micro_step
         return bool(micro_step)
 
+    def _check_held(self, *, is_first: bool) -> None:
+        """Warn if the gradients that the first call of `step()` found are gone at the second; checked once."""
+        if is_first:
+            self._held = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+            return
+        held, self._held = self._held, None
+        # backward(create_graph=True) adds out of place, and DDP moves gradients to its buckets.
+        is_lost = [p.grad is None or (p.grad is not grad and not p.grad.requires_grad) for p, grad in held or ()]
+        if not any(is_lost) or not all(is_lost):
+            return
+        if any(wrapper.gradient_as_bucket_view for wrapper, _ in ddp_wrappers(self._parameters())):
+            return
+        steps = self._accumulation_steps
+        warn_user(
+            f"gradient_accumulation_steps={steps}: the gradients that the last call of step() found are gone, so their "
+            "micro-batch does not count. model.zero_grad() clears gradients: call optimizer.zero_grad(), which keeps "
+            f"them for {steps} calls. A trainer that accumulates gradients itself needs the option there, not here."
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; while they accumulate over several calls of `step()`, only after the last call."""
-        if self.param_groups[0][MICRO_STEP] == 0:
+        if self.param_groups[0].get(MICRO_STEP, 0) == 0:
             super().zero_grad(set_to_none)
 
     def _is_inert(self, found: Gradients) -> bool:
@@ -241,25 +265,35 @@ class MuonOptimizer(GroupedOptimizer):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> Agreed:
-        """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere."""
+    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> tuple[PlannedStep, Agreed]:
+        """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
+
+        Returns:
+            The plan, made anew if another rank has a smaller device than this rank planned for; and what was agreed on.
+        """
         not_finite = self._settings.nonfinite != "propagate" and not are_finite(found.here().values())
-        self._objections = planned.objections(self.param_groups, self.state)
         if self._checks_for_twins and self._agreement_group is None:
             warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         self._checks_for_twins = False
-        agreed = self._agreement.before_step(
-            planned.shared,
-            self.param_groups,
-            found.codes,
-            self._objections,
-            inert=inert,
-            not_finite=not_finite,
-            compares=planned.compares_replicas,
-        )
+        agreed = None
+        while agreed is None:  # until no rank has other parameters than when the ranks met
+            self._agreement.meet(planned.shared, self.param_groups)
+            if not planned.shared.is_planned_for(self._agreement.device_memory):
+                with self._agreement.reporting():
+                    planned = self._current_plan()
+            self._objections = planned.objections(self.param_groups, self.state)
+            agreed = self._agreement.before_step(
+                planned.shared,
+                self.param_groups,
+                found.codes,
+                self._objections,
+                inert=inert,
+                not_finite=not_finite,
+                compares=planned.compares_replicas,
+            )
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
         if not agreed.compares or agreed.inert:
-            return agreed
+            return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
@@ -280,7 +314,11 @@ class MuonOptimizer(GroupedOptimizer):
     @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, *, rules: Sequence[str] = (), groups: Sequence[int] = ()
+        self,
+        max_norm: float,
+        *,
+        rules: str | Sequence[str] | None = None,
+        groups: int | Sequence[int] | None = None,
     ) -> dict[str | int, Tensor]:
         """Clip gradients by their norm, in any layout and without waiting for the device.
 
@@ -289,8 +327,8 @@ class MuonOptimizer(GroupedOptimizer):
 
         Args:
             max_norm: the largest norm.
-            rules: names of rules; the parameters of each are clipped by a norm of their own.
-            groups: numbers of parameter groups, clipped in the same way.
+            rules: the name of a rule, or several; the parameters of each are clipped by a norm of their own.
+            groups: the number of a parameter group, or several, clipped in the same way.
 
         Returns:
             The norms before clipping, by name of the rule, number of the group, or "all".
@@ -304,44 +342,56 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _current_plan(self) -> PlannedStep:
         """Return the plan, made anew if parameters or planned options have changed since the last step."""
-        parameters = self._parameters()
-        self._all_routes()  # raises if groups were changed by hand
-        key = self._plan_key(parameters)
-        if self._planned is None or self._planned.key != key:
+        key = self._plan_key()
+        agreed_memory = self._agreement.device_memory
+        planned = self._planned
+        if key is None or planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
             self._complete_groups()
-            key = self._plan_key(parameters)
-            if self._planned is not None:
-                self._planned.abandon()
-            self._planned = PlannedStep(
+            key = self._plan_key()
+            if planned is not None:
+                planned.abandon()
+            planned = self._planned = PlannedStep(
                 key,
                 self._records(),
                 self._settings,
                 self._accumulation_steps,
                 self._replicas.group,
                 self._agreement_group,
+                agreed_memory,
                 self._stage_counts,
             )
-        return self._planned
+        return planned
 
-    def _plan_key(self, parameters: Sequence[Tensor]) -> object:
-        """Return a key that changes whenever a new plan is needed."""
-        rules = [RULES[group["rule"]] for group in self.param_groups]
+    def _plan_key(self) -> object:
+        """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
+        rules = [RULES.get(group.get("rule", "")) for group in self.param_groups]
+        if None in rules:
+            return None
         options = [
-            (rule, *[group.get(name) for name in rule.plan_names])
+            (rule, len(group["params"]), *[group.get(name) for name in rule.plan_names])
             for rule, group in zip(rules, self.param_groups, strict=True)
+            if rule is not None
         ]
-        return options, [(id(p), p.dtype, p.device, p.shape) for p in parameters]
+        return options, [(id(p), p.dtype, p.device, p.shape) for p in self._parameters()]
 
-    def plan_report(self, world_size: int | None = None, mesh: Sequence[int] | None = None) -> PlanReport:
+    def plan_report(
+        self,
+        world_size: int | None = None,
+        mesh: Sequence[int] | None = None,
+        device_memory: int | None = None,
+    ) -> PlanReport:
         """Return which ranks orthogonalize what, what travels, and how even the work is; `print` shows a table.
 
         Without arguments, the report is about the parameters as they are distributed now. With `world_size`, it is
         about parameters that `fully_shard` distributes over that many ranks, which needs neither processes nor memory
         (the model may be on the meta device). `mesh` is the shape of the mesh, (replicas, shards) for HSDP.
+        `device_memory` is the total bytes of the smallest device, of which scratch may take 5%. None means 80 GiB for
+        such ranks, and the devices of the present ranks without `world_size` and `mesh`.
 
         Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why; and with
         `overlap="backward"`, how many stages start in backward.
         """
+        Option("device_memory", None, "total bytes of the smallest device", check=integer).validate(device_memory)
         records = self._records()
         graph = overlap = ""
         if not world_size and not mesh:
@@ -349,11 +399,15 @@ class MuonOptimizer(GroupedOptimizer):
             graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
             if planned is not None and planned.overlap is not None:
                 overlap = planned.overlap.status
+            memory = {**own_memory(records), **self._agreement.device_memory}
         else:
             layout = fsdp_layout(world_size, mesh)
             rows = state_layout(layout, shard_state=self._settings.shard_state)
             records = [replace(r, layout=layout, step_layout=rows if r.shape else layout) for r in records]
-        report = make_report(parameter_specs(records, self._settings), self._settings)
+            memory = {layout.ranks: DEVICE_MEMORY}
+        if device_memory is not None:
+            memory = dict.fromkeys(memory, device_memory)
+        report = make_report(parameter_specs(records, self._settings, memory), self._settings)
         return replace(report, cuda_graph=graph, overlap=overlap)
 
     def metrics(self) -> dict[str, float]:
@@ -447,5 +501,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_agreement": StepAgreement(),
             "_totals": {},
             "_watch": None,
+            "_routed": [],
+            "_held": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, suggestion
-from muon_fsdp.parameters.routing import Route, clean_name
+from muon_fsdp.comm.transfers import local
+from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, meant_name, suggestion
+from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.parameters.names import clean_name
+from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.rules import RULES, Rule, rule_named
 
@@ -19,6 +23,7 @@ Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, 
 Group: TypeAlias = dict[str, Any]
 # The learning rate of AdamW where matrices have no usual ratio to it: scale "size" or a number, or a user's own rule.
 INDEPENDENT_LR = 3e-4
+_WHOLE_OPTIMIZER = (*ARGUMENTS, "gradient_accumulation_steps")  # what a group can't have
 
 
 # ------------------------------------------------------------------------------------------------------------ options
@@ -42,12 +47,12 @@ class Source:
         unknown = [name for name in self.options if not rules_with_option(name)]
         if not unknown:
             return
-        if unknown[0] in ARGUMENTS and not self.is_constructor:
+        if unknown[0] in _WHOLE_OPTIMIZER and not self.is_constructor:
             raise UnknownOptionError(
                 f"{self.where}: {unknown[0]!r} is a setting of the whole optimizer: pass it to its constructor"
             )
-        known = {option for rule in RULES.values() for option in rule.all_options} | {*_prefixed_names()}
-        near = suggestion(unknown[0], sorted(known | {*ARGUMENTS} if self.is_constructor else known))
+        known = [*_option_names(), *(ARGUMENTS if self.is_constructor else ("rule",))]
+        near = suggestion(unknown[0], known)
         raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
 
     def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
@@ -135,8 +140,22 @@ def prefixed(rule: Rule, option: str) -> str:
     return f"{rule.name}_{option}"
 
 
-def _prefixed_names() -> list[str]:
-    return [prefixed(rule, option) for rule in RULES.values() if not rule.needs_matrices for option in rule.all_options]
+def _option_names() -> list[str]:
+    """Return the names of all options of all rules, bare and prefixed, in alphabetical order."""
+    bare = {option for rule in RULES.values() for option in rule.all_options}
+    others = [rule for rule in RULES.values() if not rule.needs_matrices]
+    return sorted(bare | {prefixed(rule, option) for rule in others for option in rule.all_options})
+
+
+def our_name(key: object) -> str | None:
+    """Return the option or setting of ours that a key of a group is or resembles; None if the key is another's."""
+    names = (*_option_names(), *_WHOLE_OPTIMIZER, "rule")
+    return None if not isinstance(key, str) else key if key in names else meant_name(key, names)
+
+
+def keys_of_others(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what other programs keep in a group, such as timm's `lr_scale`: neither ours, nor torch's own keys."""
+    return {key: value for key, value in group.items() if key not in FOREIGN_KEYS and our_name(key) is None}
 
 
 def resolve(
@@ -156,12 +175,12 @@ def resolve(
 
 
 def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the keys of a user's group into options and the keys of torch and its schedulers.
+    """Split the keys of a user's group into options and the keys of others: torch, its schedulers, other programs.
 
     Returns:
-        The options, and the other keys.
+        The options, misspelled ones included, and the other keys.
     """
-    foreign = {key: value for key, value in given.items() if key in FOREIGN_KEYS}
+    foreign = {key: value for key, value in given.items() if key in FOREIGN_KEYS} | keys_of_others(given)
     options = {key: value for key, value in given.items() if key not in foreign and key != "rule"}
     if "rule" in given:
         try:
@@ -272,6 +291,31 @@ def check_parameter(name: str, parameter: object) -> None:
         raise ValueError(
             f"parameter {name!r} is not a leaf tensor and can't be optimized: pass the tensor that it was computed from"
         )
+    _check_class(name, parameter)
+
+
+_usable_classes: set[type] = {Tensor, nn.Parameter}
+
+
+def _check_class(name: str, parameter: Tensor) -> None:
+    """Raise if a parameter is of a tensor class that can't be updated, such as torchao's quantized weights.
+
+    One parameter of each class is tried, by a step of size zero on a copy.
+    """
+    with torch.no_grad():
+        tensor = local(parameter)
+        if type(tensor) in _usable_classes:
+            return
+        try:
+            clone = tensor.detach().clone()
+            update = torch.zeros_like(clone, dtype=working_dtype(clone.dtype))
+            Rule().apply({"lr": 0.0, "weight_decay": 0.1}, [clone], [update])
+        except Exception as error:
+            raise TypeError(
+                f"parameter {name!r} is a {type(tensor).__name__}, which can't be updated ({type(error).__name__}: "
+                f"{error}). Keep it a plain floating-point tensor, or freeze it and leave it out"
+            ) from error
+    _usable_classes.add(type(tensor))
 
 
 def refuse_zero_redundancy(name: str) -> None:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from muon_fsdp.comm.process_groups import Ranks, my_rank
 from muon_fsdp.comm.transfers import is_replica, local, local_gradient, local_values
-from muon_fsdp.declarations.views import MatrixView, matrix_view
+from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
+from muon_fsdp.parameters.facts import Fused
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import Route
@@ -158,14 +159,30 @@ def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | 
     """Return how a parameter of a group is read as matrices; None under an element-wise rule."""
     if not RULES[group["rule"]].needs_matrices:
         return None
+    kind = group["view"] if group["view"] != "auto" else route.view
+    detected = route.transposed and can_be_transposed(shape, kind)
     return matrix_view(
         shape,
         name=route.name,
-        kind=group["view"] if group["view"] != "auto" else route.view,
-        transposed=route.transposed,
+        kind=kind,
+        transposed=detected if group["transposed"] is None else group["transposed"],
         num_heads=group["num_heads"],
         split_sizes=group["split_sizes"],
     )
+
+
+def looks_fused(group: Group, route: Route) -> Fused | None:
+    """Return what a parameter seems to consist of, if it is read as one matrix and the user has not decided that."""
+    if not RULES[group["rule"]].needs_matrices or route.fused is None or group["view"] != "auto":
+        return None
+    if group["num_heads"] is not None or group["split_sizes"] is not None:
+        return None
+    view = view_of(group, route, route.shape)
+    assert view is not None
+    rows = sum(view.row_heights)  # `transposed` may have changed them
+    options = dict(route.fused.options)
+    fits = sum(options.get("split_sizes", (rows,))) == rows and rows % options.get("num_heads", 1) == 0
+    return route.fused if fits else Fused(route.fused.parts)
 
 
 def held_elements(parameter: Tensor, layout: Layout) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from muon_fsdp.comm.process_groups import Ranks
+from muon_fsdp.comm.process_groups import Ranks, is_destroyed
 from muon_fsdp.comm.transfers import layouts_of
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
@@ -37,6 +37,10 @@ class Replicas:
         *,
         shards_state: bool = False,
     ) -> None:
+        if group is not None and is_destroyed(group):
+            raise RuntimeError(
+                "replicate_group was destroyed: make a new process group, or wrap the model in DDP again"
+            )
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError("replicate_group must contain this rank: pass a process group that it belongs to")
         if shards_state and mesh is not None:

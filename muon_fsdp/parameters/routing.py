@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,19 +13,23 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
+from muon_fsdp.parameters.experts import find_experts
+from muon_fsdp.parameters.facts import Facts, Fused, Layers
+from muon_fsdp.parameters.fused import find_fused
+from muon_fsdp.parameters.names import clean_name, plain_name
 from muon_fsdp.parameters.vocabulary import vocabulary_tables
 from muon_fsdp.rules import RULES, rule_named
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
-_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-# What PEFT, parametrizations and wrappers insert into the name of a weight. Without it, the name shows its purpose.
-_INSERTED = (
-    (re.compile(r"\.modules_to_save\.[^.]+(?=\.)|\.(original_module|base_layer|token_adapter|module)(?=\.)"), ""),
-    (re.compile(r"\.parametrizations\.([^.]+)\.original\d*$"), r".\1"),
-)
 _EMBEDDING_NAME = re.compile(r"(^|_)(wte|wpe|emb|embed|embeds|embedding|embeddings)(_|\d|$)")
 _HEAD_NAME = re.compile(
     r"(lm_|mlm_|output_|to_|final_)?(head|logits|unembed|unembedding)|output(_layer|_proj|_projection)?|embed_out|classifier|decoder"
+)
+_LAST_HEAD_NAME = re.compile(r"fc|score")  # heads if no other Linear follows
+# Parameters that a model adds to its inputs or looks up, by their own names: `reg_token`, `latents`, `rel_pos_h`.
+_TOKEN_NAME = re.compile(r"(^|_)(tokens?|latents?|registers?|queries|prompts?|slots)$")
+_TABLE_NAME = re.compile(
+    r"(^|_)(table|codebooks?)$|(^|_)(pos(emb|embed|enc)?|positions?|positional)(_(?!.*(proj|weight)$)|\d|$)"
 )
 # Parameters of PEFT: factors or rows of an embedding, whose shapes differ from its shape.
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
@@ -55,6 +59,7 @@ class Route:
     given_name: str | None = None  # as the user passed it, including what wrappers insert
     unnamed_position: int | None = None  # its number among all parameters, if it has no name
     decided: bool = False  # by the user, with an override or the rule of a group
+    fused: Fused | None = None  # what it seems to consist of, unless the user has decided how it is read
 
 
 @dataclass(frozen=True)
@@ -65,22 +70,6 @@ class GroupRule:
     is_explicit: bool  # it holds for all matrices, whatever the model or their names suggest
     is_divided: bool  # an optimizer has made the group, and all its parameters have this rule
     view: str  # how its parameters are read as matrices
-
-
-@dataclass(eq=False)
-class _Facts:
-    """Facts about one parameter, from its model or its name."""
-
-    name: str
-    shape: tuple[int, ...]
-    trainable: bool = True
-    owners: list[nn.Module] = field(default_factory=list)
-    plain_names: set[str] = field(default_factory=set)  # one per owner, without inserted parts
-    view: str = "auto"
-    transposed: bool = False
-    other_reason: str | None = None  # why it does not get the rule of matrices
-    matrix_reason: str | None = None
-    guessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,19 +99,6 @@ def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
     module.__dict__.setdefault(_LABEL_ATTRIBUTE, {})[parameter] = view
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's name without what torch.compile, activation checkpointing and DDP insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS).removeprefix("module.")
-
-
-def _plain_name(name: str) -> str:
-    """Return a parameter's name without what adapters and parametrizations insert."""
-    name = f".{name}"
-    for pattern, replacement in _INSERTED:
-        name = pattern.sub(replacement, name)
-    return name.removeprefix(".")
-
-
 class Router:
     """Decides the rule of parameters by overrides first, then by group, model, name and shape."""
 
@@ -133,23 +109,33 @@ class Router:
         self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
         self.warnings: list[str] = []
-        self._facts: dict[int, _Facts] = {}
+        self._facts: dict[int, Facts] = {}
         self._doubts: list[_Doubt] = []
 
     @contextmanager
-    def reading(self, model: nn.Module | None) -> Iterator[None]:
-        """Route by a model inside the block. Facts keyed by the identity of parameters are dropped afterwards."""
+    def reading(self, model: nn.Module | None, named: Iterable[tuple[str, Tensor]] = ()) -> Iterator[None]:
+        """Route inside the block by a model, or else by the names of all parameters.
+
+        Facts are keyed by the identity of parameters, so they are dropped afterwards.
+        """
         if model is not None:
             self._facts, self._doubts = _facts_of_model(model, self.other_rule)
+        else:
+            self._facts = _facts_of_names(named)
         try:
             yield
         finally:
             self._facts, self._doubts = {}, []
 
+    @property
+    def names(self) -> set[str]:
+        """Return the names of all parameters of the model, or all that were given."""
+        return {facts.name for facts in self._facts.values()}
+
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the parameter's name in the model; None without a model."""
         facts = self._facts.get(id(parameter))
-        return facts.name if facts else None
+        return facts.name if facts and facts.owners else None
 
     def route(self, parameter: Tensor, name: str, group: GroupRule, *, named: bool) -> Route:
         """Return the route of one parameter of a group."""
@@ -173,7 +159,8 @@ class Router:
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
         shape = tuple(parameter.shape)
-        return Route(name, shape, rule, reason, guessed, view, facts.transposed, pattern, decided=decided)
+        fused = None if decided or view == "attn" or not RULES[rule].needs_matrices else facts.fused
+        return Route(name, shape, rule, reason, guessed, view, facts.transposed, pattern, decided=decided, fused=fused)
 
     def doubts(self, routes: Sequence[Route]) -> list[str]:
         """Return the questions about these parameters that neither the model nor the user answers."""
@@ -226,12 +213,15 @@ def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str,
     return options
 
 
-def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
-    facts = _Facts(name, parameter.shape)
+def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> Facts:
+    facts = Facts(name, tuple(parameter.shape), parameter.requires_grad)
     if not named:
         return facts
-    name = _plain_name(name)
+    name = plain_name(name)
+    facts.plain_names.add(name)
     *path, leaf = name.lower().split(".")
+    if leaf.isdigit() and path:  # an element of a ParameterList
+        leaf = path.pop()
     owner = path[-1] if path else ""
     if _BIAS_NAME.search(leaf):
         facts.other_reason = "bias, by name"
@@ -243,29 +233,47 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> _Facts:
         facts.other_reason = "output head, by name"
     elif _DECAY_NAME.search(leaf):
         facts.other_reason = "decay rates, by name"
+    elif _TOKEN_NAME.search(leaf):
+        facts.other_reason = "learned tokens, by name"
+    elif _TABLE_NAME.search(leaf):
+        facts.other_reason = "table, by name"
     elif "conv" in owner and parameter.ndim >= 3:
         facts.view, facts.matrix_reason = "flatten", "convolution, by name"
     return facts
 
 
-def _is_head_name(name: str) -> bool:
+def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
     """Return whether the parameter's module is named like an output head and is not part of a repeated block."""
     *path, _ = name.lower().split(".")
-    return bool(path) and _HEAD_NAME.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
+    return bool(path) and pattern.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
 
-def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, _Facts], list[_Doubt]]:
-    facts: dict[int, _Facts] = {}
+def _facts_of_names(named: Iterable[tuple[str, Tensor]]) -> dict[int, Facts]:
+    """Return facts about parameters whose names are known, but not their model."""
+    facts = {id(parameter): _facts_of_name(clean_name(name), parameter, named=True) for name, parameter in named}
+    _add_structure(facts, {})
+    return facts
+
+
+def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module]) -> None:
+    """Add what a weight's place in the model tells: routers, transposed experts and fused weights."""
+    layers = Layers(facts.values(), modules)
+    find_experts(layers)
+    find_fused(layers)
+
+
+def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, Facts], list[_Doubt]]:
+    facts: dict[int, Facts] = {}
     for name, parameter, module in _owned_parameters(model):
-        entry = facts.setdefault(id(parameter), _Facts(name, parameter.shape, parameter.requires_grad))
-        plain = _plain_name(name)
+        entry = facts.setdefault(id(parameter), Facts(name, tuple(parameter.shape), parameter.requires_grad))
+        plain = plain_name(name)
         entry.owners.append(module)
         entry.plain_names.add(plain)
         leaf = plain.rpartition(".")[2]
         if _is_convolution(module) and parameter.ndim >= 3:
             entry.view, entry.matrix_reason = "flatten", "convolution"
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
-            entry.view = getattr(module, _LABEL_ATTRIBUTE)[leaf]
+            entry.view, entry.labelled = getattr(module, _LABEL_ATTRIBUTE)[leaf], True
         class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard inserts a class at the front
         entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
         reason = None
@@ -276,7 +284,9 @@ def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, _Facts
         elif leaf != "weight" or not (isinstance(module, nn.Linear) or _is_convolution(module)):
             reason = _facts_of_name(name, parameter, named=True).other_reason
         entry.other_reason = entry.other_reason or reason
-    return facts, _find_heads(facts, other_rule)
+    doubts = _find_heads(facts, other_rule)
+    _add_structure(facts, {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()})
+    return facts, doubts
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
@@ -290,7 +300,7 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module
             yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, owner
 
 
-def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
+def _find_heads(facts: dict[int, Facts], other_rule: str) -> list[_Doubt]:
     """Mark output heads: tied to an embedding, named like a head, or else the only Linear of an embedding's shape.
 
     Returns:
@@ -306,7 +316,14 @@ def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
     token_shapes = {entry.shape for entry in embeddings if not _POSITION_NAME.search(entry.name.lower())}
     tied_names = {name for entry in tied for name in entry.plain_names}
     copies = [entry for entry in matrices if entry.plain_names & tied_names]  # PEFT trains a copy of a frozen head
-    named_heads = [entry for entry in matrices if any(map(_is_head_name, entry.plain_names))]
+    weights = [entry for entry in facts.values() if len(entry.shape) > 1]
+    last = next((entry.plain_names for entry in reversed(weights[1:]) if entry in linears), set())
+    named_heads = [
+        entry
+        for entry in matrices
+        if any(map(_is_head_name, entry.plain_names))
+        or (entry.plain_names == last and any(_is_head_name(name, _LAST_HEAD_NAME) for name in last))
+    ]
     heads = [*copies, *(entry for entry in named_heads if entry.shape in token_shapes)]
     for entry in heads:
         entry.other_reason = "output head"
@@ -314,7 +331,7 @@ def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
         if entry not in heads:
             text = (
                 f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
-                f"it gets the rule of matrices. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
+                f"it is orthogonalized. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
             )
             doubts.append(_Doubt((entry.name,), text))
     if not tied and not heads:
@@ -323,7 +340,7 @@ def _find_heads(facts: dict[int, _Facts], other_rule: str) -> list[_Doubt]:
     return doubts
 
 
-def _guess_head(candidates: list[_Facts], other_rule: str) -> list[_Doubt]:
+def _guess_head(candidates: list[Facts], other_rule: str) -> list[_Doubt]:
     """Mark the only trainable candidate, or return a doubt if there are several; a weight and its copies count once."""
     candidates = [entry for entry in candidates if entry.trainable] or candidates
     if len({frozenset(entry.plain_names) for entry in candidates}) == 1:
@@ -334,7 +351,7 @@ def _guess_head(candidates: list[_Facts], other_rule: str) -> list[_Doubt]:
         names = ", ".join(entry.name for entry in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
         text = (
             f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
-            f"({names}): all get the rule of matrices. If one is the head, pass overrides={{name: {other_rule!r}}}."
+            f"({names}): all are orthogonalized. If one is the head, pass overrides={{name: {other_rule!r}}}."
         )
         return [_Doubt(tuple(entry.name for entry in candidates), text)]
     return []

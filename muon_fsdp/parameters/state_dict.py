@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from muon_fsdp.comm.transfers import can_take_part, like, local, local_part
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
-from muon_fsdp.parameters.groups import Group
+from muon_fsdp.parameters.groups import Group, keys_of_others
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, warn_user
@@ -81,7 +82,7 @@ def check_and_complete(
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
     groups = [
-        {**_options(group), STARTED: True, **saved, **canonical(_options(saved))}
+        {**_options(group), STARTED: True, **saved, **canonical(_options(saved)), **keys_of_others(saved)}
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return {**state_dict, "param_groups": groups}
@@ -105,7 +106,8 @@ def origin(saved: Mapping[str, Any]) -> str | None:
 def what_was_not_loaded(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
     """Return warnings about state that is missing in a state dict that fits otherwise."""
     states, groups = state_dict["state"], state_dict["param_groups"]
-    if any(states.values()) and not any(saved[STARTED] for saved in groups):
+    is_empty = not any(states.get(key) for _, key, _ in _with_saved(records, groups))
+    if not is_empty and not any(saved[STARTED] for saved in groups):
         return [
             "The state that was loaded is zero, as before the first step. If the checkpoint was saved later, none "
             "of its state was loaded: allow_partial_load skips entries that have other names."
@@ -129,18 +131,36 @@ def _with_saved(
         yield record, key, group
 
 
-def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> dict[Tensor, State]:
-    """Return the saved state by parameter, copied to the parameter's device in the precision its rule declares."""
-    result = {}
+def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> dict[Any, Any]:
+    """Return the saved state by parameter, copied to the parameter's device in the precision its rule declares.
+
+    What other programs keep there is copied too, under the parameter or under a key of its own.
+    """
+    saved = dict(state_dict["state"])
+    result: dict[Any, Any] = {}
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
-        values = state_dict["state"].get(key)
+        values = saved.pop(key, None)
         if values:
             template = record.state_template()
-            result[record.tensor] = {
+            own = {
                 spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, template)
                 for spec in record.rule.all_state
             }
-    return result
+            others = {name: _copy(value, record.tensor.device) for name, value in values.items() if name not in own}
+            result[record.tensor] = {**own, **others}
+    return result | deepcopy(saved)
+
+
+def _copy(value: Any, device: torch.device) -> Any:
+    """Return a copy of what another program keeps in the state; tensors go to the device of the parameter, as torch's.
+
+    Schedule-free optimizers and Lookahead keep weights there. Unlike torch, this keeps their precision.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(each, device) for key, each in value.items()}
+    return type(value)(_copy(each, device) for each in value) if type(value) in (list, tuple) else deepcopy(value)
 
 
 def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
@@ -167,7 +187,7 @@ def _mismatches(
         ]
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, records, saved_groups)
-    mismatches = _partial_loads(records, state_dict)
+    mismatches, rule_changes = _partial_loads(records, state_dict), []
     saved_names: list[str | None] = [
         name
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -177,12 +197,15 @@ def _mismatches(
         if saved_name is not None and saved_name != record.name:
             mismatches.append(f"{record.name}: the saved parameter in its place is {saved_name!r}")
         elif saved["rule"] != record.rule.name:
-            mismatches.append(f"{record.name}: {_other_rule(saved['rule'], record.rule.name)}")
+            rule_changes.append(f"{record.name}: {_other_rule(saved['rule'], record.rule.name)}")
         else:
             mismatches += _state_mismatches(record, states.get(key))
     known = set(chain.from_iterable(saved["params"] for saved in saved_groups))
-    mismatches += [f"state of a parameter {key!r} that is in no group" for key in states if key not in known]
-    return mismatches
+    kinds = {type(key) for key in known}  # another kind of key is no parameter's: torch keeps such state, and so do we
+    mismatches += [
+        f"state of a parameter {key!r} that is in no group" for key in states if key not in known and type(key) in kinds
+    ]
+    return [*mismatches, *_with_remedy(rule_changes)]
 
 
 def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) -> list[str]:
@@ -196,7 +219,7 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
         state = state_dict["state"].get(key)
         if state == {}:
             empty.append(record.name)
-        elif state and not saved.get(STARTED, True) and not _is_zero(state):
+        elif state and not saved.get(STARTED, True) and not _is_zero(record, state):
             foreign.append(record.name)
     lines = []
     if empty:
@@ -225,9 +248,10 @@ def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDi
                 del optimizer.state[parameter]
 
 
-def _is_zero(state: Mapping[str, Any]) -> bool:
-    """Return whether all of this rank's part of the state is zero."""
-    return not any(local(torch.as_tensor(value)).any() for value in state.values())
+def _is_zero(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
+    """Return whether all of this rank's part of a parameter's state is zero, apart from what other programs keep."""
+    own = [state[spec.name] for spec in record.rule.all_state if spec.name in state]
+    return not any(local(torch.as_tensor(value)).any() for value in own)
 
 
 def _saved_names(saved: dict[str, Any]) -> list[str] | None:
@@ -258,12 +282,15 @@ def _group_mismatches(
     if there:
         lines += [f"{name}: not saved" for name in here if name not in there]
         lines += [f"{name}: saved, but not here" for name in there if name not in here]
-        lines += [
-            f"{name}: {_other_rule(there[name], rule)}"
-            for name, rule in here.items()
-            if there.get(name) not in (rule, None)
-        ]
+        changed = {name: rule for name, rule in here.items() if there.get(name) not in (rule, None)}
+        lines += _with_remedy([f"{name}: {_other_rule(there[name], rule)}" for name, rule in changed.items()])
     return lines
+
+
+def _with_remedy(rule_changes: Sequence[str]) -> list[str]:
+    """Return lines about rules that have changed, followed by what to do about them."""
+    remedy = "to change rules in a run, call muon_fsdp.migrate.load_state_dict, which loads what both rules keep"
+    return [*rule_changes, remedy] if rule_changes else []
 
 
 def _other_rule(saved: object, here: str) -> str:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.twins import twin
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.routing import clean_name
 from muon_fsdp.text import first_names, warn_user
 
 

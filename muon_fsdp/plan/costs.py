@@ -1,4 +1,7 @@
-"""Hold the speeds that the planner and `muon-fsdp plan` assume. It imports little, so that the command starts fast."""
+"""Hold the speeds and the memory that the planner and `muon-fsdp plan` assume.
+
+It imports little, so that the command starts fast.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ FLOPS_PER_SECOND = 9e14
 BYTES_PER_SECOND = 5e10  # sent, and also received: one 400 Gb/s network card per rank
 MEMORY_BYTES_PER_SECOND = 4.2e12  # device memory: a copy on an H200
 FIXED_SECONDS = 1e-4  # of any transfer
+DEVICE_MEMORY = 80 * 2**30  # bytes of a device that is only planned for: an A100 or H100
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.plan.costs import BYTES_PER_SECOND, FIXED_SECONDS, FLOPS_PER_SECOND
+from muon_fsdp.plan.costs import BYTES_PER_SECOND, DEVICE_MEMORY, FIXED_SECONDS, FLOPS_PER_SECOND
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.staging import Load, Staging, UnitLoad, bytes_by_owner, choose_staging, cut
+from muon_fsdp.plan.staging import Load, Staging, UnitLoad, bytes_by_owner, choose_staging, cut, scratch_limit
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -47,7 +47,7 @@ class ParameterSpec:
     wire_bytes: int = 2  # bytes per element in transfers
     is_observed: bool = False  # whether its rule asks for statistics of W
     weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
-    spared_bytes: int = 0  # bytes by which its state on a rank is smaller than that of AdamW
+    device_memory: int = DEVICE_MEMORY  # total bytes of the smallest device among its ranks
 
     @property
     def matrices(self) -> MatrixView:
@@ -133,7 +133,10 @@ def make_outline(
         largest_first = sorted(members, key=lambda s: place[s.position]) if has_owners else sorted(members, key=_order)
         loads = [_load(spec, work[spec.position]) for spec in largest_first]
         # Decide only by parameters of this set, as for owners.
-        staging = choose_staging(loads, len(ranks)) if max_stage_bytes is None else Staging(max_stage_bytes)
+        if max_stage_bytes is None:
+            staging = choose_staging(loads, len(ranks), scratch_limit(members[0].device_memory))
+        else:
+            staging = Staging(max_stage_bytes)
         for indices in cut(loads, staging.max_bytes):
             stage = tuple(largest_first[index] for index in indices)
             units_of_stage = tuple(unit for spec in stage for unit in work[spec.position])
@@ -325,7 +328,6 @@ def _load(spec: ParameterSpec, units: Sequence[Unit]) -> Load:
         bytes_per_element=spec.bytes_per_element,
         units=tuple(loads),
         travels=num_ranks > 1,
-        spared=spec.spared_bytes,
         by_owner=by_owner,
         largest=max((shard, *(size for _, size in by_owner))),
     )

@@ -51,8 +51,12 @@ def local_parts(view: MatrixView, box: Box) -> list[LocalPart]:
             first = sum(i * prod(inner[axis + 1 :]) for axis, i in enumerate(at))
             parts.append(_row_part(ranges[0], first, box.shape[-1], index))
         return parts
-    if view.transposed:
-        return [LocalPart(ranges[1], box.offset[0], box.shape[0], lambda shard: shard.mT)]
+    if view.transposed:  # one part per matrix: the rows of several have no common distance in memory
+        height = view.shape[-1]
+        return [
+            _transposed_part(number * height + ranges[-1], box, index)
+            for index, number in zip(product(*map(range, box.shape[:-2])), _numbers(view, box), strict=True)
+        ]
     rows = ranges[-2]
     for axis in range(len(ranges) - 3, -1, -1):
         rows = (ranges[axis][:, None] * prod(view.shape[axis + 1 : -1]) + rows).flatten()
@@ -61,6 +65,18 @@ def local_parts(view: MatrixView, box: Box) -> list[LocalPart]:
 
 def _part(rows: Tensor, first_col: int, columns: slice) -> LocalPart:
     return LocalPart(rows, first_col, columns.stop - columns.start, lambda shard: shard[:, columns])
+
+
+def _transposed_part(rows: Tensor, box: Box, index: tuple[int, ...]) -> LocalPart:
+    return LocalPart(rows, box.offset[-2], box.shape[-2], lambda shard: shard[index].mT)
+
+
+def _numbers(view: MatrixView, box: Box) -> list[int]:
+    """Return the numbers of the matrices in a stack that a box holds a part of."""
+    numbers = [0]
+    for offset, size, whole in zip(box.offset[:-2], box.shape[:-2], view.shape[:-2], strict=True):
+        numbers = [number * whole + offset + index for number in numbers for index in range(size)]
+    return numbers
 
 
 def _row_part(rows: Tensor, first_col: int, width: int, index: tuple[int, ...]) -> LocalPart:
@@ -167,8 +183,13 @@ def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None
     matrices = sum(count for count, _, _ in view.block_shapes)
     if matrices == 1:
         return [(0, box.numel, 0)] if box.numel > 0 else []
+    if view.transposed:
+        if len(view.block_shapes) > 1 or view.stacked_heads > 1:
+            return None
+        each = box.shape[-2] * box.shape[-1]
+        return [(place * each, each, number) for place, number in enumerate(_numbers(view, box))] if each else []
     parts = local_parts(view, box)
-    if view.transposed or len(parts) > 1:
+    if len(parts) > 1:
         return None
     matrix_of, _ = view.row_numbers()
     segments = []

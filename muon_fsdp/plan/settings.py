@@ -46,8 +46,8 @@ SETTINGS = (
     Option(
         "strategy",
         "auto",
-        'which ranks orthogonalize a sharded matrix: "owner" one rank of the whole job, "replicate" every rank, "auto" '
-        "lets the planner choose",
+        'which ranks orthogonalize a matrix that several ranks hold: "owner" one rank of the whole job, "replicate" '
+        'every rank, "auto" the faster one by an estimate, which is "replicate" for small models under DDP',
         choices=STRATEGIES,
     ),
     Option(
@@ -61,7 +61,8 @@ SETTINGS = (
         "max_stage_bytes",
         None,
         "bytes of updates that a rank holds or computes in one stage of the step, at most; temporary memory is a few "
-        "times this. None chooses stages by an estimate of time and memory; on one device it means 256 MiB",
+        "times this. None chooses the fastest stages, by an estimate, whose temporary memory is within 5% of the total "
+        "memory of the smallest device; on one device it means 256 MiB",
         check=integer,
     ),
     Option(

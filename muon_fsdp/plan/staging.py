@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from muon_fsdp.plan.costs import Speeds
@@ -17,8 +18,10 @@ from muon_fsdp.plan.costs import Speeds
 ONE_DEVICE_BYTES = 256 * 2**20
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
-# Scratch that is never too much: the stages of small models would take more host time than the memory is worth.
-NEGLIGIBLE_BYTES = 16 * 2**20
+# Scratch may take this part of the memory of the smallest device, and at least these bytes. Total memory counts, not
+# free memory, which differs between ranks and from step to step.
+SCRATCH_SHARE = 0.05
+LEAST_LIMIT = 64 * 2**20
 # A step may take this much longer than the fastest one to save memory.
 HARDLY_LONGER = 1.02
 # No larger stage is tried, unless a parameter is larger: planning takes seconds for models of that size.
@@ -51,7 +54,6 @@ class Load(NamedTuple):
         bytes_per_element: in the buffers of a stage.
         units: its units.
         travels: whether it lies on more than one rank.
-        spared: bytes by which its state on a rank is smaller than that of AdamW.
         by_owner: the ranks that compute its units, and the bytes of these.
         largest: bytes that it needs on a rank: those of its shard, or of the units that one rank computes.
     """
@@ -64,7 +66,6 @@ class Load(NamedTuple):
     bytes_per_element: int
     units: tuple[UnitLoad, ...]
     travels: bool
-    spared: int
     by_owner: tuple[tuple[int | None, int], ...]
     largest: int
 
@@ -151,43 +152,57 @@ class Staging:
         return min(self.max_bytes, ONE_DEVICE_BYTES)
 
 
-def choose_staging(loads: Sequence[Load], num_ranks: int) -> Staging:
+def scratch_limit(device_memory: int) -> int:
+    """Return the bytes that scratch may take, from the total memory of the smallest device."""
+    return max(LEAST_LIMIT, int(SCRATCH_SHARE * device_memory))
+
+
+def choose_staging(loads: Sequence[Load], num_ranks: int, limit: int) -> Staging:
     """Choose stages for parameters on the same ranks, by time and memory.
 
     Few large stages overlap little and need much memory; many small ones pay for many transfers, and leave ranks
     without work. So the bound is halved from that of a single stage, and each bound is tried with 3, 2 and 1 stages in
-    flight. Candidates whose scratch fits into the memory that the state spares against AdamW's come first; there may be
-    none, where the largest matrix alone needs more. Of those that take hardly longer than the fastest one, the one with
-    the least memory wins.
+    flight. Candidates whose scratch is within the limit come first; there may be none, where the largest matrix alone
+    needs more. Of those that take hardly longer than the fastest one, the one with the least memory wins.
+
+    Where nothing travels, there is nothing to overlap. Stages are then those of one device, or smaller ones within the
+    limit.
 
     Args:
         loads: the parameters, in the order in which stages take them.
         num_ranks: the ranks that they lie on.
+        limit: bytes that scratch may take on a rank, as `scratch_limit` returns them.
     """
     if num_ranks == 1 or not any(load.units for load in loads):
         return Staging(ONE_DEVICE_BYTES)
-    spared = max(NEGLIGIBLE_BYTES, sum(load.spared for load in loads))
-    least, bound = smallest_bound(loads), _bound_of_one_stage(loads)
+    least = smallest_bound(loads)
+    if not any(unit.received or unit.sent for load in loads for unit in load.units):
+        bound = ONE_DEVICE_BYTES
+        while bound > least and peak_bytes(_stage_costs(loads, Staging(bound, 1))) > limit:
+            bound = max(least, bound // 2)
+        return Staging(bound, 1)
+    bound = _bound_of_one_stage(loads)
     uneven = least * 9 // 8  # uneven shards of one unit per rank may be a little larger together than one unit
     while bound > LARGEST_STAGE and bound // 2 >= uneven:
         bound //= 2
     found: list[_Candidate] = []
     fits = False
     while True:
-        costs = [stage_cost([loads[i] for i in stage], Staging(bound)) for stage in cut(loads, bound)]
+        costs = _stage_costs(loads, Staging(bound))
         for in_flight in (3, 2, 1) if len(costs) > 1 else (3,):
             stages = [replace(cost, in_flight=in_flight) for cost in costs]
-            found.append(_Candidate(pipeline_seconds(stages, ASSUMED), peak_bytes(stages), Staging(bound, in_flight)))
-        fits = fits or any(candidate.bytes <= spared for candidate in found)
+            seconds = run_timeline(stages, ASSUMED).seconds
+            found.append(_Candidate(seconds, peak_bytes(stages), Staging(bound, in_flight)))
+        fits = fits or any(candidate.bytes <= limit for candidate in found)
         if bound == least or (fits and len(costs) >= ENOUGH_STAGES and bound <= ONE_DEVICE_BYTES):
             break
         if len(costs) < ENOUGH_STAGES:
             bound = max(uneven, bound // 2) if bound > uneven else least
         else:
             bound = max(least, ONE_DEVICE_BYTES) if bound > ONE_DEVICE_BYTES else least
-    candidates = [candidate for candidate in found if candidate.bytes <= spared] or found
-    limit = HARDLY_LONGER * min(candidate.seconds for candidate in candidates)
-    return min((c for c in candidates if c.seconds <= limit), key=lambda c: (c.bytes, c.seconds)).staging
+    candidates = [candidate for candidate in found if candidate.bytes <= limit] or found
+    longest = HARDLY_LONGER * min(candidate.seconds for candidate in candidates)
+    return min((c for c in candidates if c.seconds <= longest), key=lambda c: (c.bytes, c.seconds)).staging
 
 
 class _Candidate(NamedTuple):
@@ -236,6 +251,11 @@ def cut(loads: Sequence[Load], max_bytes: int) -> list[list[int]]:
         for who, size in load.by_owner:
             by_rank[who] = by_rank.get(who, 0) + size
     return stages
+
+
+def _stage_costs(loads: Sequence[Load], staging: Staging) -> list[StageCost]:
+    """Return the memory and work of every stage that parameters are cut into."""
+    return [stage_cost([loads[i] for i in stage], staging) for stage in cut(loads, staging.max_bytes)]
 
 
 def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
@@ -309,8 +329,38 @@ def peak_bytes(stages: Sequence[StageCost]) -> int:
     return peak
 
 
-def pipeline_seconds(stages: Sequence[StageCost], speeds: Speeds) -> float:
-    """Return the time at which all stages have been computed and scattered, if ranks overlap stages as a step does.
+class Timeline(NamedTuple):
+    """The seconds of a step in which stages are gathered, computed and scattered."""
+
+    seconds: float  # of the whole step
+    transfers: list[tuple[float, float]]  # start and end of each transfer, in order
+    ready: list[float]  # for every stage, when its owners can start to compute it
+
+    def overlap(self, stages: Sequence[StageCost], speeds: Speeds, rank: int) -> float:
+        """Return for how long a rank computes while something travels.
+
+        Args:
+            stages: those that this timeline was made of.
+            speeds: those that it was made with.
+            rank: the rank that computes.
+        """
+        seconds = free = 0.0
+        first = 0  # the first transfer that has not ended when the stage starts
+        for stage, ready in zip(stages, self.ready, strict=True):
+            start = max(free, ready)
+            flops = stage.flops_by_rank.get(rank, 0.0) + stage.flops_by_rank.get(None, 0.0)
+            free = start + flops / speeds.flops
+            while first < len(self.transfers) and self.transfers[first][1] <= start:
+                first += 1
+            for begin, end in islice(self.transfers, first, None):
+                if begin >= free:
+                    break
+                seconds += min(free, end) - max(start, begin)
+        return seconds
+
+
+def run_timeline(stages: Sequence[StageCost], speeds: Speeds) -> Timeline:
+    """Estimate when every stage is gathered, computed and scattered, if ranks overlap stages as a step does.
 
     All transfers use one network in a fixed order: a stage is gathered before the previous one is scattered. A transfer
     takes as long as its busiest rank: one matrix takes as long to reach its owner in a stage of few matrices as in a
@@ -321,26 +371,38 @@ def pipeline_seconds(stages: Sequence[StageCost], speeds: Speeds) -> float:
     ended = 0.0  # the time at which all stages have been scattered that must end before the next one computes
     free: dict[int | None, float] = defaultdict(float)  # the time at which each rank becomes free
     waiting: list[tuple[StageCost, float]] = []  # a stage that is not computed yet, and when it has been gathered
+    timeline = Timeline(0.0, [], [])
+
+    def transfer(num_bytes: float, earliest: float = 0.0) -> None:
+        nonlocal network
+        if num_bytes:
+            start = max(network, earliest)
+            network = start + speeds.transfer(num_bytes)
+            timeline.transfers.append((start, network))
 
     def compute() -> None:
-        nonlocal network, ended
+        nonlocal ended
         stage, gathered = waiting.pop()
+        # What every rank computes starts when all of them are free, and occupies all of them.
+        occupied = free.values() if None in stage.flops_by_rank else (free[None],)
+        ready = max((gathered, ended, *occupied))
+        timeline.ready.append(ready)
         for rank, work in stage.flops_by_rank.items():
-            free[rank] = max(free[rank], gathered, ended) + work / speeds.flops
-        if stage.scattered or stage.forwarded:
-            computed = max(free[rank] for rank in stage.flops_by_rank)
-            network = max(network, computed) + speeds.transfer(stage.scattered) + speeds.transfer(stage.forwarded)
+            free[rank] = max(free[rank], ready) + work / speeds.flops
+        computed = max((free[rank] for rank in stage.flops_by_rank), default=0.0)
+        transfer(stage.scattered, computed)
+        transfer(stage.forwarded, computed)
         if stage.in_flight < 3:
             ended = network
 
     for stage in stages:
         if waiting and stage.in_flight == 1:
             compute()
-        network += speeds.transfer(stage.gathered)
+        transfer(stage.gathered)
         gathered = network
         if waiting:
             compute()
         waiting.append((stage, gathered))
     if waiting:
         compute()
-    return max((network, *free.values()))
+    return timeline._replace(seconds=max((network, *free.values())))

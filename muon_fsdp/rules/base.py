@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from muon_fsdp.declarations.option import Option, PlannedOptions, integer, merge, number, sizes
+from muon_fsdp.declarations.option import Option, PlannedOptions, flag, integer, merge, number, sizes
 from muon_fsdp.declarations.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.declarations.views import VIEW_NAMES
 from muon_fsdp.kernels.tables import TableLayout
@@ -35,6 +35,12 @@ VIEW_OPTIONS = (
         None,
         "cut the rows of every matrix into matrices of these heights, as in a fused QKV weight; None leaves it whole",
         check=sizes,
+    ),
+    Option(
+        "transposed",
+        None,
+        "whether a weight stores (d_in, d_out), as experts of GPT-OSS do; None detects it from the model",
+        check=flag,
     ),
 )
 

@@ -151,7 +151,7 @@ class Arrival:
             return False
         if self._event is not None:
             return _stamp(grad) == self._stamp
-        return self._copy is None or torch.equal(self._copy, self._own)
+        return self._copy is None or _are_equal(self._copy, self._own)
 
 
 def _event(part: Tensor) -> Any:
@@ -161,6 +161,25 @@ def _event(part: Tensor) -> Any:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(part.device))
     return event
+
+
+class _Seen:
+    """A tensor of state or an option, as it was when a stage has read it.
+
+    As for gradients, its values are compared later, except on a GPU.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._stamp = tensor, _stamp(tensor)
+        part = local(tensor)
+        self.values = part if part.is_cuda else part.clone()
+
+    def is_unchanged(self, now: object) -> bool:
+        """Return whether `now` is this tensor, with the values that it had."""
+        if now is not self._tensor or _stamp(self._tensor) != self._stamp:
+            return False
+        part = local(self._tensor)
+        return part.is_cuda or _are_equal(self.values, part)
 
 
 class StateCopies:
@@ -173,11 +192,12 @@ class StateCopies:
 
     def __init__(self, states: Mapping[int, State], shards: Mapping[int, Tensor]) -> None:
         self._sources = {
-            position: {name: (value, _stamp(value)) for name, value in state.items() if isinstance(value, Tensor)}
+            # A copy of the dict: the user may clear it in another thread.
+            position: {name: _Seen(value) for name, value in dict(state).items() if isinstance(value, Tensor)}
             for position, state in states.items()
         }
         self.copies: dict[int, State] = {
-            position: {name: _copied(local(value), shards[position].device) for name, (value, _) in state.items()}
+            position: {name: _copied(seen.values, shards[position].device) for name, seen in state.items()}
             for position, state in self._sources.items()
         }
 
@@ -187,9 +207,8 @@ class StateCopies:
             now = {name: value for name, value in states[position].items() if isinstance(value, Tensor)}
             if now.keys() != sources.keys():
                 return False
-            for name, (value, stamp) in sources.items():
-                if now[name] is not value or _stamp(value) != stamp:
-                    return False
+            if not all(seen.is_unchanged(now[name]) for name, seen in sources.items()):
+                return False
         return True
 
 
@@ -202,11 +221,11 @@ class NotedOptions(Mapping[str, Any]):
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._group = group
-        self._read: dict[str, tuple[Any, object]] = {}
+        self._read: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         value = self._group[name]
-        self._read[name] = (value, _stamp(value) if isinstance(value, Tensor) else None)
+        self._read[name] = _Seen(value) if isinstance(value, Tensor) else value
         return value
 
     def __iter__(self) -> Any:
@@ -221,11 +240,13 @@ class NotedOptions(Mapping[str, Any]):
             self._read.pop(name, None)
 
     def are_current(self, group: Mapping[str, Any]) -> bool:
-        """Return whether a group has the same values of all options that were read."""
-        for name, (value, stamp) in self._read.items():
+        """Return whether this is the group, with the same values of all options that were read."""
+        if group is not self._group:  # options that have not been read yet will be read in the old one
+            return False
+        for name, value in list(self._read.items()):  # the thread may read further ones meanwhile
             now = group.get(name)
-            if isinstance(value, Tensor):
-                is_same = now is value and _stamp(now) == stamp
+            if isinstance(value, _Seen):
+                is_same = value.is_unchanged(now)
             else:
                 is_same = not isinstance(now, Tensor) and now == value
             if not is_same:
@@ -241,6 +262,11 @@ def _stamp(tensor: Tensor) -> tuple[int, ...]:
     part = local(tensor)
     versions = [0 if each.is_inference() else each._version for each in (tensor, part)]
     return (*versions, part.data_ptr())
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same precision, device and values."""
+    return first.dtype is second.dtype and first.device == second.device and torch.equal(first, second)
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:

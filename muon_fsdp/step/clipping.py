@@ -21,25 +21,26 @@ EPS = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
 
 def parts_to_clip(
-    records: Sequence[ParameterRecord], rules: Sequence[str], groups: Sequence[int]
+    records: Sequence[ParameterRecord], rules: str | Sequence[str] | None, groups: int | Sequence[int] | None
 ) -> dict[Part, list[ParameterRecord]]:
-    """Return the parameters of each rule or group, or all of them if neither is given."""
-    if rules and groups:
+    """Return the parameters of each rule or group, or all of them if both are None."""
+    if rules is not None and groups is not None:
         raise ValueError("clip_grad_norm_: pass rules or groups, not both")
-    if not rules and not groups:
+    given = rules if rules is not None else groups
+    if given is None:
         return {"all": list(records)}
-    names: Sequence[Part] = rules or groups
+    names: Sequence[Part] = (given,) if isinstance(given, (str, int)) else given
     parts: dict[Part, list[ParameterRecord]] = {name: [] for name in names}
     for record in records:
-        part: Part = record.rule.name if rules else record.group_index
+        part: Part = record.group_index if rules is None else record.rule.name
         if part in parts:
             parts[part].append(record)
     empty = [part for part, members in parts.items() if not members]
     if empty:
         used = ", ".join(sorted({repr(record.rule.name) for record in records}))
         raise ValueError(
-            f"clip_grad_norm_: no parameter has {'rule' if rules else 'group'} {empty[0]!r}; pass one of the rules in "
-            f"use, {used}, or the number of a group with parameters"
+            f"clip_grad_norm_: no parameter has {'group' if rules is None else 'rule'} {empty[0]!r}; pass one of the "
+            f"rules in use, {used}, or the number of a group with parameters"
         )
     return parts
 

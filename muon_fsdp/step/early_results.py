@@ -11,6 +11,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import MatrixBatch
 from muon_fsdp.step.matrix_state import LeftNumbers
+from muon_fsdp.step.metrics import Taken
 
 
 class EarlyResult(NamedTuple):
@@ -19,10 +20,12 @@ class EarlyResult(NamedTuple):
     Args:
         buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.
         numbers: by number of the batch, what `direction` has left; empty if the rule needs weights.
+        samples: what was taken for `metrics()`.
     """
 
     buffer: Tensor
     numbers: Mapping[int, LeftNumbers]
+    samples: Taken
 
 
 class BatchNumbers(Protocol):

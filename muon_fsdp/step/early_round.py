@@ -5,33 +5,39 @@ Nothing here writes parameters or state. `prepare` works on copies of the state;
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from threading import Condition
+from queue import SimpleQueue
+from threading import Condition, Thread
+from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.comm.process_groups import groups_for, my_rank
+from muon_fsdp.comm.process_groups import Claim, groups_for, my_rank, world_reference
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
+from muon_fsdp.rules import RULES
 from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
 from muon_fsdp.step.early_matrices import EarlyMatrices
 from muon_fsdp.step.early_results import EarlyResult
-from muon_fsdp.step.fused import FusedStep
+from muon_fsdp.step.fused import FusedStage, FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.pipeline import StepContext, run_stages
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
+SECONDS_AT_EXIT = 10.0  # how long a program that ends waits for exchanges with other ranks
 
 
 @dataclass(frozen=True)
@@ -88,23 +94,34 @@ class Round:
         self._changed = Condition()  # guards all that follows
         self._arrivals: dict[int, Arrival] = {}
         self._is_complete = self._is_cancelled = False
+        self._started: set[int] = set()  # the stages that have read what they found, by number
         self._loaded: dict[int, _Loaded] = {}
         self._results: dict[int, Future[tuple[EarlyResult, Any]]] = {stage.number: Future() for stage in stages}
         self.numbers = EarlyMatrices(context.records if context is not None else ())
         self._failures: dict[int, Exception] = {}
-        self.took_samples = False
+        self._samples: Samples | None = None
+        self._world = world_reference()
+
+    @property
+    def took_samples(self) -> bool:
+        """Return whether the stages take samples for `metrics()`."""
+        return self._samples is not None
 
     # ------------------------------------------------------------------------------------------- called in backward
 
     def arrive(self, position: int, arrival: Arrival) -> bool:
-        """Note a gradient.
+        """Note a gradient, unless its stage has started without it: then it was not read, and never will be.
 
         Returns:
             Whether a stage has become complete.
         """
         with self._changed:
+            stage = self._stage_of.get(position)
+            if stage is None or stage.number in self._started:
+                self._arrivals.pop(position, None)
+                return False
             self._arrivals[position] = arrival
-            ready = position in self._stage_of and self._is_ready(self._stage_of[position])
+            ready = self._is_ready(stage)
             if ready:
                 self._changed.notify_all()
         return ready
@@ -125,29 +142,45 @@ class Round:
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Start no further stage, unless all were told to start: other ranks wait for those."""
+        """Start no further stage, though other ranks may wait for it."""
         with self._changed:
-            self._is_cancelled = not self._is_complete
+            self._is_cancelled = True
             self._changed.notify_all()
+
+    def has_begun(self) -> bool:
+        """Return whether stages have started, here or, as far as this rank can know, on other ranks."""
+        with self._changed:
+            return self._is_complete or bool(self._arrivals)
+
+    def is_orphaned(self) -> bool:
+        """Return whether torch.distributed was initialized anew, so that there is nobody to wait for."""
+        return self._world() is not world_reference()()
 
     def has_read(self, position: int, grad: Tensor | None) -> bool:
         """Return whether a stage has used, or will use, the present gradient of a parameter."""
         with self._changed:
-            arrival = self._arrivals.get(position)
-            return arrival is not None and arrival.is_unchanged(grad)
+            return self._is_readable(position) and self._arrivals[position].is_unchanged(grad)
+
+    def has_arrived(self, position: int) -> bool:
+        """Return whether the gradient of a parameter has arrived in time to be read."""
+        with self._changed:
+            return self._is_readable(position)
 
     def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
-        """Return whether a stage has read the present state and options, or has not read them yet."""
+        """Return whether a stage has read the present state and options, or will read them."""
         assert self._context is not None
-        records = self._context.records
-        with self._changed:
-            loaded = self._loaded.get(stage.number)
-            if loaded is None:  # it will read what it finds now, unless others were put in their place
-                inputs = self._context.inputs
-                same_groups = all(groups[group] is inputs.groups[group] for group, _ in stage.positions_by_group)
-                positions = self._positions[stage.number]
-                return same_groups and all(states[records[i].tensor] is inputs.states[i] for i in positions)
+        inputs, records = self._context.inputs, self._context.records
         now = {position: states[records[position].tensor] for position in self._positions[stage.number]}
+        with self._changed:
+            if stage.number not in self._started:  # it will read what it finds, unless that was replaced or is missing
+                same_groups = all(groups[group] is inputs.groups[group] for group, _ in stage.positions_by_group)
+                names = {spec.name for spec in RULES[stage.rule].all_state}
+                return same_groups and all(
+                    state is inputs.states[position] and names <= state.keys() for position, state in now.items()
+                )
+            loaded = self._loaded.get(stage.number)
+        if loaded is None:  # it could not be loaded
+            return False
         of_groups = all(options.are_current(groups[group]) for group, options in loaded.options.items())
         return of_groups and loaded.state.are_current(now)
 
@@ -177,8 +210,12 @@ class Round:
 
     # ----------------------------------------------------------------------------------------- called in the thread
 
-    def run(self) -> None:
-        """Run the stages, each as soon as it may start."""
+    def run(self) -> bool:
+        """Run the stages, each as soon as it may start.
+
+        Returns:
+            Whether all transfers have ended. Otherwise other ranks may be at other transfers of the same groups.
+        """
         context = self._context
         assert context is not None
         self._inputs = StepInputs(
@@ -191,10 +228,9 @@ class Round:
         )
         self._single: dict[int, SingleUpdate] = {}
         self._fused = list(context.fused.stages)
-        self.took_samples = context.samples.wanted(rarely=False)
-        samples = context.samples if self.took_samples else None
+        self._samples = context.samples.apart() if context.samples.wanted(rarely=False) else None
         shared = StepContext(
-            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=samples, keeper=self
+            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=self._samples, keeper=self
         )
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
@@ -205,6 +241,8 @@ class Round:
             for stage in self.stages:
                 if stage.number in self._results:
                     self._set_exception(stage, self._lost(stage, error))
+            return False
+        return True
 
     def keep(self, stage: Stage, buffer: Tensor) -> None:
         """Keep the updates or the gathered units of a stage."""
@@ -213,7 +251,8 @@ class Round:
             return
         stream = self._context.stream if self._context is not None else None
         event = stream.record_event() if stream is not None else None
-        self._results[stage.number].set_result((EarlyResult(buffer, self.numbers.left(stage)), event))
+        samples = self._samples.taken_from(stage) if self._samples is not None else {}
+        self._results[stage.number].set_result((EarlyResult(buffer, self.numbers.left(stage), samples), event))
 
     def fail(self, stage: Stage, error: Exception) -> None:
         """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
@@ -251,13 +290,18 @@ class Round:
                     self._changed.wait()
                 if self._is_cancelled:
                     return
-                self._load(stage)
+                self._started.add(stage.number)
+                try:
+                    self._load(stage)
+                except Exception as error:  # such as state that is missing
+                    self._load_nothing(stage, error)
             yield stage
             for position in self._positions[stage.number]:  # `prepare` was called: free the copies of the state
                 self._single.pop(position, None)
                 self._inputs.gradients.pop(position, None)
                 self._inputs.states[position] = {}  # type: ignore[index]
-            self._loaded[stage.number].state.copies.clear()
+            if stage.number in self._loaded:
+                self._loaded[stage.number].state.copies.clear()
 
     def _load(self, stage: Stage) -> None:
         """Read gradients, and copy the state that the stage needs."""
@@ -267,6 +311,10 @@ class Round:
             {position: context.inputs.states[position] for position in positions},
             {position: context.inputs.shards[position] for position in positions},
         )
+        for position in positions:
+            for spec in RULES[stage.rule].all_state:
+                if spec.name not in states.copies[position]:
+                    raise KeyError(f"{context.records[position].name!r} has no state {spec.name!r}")
         self.numbers.load(stage, states.copies)
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for group, noted in options.items():
@@ -287,14 +335,113 @@ class Round:
             )  # the tables have them too, and the kernels of `prepare` do not read them
         self._loaded[stage.number] = _Loaded(states, options)
 
+    def _load_nothing(self, stage: Stage, error: Exception) -> None:
+        """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it is not loaded."""
+        assert self._context is not None
+        context = self._context
+        self.fail(stage, error)
+        # Without its lists: their tables are those of `step()`, so that kernels would write the state.
+        self._fused[stage.number] = FusedStage(example=context.fused.stages[stage.number].example)
+        for position in self._positions[stage.number]:
+            shard, dtype = context.inputs.shards[position], context.dtypes[position]
+            self._single[position] = SingleUpdate(shard, {}, dtype, None, context.inputs.divisor)
+
+    def _is_readable(self, position: int) -> bool:
+        """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
+        assert self._context is not None
+        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
+        return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
+
     def _read(self, position: int) -> Tensor | None:
         """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
         assert self._context is not None
-        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
-        if arrival is None or (kinds is not None and arrival.dtype is not kinds[1]):
+        if not self._is_readable(position):
             self._arrivals.pop(position, None)  # `step()` finds that it was not used
             return None
-        return self._context.records[position].rows_of(arrival.read())
+        return self._context.records[position].rows_of(self._arrivals[position].read())
+
+
+class RoundThread:
+    """Runs one round after another in a thread, which outlives the optimizer until its last round has ended."""
+
+    def __init__(self) -> None:
+        self.round = Round()
+        self.claim: Claim | None = None  # to the process groups that the rounds use
+        self._is_running = False  # whether the thread has got the present round
+        self._rounds: list[Round] = []  # those that the thread has got and not ended
+        self._calls: SimpleQueue[tuple[Round, Claim | None] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def begin(self, round_: Round) -> None:
+        """Make this the present round."""
+        self.round, self._is_running = round_, False
+
+    def start(self) -> None:
+        """Run the present round in the thread, unless it runs there already."""
+        if self._is_running or not self.round.stages:
+            return
+        self._is_running = True
+        self._rounds.append(self.round)
+        self._calls.put((self.round, self.claim))
+        if self._thread is None:
+            # A daemon, because a program that ends after an error must not wait for other ranks without end.
+            self._thread = Thread(target=self._serve, name="muon_fsdp backward", daemon=True)
+            _threads.add(self)
+            self._thread.start()
+
+    def leave(self) -> None:
+        """Finish what was started, and end the thread, because the optimizer was dropped.
+
+        All ranks finish the same stages, so that those of the next optimizer find the process groups in order.
+        """
+        if self.round.is_orphaned():
+            self.round.cancel()
+        elif self.round.has_begun():
+            self.round.complete()
+            self.start()
+        self.begin(Round())
+        self.claim = None  # the thread holds it until the round has ended
+        self._calls.put(None)
+
+    def cancel(self) -> None:
+        """Start no further stage, and end the thread, because the program ends."""
+        for round_ in list(self._rounds):
+            round_.cancel()
+        self._calls.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, at most so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def is_alive(self) -> bool:
+        """Return whether the thread exists; it does not in a process that was forked from this one."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            round_, claim = call
+            if not round_.run() and claim is not None:
+                claim.give_up()
+            self._rounds.remove(round_)
+            del call, round_, claim  # they would keep tensors alive, and the claim, until the next round
+
+
+_threads: WeakSet[RoundThread] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads before Python does: one that comes back from gloo while Python shuts down aborts the process.
+
+    A thread may wait for a rank that never comes, so this does not wait without end.
+    """
+    alive = [thread for thread in _threads if thread.is_alive()]
+    for thread in alive:
+        thread.cancel()
+    end = monotonic() + SECONDS_AT_EXIT
+    for thread in alive:
+        thread.join(max(0.0, end - monotonic()))
 
 
 def positions_of(stage: Stage) -> frozenset[int]:

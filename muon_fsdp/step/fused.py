@@ -110,7 +110,7 @@ class FusedStep:
         now = self._tensors(inputs.states)
         if len(now) != len(self.states) or not all(map(is_, now, [known() for known in self.states])):
             return False
-        # Assigning to `data` moves a tensor or resizes it, and a DTensor does not notice that of its local tensor.
+        # Assigning to `data` moves a tensor or changes its size. A DTensor does not notice this of its local tensor.
         return self._kinds_of(now) == self.kinds
 
     def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:

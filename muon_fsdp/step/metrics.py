@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from muon_fsdp.plan.stages import Batch, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, Rule
 
 STEPS_BETWEEN = 50
+# By numbers of stage and batch: the number of a parameter group, the size of an update, and its residual.
+Taken: TypeAlias = dict[tuple[int, int], tuple[int, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Samples:
             if not _is_whole(stage, batch, records)
         }
         self._found: dict[tuple[int, int], Sample] = {}
-        self._taken: dict[tuple[int, int], tuple[int, Tensor, Tensor | None]] = {}  # of a step that has not ended
+        self._taken: Taken = {}  # of a step that has not ended
         self._steps, self._asked = STEPS_BETWEEN, True
 
     def wanted(self, *, rarely: bool) -> bool:
@@ -62,6 +65,20 @@ class Samples:
                 self._found[key] = Sample(size, residual, _kept(groups[group]["lr"]))
         self._taken = {}
         self._steps += 1
+
+    def apart(self) -> Samples:
+        """Return an object that takes samples of the same batches, for stages that may be discarded."""
+        apart = copy.copy(self)
+        apart._taken = {}
+        return apart
+
+    def taken_from(self, stage: Stage) -> Taken:
+        """Return the samples that were taken from a stage, once."""
+        return {key: self._taken.pop(key) for key in list(self._taken) if key[0] == stage.number}
+
+    def include(self, taken: Taken) -> None:
+        """Take samples that another object has taken, because the step uses their stage."""
+        self._taken.update(taken)
 
     def take(self, stage: Stage, index: int, batch: MatrixBatch) -> None:
         """Sample the first matrix of a batch, after `direction` has written its updates."""

@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.process_groups import Claim, are_claimed, claim_groups, num_ranks
+from muon_fsdp.comm.process_groups import are_claimed, claim_groups, num_ranks
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
@@ -27,7 +25,7 @@ from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.step.arrivals import Arrival, is_usable, watch, watch_replicas
 from muon_fsdp.step.early_results import EarlyResult
-from muon_fsdp.step.early_round import PURPOSE, EarlyContext, Round, positions_of
+from muon_fsdp.step.early_round import PURPOSE, EarlyContext, Round, RoundThread, positions_of
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
@@ -76,22 +74,19 @@ class BackwardOverlap:
         self._stages = [stage for stage in stages if self._obstacles[stage.number] is None]
         watched = {position for stage in self._stages for position in positions_of(stage)}
         self._lock = Lock()  # the reductions of DDP may end in several threads
-        self._rounds = [Round()]  # the present one; a list, because the finalizer below must not keep this object alive
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._claim: Claim | None = None
+        self._thread = RoundThread()
         self._is_excluded = False  # another optimizer has the process groups of these stages
-        self._is_serving = self._is_running = False
         self._arrivals: Counter[int] = Counter()  # since the last step, by position
         self._num_arrivals = 0
         self._order: dict[int, int] = {}  # by position, how many gradients had arrived before it
         self._expected: Mapping[int, int] | None = None  # arrivals before the last step; None before the first
         self._next: Sequence[Stage] = ()
         self._stream: Any = None
-        self._world = _world()
         self._found_changes = self._has_warned = False
         self.took_samples = True  # whether the stages that were used have taken samples for `metrics()`
         self._stage_counts = counts
-        weakref.finalize(self, _stop, self._rounds, self._calls)
+        finalizer = weakref.finalize(self, self._thread.leave)
+        finalizer.atexit = False  # when the program ends, `RoundThread.cancel` is called instead
         watched -= set(self._positions.values())
         watch([record for record in records if record.position in watched], self)
 
@@ -100,7 +95,7 @@ class BackwardOverlap:
         """Return how many stages start in backward, and why others do not."""
         reasons = Counter(reason for reason in self._obstacles.values() if reason)
         if self._is_excluded:
-            reasons["another optimizer starts its own in backward"] = len(self._stages)
+            reasons["another optimizer starts its own in backward, or an exchange there has failed"] = len(self._stages)
         others = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
         gathered = Counter(
             _after_weights(RULES[stage.rule]) for stage in self._round.stages if RULES[stage.rule].needs_weights
@@ -110,7 +105,7 @@ class BackwardOverlap:
 
     @property
     def _round(self) -> Round:
-        return self._rounds[0]
+        return self._thread.round
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -154,44 +149,28 @@ class BackwardOverlap:
 
     def _arrive(self, position: int, arrival: Arrival) -> None:
         if self._round.arrive(position, arrival):
-            self._start()
+            self._thread.start()
 
     def _is_last(self, position: int) -> bool:
         """Return whether a gradient has arrived as often as before the last step."""
         return self._expected is not None and self._arrivals[position] == self._expected.get(position)
 
-    def _start(self) -> None:
-        """Run this round in the thread, unless it runs there already."""
-        if self._is_running or not self._round.stages:
-            return
-        self._is_running = True
-        if not self._is_serving:
-            self._is_serving = True
-            # A daemon, because a program that ends after an error must not wait for other ranks.
-            Thread(target=_serve, args=(self._calls,), name="muon_fsdp backward", daemon=True).start()
-        self._calls.put(partial(_run, self._round, self._claim))
-
     # -------------------------------------------------------------------------------------------------- in step()
 
     def complete(self) -> None:
         """Start all stages of this round that have not started, because other ranks may have started them."""
-        if self._world() is not _world()():  # torch.distributed was initialized anew: there is nobody to wait for
+        if self._round.is_orphaned():
             self._round.cancel()  # the thread may wait for its gradients
-            self._new_round(Round())
-            self._world, self._claim = _world(), None
+            self._thread.begin(Round())
+            self._thread.claim = None
         self._round.complete()
-        self._start()
+        self._thread.start()
 
     def abandon(self) -> None:
         """Discard this round, because another plan takes the place of this one."""
         self.complete()
-        self._claim = None  # the thread holds it until the round has ended
+        self._thread.claim = None  # it is held until the round has ended
         self._stage_counts["discarded_stages"] += len(self._round.stages)
-
-    def finish(self) -> None:
-        """Wait until everything that was started has ended. All ranks must call this."""
-        self.complete()
-        self._round.wait()
 
     def objections(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> dict[int, int]:
         """Return, by position, whether the updates of a parameter can be used and may be started next time.
@@ -205,7 +184,8 @@ class BackwardOverlap:
         """
         running = {stage.number for stage in self._round.stages}
         # Two threads would start transfers in an order that differs between ranks. One rank that objects is enough.
-        self._is_excluded = self._claim is None and _any_travels(self._stages) and are_claimed(PURPOSE)
+        claim = self._thread.claim
+        self._is_excluded = _any_travels(self._stages) and (are_claimed(PURPOSE) if claim is None else claim.is_broken)
         # Another rank may be able to start a stage that this one can't.
         numbers = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
@@ -227,7 +207,9 @@ class BackwardOverlap:
             return UNREADY
         if not is_running or self._round.has_read(position, parameter.grad):
             return 0
-        if self._is_last(position):  # else there was another backward
+        if self._is_last(position) and self._round.has_arrived(
+            position
+        ):  # else there was another backward, or a late one
             self._found_changes = True
         return CHANGED
 
@@ -255,7 +237,7 @@ class BackwardOverlap:
         self._expected, self._arrivals = dict(self._arrivals), Counter()
         self._num_arrivals, self._order = 0, {}
         self.took_samples = round_.took_samples or not used
-        self._new_round(Round())
+        self._thread.begin(Round())
         return {stage.number: partial(round_.result, stage) for stage in used}
 
     def begin(self, inputs: StepInputs, fused: FusedStep) -> None:
@@ -267,9 +249,9 @@ class BackwardOverlap:
         """
         self._warn()
         if not _any_travels(self._next):
-            self._claim = None
-        elif self._claim is None:
-            self._claim = claim_groups(PURPOSE)
+            self._thread.claim = None
+        elif self._thread.claim is None:
+            self._thread.claim = claim_groups(PURPOSE)
         if not self._next:
             return
         device = _device_of(self._next[0], self._records)
@@ -288,11 +270,7 @@ class BackwardOverlap:
             self._stream,
             written,
         )
-        self._world = _world()
-        self._new_round(Round(self._next, context))
-
-    def _new_round(self, round_: Round) -> None:
-        self._rounds[0], self._is_running = round_, False
+        self._thread.begin(Round(self._next, context))
 
     def _warn(self) -> None:
         if not self._found_changes or self._has_warned:
@@ -372,26 +350,3 @@ def refuse_grad_scaler() -> None:
                 "in bfloat16 without a scaler, or pass overlap='step'"
             )
         frame = frame.f_back
-
-
-def _world() -> Callable[[], object]:
-    """Return a weak reference to the default process group; one to nothing without torch.distributed."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return weakref.ref(world) if world is not None else lambda: None
-
-
-def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Run calls in their order until there is a None."""
-    while (call := calls.get()) is not None:
-        call()
-        del call  # it would keep its tensors alive until the next one
-
-
-def _run(round_: Round, claim: Claim | None) -> None:
-    """Run a round, and hold the claim on its process groups until it has ended."""
-    round_.run()
-
-
-def _stop(rounds: Sequence[Round], calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    rounds[0].cancel()
-    calls.put(None)

@@ -207,6 +207,8 @@ class _StageRun:
         if early is not None:
             self._buffer = early.buffer
             self._take_early(early.numbers)
+            if self._context.samples is not None:
+                self._context.samples.include(early.samples)
             if not self._has_updates:
                 self._exchange = StageExchange(self.stage, early.buffer, self._context.recorder, number)
         elif self.stage.exchange is not None:

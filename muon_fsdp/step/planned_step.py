@@ -18,7 +18,8 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
 from muon_fsdp.parameters.groups import Group
-from muon_fsdp.parameters.records import ParameterRecord, state_bytes
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
@@ -51,6 +52,7 @@ class PlannedStep:
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together.
+        device_memory: what sets of ranks have agreed on so far, as in `SharedSets`.
         stage_counts: counts the stages that started in backward.
     """
 
@@ -62,6 +64,7 @@ class PlannedStep:
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
+        device_memory: Mapping[Ranks, int],
         stage_counts: Counter[str],
     ) -> None:
         self.key = key
@@ -71,7 +74,8 @@ class PlannedStep:
         self._settings = settings
         for record in records:
             _check_placed(record)
-        specs = parameter_specs(records, settings)
+        self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group, device_memory)
+        specs = parameter_specs(records, settings, self.shared.device_memory)
         for record in records:
             if record.view is not None:
                 _check_live(record)
@@ -86,7 +90,6 @@ class PlannedStep:
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages, records)
         self.weights = WeightGather(records, settings.bucket_bytes)
-        self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
         self._fused: FusedStep | None = None
@@ -263,22 +266,28 @@ class PlannedStep:
         return updates
 
 
-def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> list[ParameterSpec]:
-    """Return what the planner needs to know about every parameter."""
+def parameter_specs(
+    records: Sequence[ParameterRecord], settings: Settings, device_memory: Mapping[Ranks, int]
+) -> list[ParameterSpec]:
+    """Return what the planner needs to know about every parameter.
+
+    Args:
+        records: one per parameter.
+        settings: the settings of the whole optimizer.
+        device_memory: for every set of ranks that share parameters, the total bytes of their smallest device.
+    """
     specs: list[ParameterSpec] = []
     options: dict[int, PlannedOptions] = {}  # by group
     costs: dict[tuple[int, int, int], float] = {}  # by group and shape: thousands of matrices may share one
-    spared: dict[tuple[object, ...], int] = {}  # by group, shape, precision and layout
+    memory: dict[int, int] = {}  # by the id() of the layout: sets of ranks are long
     for record in records:
         if record.group_index not in options:
             options[record.group_index] = record.rule.planned_options(record.group)
-        block_flops, spared_bytes = [], 0
+        if id(record.layout) not in memory:
+            memory[id(record.layout)] = device_memory.get(tuple(sorted(record.layout.ranks)), DEVICE_MEMORY)
+        block_flops = []
         if record.view is not None:
             _check_layout(record)
-            kind = (record.group_index, record.shape, record.view, record.tensor.dtype, id(record.layout))
-            if kind not in spared:
-                spared[kind] = _spared_bytes(record)
-            spared_bytes = spared[kind]
             for _, rows, cols in record.view.block_shapes:
                 key = (record.group_index, rows, cols)
                 if key not in costs:
@@ -302,16 +311,10 @@ def parameter_specs(records: Sequence[ParameterRecord], settings: Settings) -> l
                 wire_bytes=staging.itemsize,
                 is_observed=bool(record.rule.statistics),
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
-                spared_bytes=spared_bytes,
+                device_memory=memory[id(record.layout)],
             )
         )
     return specs
-
-
-def _spared_bytes(record: ParameterRecord) -> int:
-    """Return by how many bytes the state of a matrix on a rank is smaller than that of AdamW; 0 if it is larger."""
-    adamw = state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, record.layout)
-    return max(0, adamw - state_bytes(record.rule, record.tensor, record.view, record.step_layout))
 
 
 def _elementwise_is_local(spec: ParameterSpec, record: ParameterRecord) -> ParameterSpec:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
-from muon_fsdp.comm.process_groups import Ranks, group_like, my_rank
+from muon_fsdp.comm.device_memory import total_memory
+from muon_fsdp.comm.process_groups import Ranks, group_like, is_destroyed, my_rank
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
@@ -20,6 +21,15 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.rules import RULES
+
+# What to do if the process group of some parameters was destroyed, by where it came from.
+_DESTROYED = {
+    "mesh": "The process group of the parameters' mesh was destroyed: after init_process_group, make a new mesh, build "
+    "the model and call fully_shard again, and build the optimizer anew",
+    "replicas": "The process group of replicated parameters was destroyed: wrap the model in DistributedDataParallel "
+    "again, or make a new group for replicate_group=, and build the optimizer anew",
+    "agreement": "agreement_group was destroyed: make a new process group, and build the optimizer anew",
+}
 
 
 class SharedSets:
@@ -31,6 +41,7 @@ class SharedSets:
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together, though they need not share a parameter.
+        agreed_memory: for sets of ranks that have agreed on it, the total bytes of their smallest device.
     """
 
     def __init__(
@@ -40,19 +51,22 @@ class SharedSets:
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
+        agreed_memory: Mapping[Ranks, int],
     ) -> None:
         self._group_of = [record.group_index for record in records]
-        members: dict[Ranks, list[int]] = defaultdict(list)
-        for record in records:
-            if len(record.layout.ranks) > 1:
-                members[tuple(sorted(record.layout.ranks))].append(record.position)
+        members = _positions(records)
+        # Until ranks have met, a rank knows its own devices alone. It can then plan for a report, but not for a step.
+        self.own_memory = own_memory(records)
+        self.device_memory = {ranks: agreed_memory.get(ranks, own) for ranks, own in self.own_memory.items()}
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
             ranks: group_like(records[positions[0]].tensor, replicate_group) for ranks, positions in members.items()
         }
-        if agreement_group is not None and dist.get_world_size(agreement_group) > 1:
-            ranks = tuple(sorted(dist.get_process_group_ranks(agreement_group)))
+        self._kinds = {ranks: _kind(records[positions[0]]) for ranks, positions in members.items()}
+        ranks = ranks_of_agreement(agreement_group)
+        if len(ranks) > 1:
             members.setdefault(ranks, [])
             self._likes.setdefault(ranks, agreement_group)
+            self._kinds.setdefault(ranks, "agreement")
         self.positions: dict[Ranks, list[int]] = dict(sorted(members.items()))
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
@@ -75,8 +89,11 @@ class SharedSets:
         return bool(self.positions)
 
     def like(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        """Return a process group whose backend serves the parameters of these ranks."""
-        return self._likes.get(ranks)
+        """Return a process group whose backend serves the parameters of these ranks; raise if it was destroyed."""
+        group = self._likes.get(ranks)
+        if group is not None and is_destroyed(group):
+            raise RuntimeError(_DESTROYED[self._kinds[ranks]])
+        return group
 
     def by_position(self, of_sets: Mapping[Ranks, Sequence[int]]) -> dict[int, int]:
         """Return what ranks have agreed on, one number per parameter of every set, by the position of the parameter."""
@@ -86,26 +103,41 @@ class SharedSets:
             for position, number in zip(positions, of_sets[ranks], strict=True)
         }
 
+    def is_planned_for(self, agreed_memory: Mapping[Ranks, int]) -> bool:
+        """Return whether all that ranks have agreed on is what `device_memory` has."""
+        return all(agreed_memory.get(ranks, memory) == memory for ranks, memory in self.device_memory.items())
+
     def hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
-        """Return, per set, a hash of its parameters and their present options; never waits for a device."""
+        """Return, per set, a hash of its parameters, their present options and the memory that the plan is made for.
+
+        It never waits for a device.
+        """
         options = [_options(group) for group in groups]
         if options != self._options:
             self._options = options
-            self._with_options = {ranks: self._hash(ranks, options) for ranks in self.positions}
+            self._with_options = {
+                ranks: self._hash(ranks, options, self.device_memory.get(ranks)) for ranks in self.positions
+            }
         return self._with_options
 
-    def _hash(self, ranks: Ranks, options: Sequence[tuple[object, ...]]) -> int:
+    def first_hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
+        """Return the same without the memory, for ranks that have not met."""
+        options = [_options(group) for group in groups]
+        return {ranks: self._hash(ranks, options, None) for ranks in self.positions}
+
+    def _hash(self, ranks: Ranks, options: Sequence[tuple[object, ...]], memory: int | None) -> int:
         """Return the hash of a set, from its parameters, their options, and which parameter has which options."""
         # Groups with equal options count as one. They are compared by text, since a user may write a list.
         numbers: dict[str, int] = {}
         of_group = {group: numbers.setdefault(repr(options[group]), len(numbers)) for group in self._groups_of[ranks]}
         members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
-        return fingerprint(self._hashes[ranks], list(numbers), members)
+        return fingerprint(self._hashes[ranks], list(numbers), members, memory)
 
-    def describe(self, ranks: Ranks, groups: Sequence[Group]) -> list[Line]:
+    def describe(self, ranks: Ranks, groups: Sequence[Group], *, have_met: bool) -> list[Line]:
         """Return what the hash of a set covers, line by line, for an error."""
-        whole, *lines = self._lines[ranks]
-        described = [whole]
+        (title, settings), *lines = self._lines[ranks]
+        memory = {"device_memory": repr(self.device_memory.get(ranks))} if have_met else {}
+        described = [(title, settings | memory)]
         for position, (title, properties) in zip(self.positions[ranks], lines, strict=True):
             group = groups[self._group_of[position]]
             names = sorted(RULES[group["rule"]].all_options)
@@ -120,6 +152,33 @@ class StepAgreement:
     def __init__(self) -> None:
         self._agreement: Agreement | None = None
 
+    @property
+    def device_memory(self) -> Mapping[Ranks, int]:
+        """Return, for sets of this rank that have met, the total bytes of their smallest device."""
+        return self._agreement.device_memory if self._agreement is not None and self._agreement.is_alive else {}
+
+    def meet(self, shared: SharedSets, groups: Sequence[Group]) -> None:
+        """Find the ranks that a step connects, unless they are known and share the same parameters as before.
+
+        Args:
+            shared: the parameters that other ranks hold too.
+            groups: the parameter groups, whose options must be equal.
+        """
+        if self._agreement is not None and not self._agreement.is_alive:
+            self._agreement = None
+        if self._agreement is not None and self._agreement.counts != shared.counts:
+            self._agreement.leave()
+            self._agreement = None
+        if self._agreement is None and shared:
+            self._agreement = Agreement(
+                shared.counts,
+                shared.first_hashes(groups),
+                shared.own_memory,
+                lambda ranks: shared.describe(ranks, groups, have_met=False),
+                shared.device,
+                shared.like(max(shared.positions, key=len)),
+            )
+
     def before_step(
         self,
         shared: SharedSets,
@@ -130,8 +189,8 @@ class StepAgreement:
         inert: bool,
         not_finite: bool,
         compares: bool,
-    ) -> Agreed:
-        """Tell the other ranks about this rank's gradients, and find out about theirs.
+    ) -> Agreed | None:
+        """Tell the other ranks about this rank's gradients, and find out about theirs. Call `meet` first.
 
         Args:
             shared: the parameters that other ranks hold too.
@@ -141,19 +200,12 @@ class StepAgreement:
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
             compares: whether replicas are still to be compared.
+
+        Returns:
+            What all ranks know now; None if another rank has other parameters than before, so that all must meet again.
         """
-        if self._agreement is not None and not self._agreement.is_alive:
-            self._agreement = None
-        if self._agreement is not None and self._agreement.counts != shared.counts:
-            self._agreement.leave()
-            self._agreement = None
-        if not shared:
+        if self._agreement is None:
             return Agreed(inert, my_rank() if not_finite else None)
-        hashes = shared.hashes(groups)
-
-        def describe(ranks: Ranks) -> list[Line]:
-            return shared.describe(ranks, groups)
-
         by_ranks, early_by_ranks = (
             {
                 ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
@@ -161,16 +213,17 @@ class StepAgreement:
             }
             for numbers in (codes, early)
         )
-        agreed = None
-        while agreed is None:
-            if self._agreement is None:
-                like = shared.like(max(shared.positions, key=len))
-                self._agreement = Agreement(shared.counts, hashes, describe, shared.device, like)
-            agreed = self._agreement.before_step(
-                hashes, by_ranks, early_by_ranks, describe, inert=inert, not_finite=not_finite, compares=compares
-            )
-            if agreed is None:  # another rank has other parameters than before
-                self._agreement = None
+        agreed = self._agreement.before_step(
+            shared.hashes(groups),
+            by_ranks,
+            early_by_ranks,
+            lambda ranks: shared.describe(ranks, groups, have_met=True),
+            inert=inert,
+            not_finite=not_finite,
+            compares=compares,
+        )
+        if agreed is None:
+            self._agreement = None
         return agreed
 
     def fail(self, error: Exception) -> bool:
@@ -194,6 +247,14 @@ class StepAgreement:
             raise
 
 
+def own_memory(records: Sequence[ParameterRecord]) -> dict[Ranks, int]:
+    """Return, for every set of ranks that shares parameters, the total bytes of this rank's smallest device."""
+    return {
+        ranks: min(total_memory(device) for device in {records[i].tensor.device for i in positions})
+        for ranks, positions in _positions(records).items()
+    }
+
+
 def shared_ranks(
     layouts: Iterable[tuple[Layout, object]], replicas: Replicas, agreement_group: dist.ProcessGroup | None
 ) -> set[Ranks]:
@@ -202,9 +263,32 @@ def shared_ranks(
     `layouts` are those of `layouts_of_groups`.
     """
     ranks = replicas.mesh_ranks | {tuple(sorted(layout.ranks)) for layout, _ in layouts}
-    if agreement_group is not None:
-        ranks.add(tuple(sorted(dist.get_process_group_ranks(agreement_group))))
+    ranks.add(ranks_of_agreement(agreement_group))
     return {each for each in ranks if len(each) > 1}
+
+
+def _positions(records: Sequence[ParameterRecord]) -> dict[Ranks, list[int]]:
+    """Return the positions of the parameters of every set of several ranks."""
+    members: dict[Ranks, list[int]] = defaultdict(list)
+    for record in records:
+        if len(record.layout.ranks) > 1:
+            members[tuple(sorted(record.layout.ranks))].append(record.position)
+    return members
+
+
+def ranks_of_agreement(group: dist.ProcessGroup | None) -> Ranks:
+    """Return the ranks of `agreement_group`, () if there is none; raise if it was destroyed or lacks this rank."""
+    if group is None:
+        return ()
+    if is_destroyed(group):
+        raise RuntimeError(_DESTROYED["agreement"])
+    if dist.get_rank(group) < 0:
+        raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _kind(record: ParameterRecord) -> str:
+    return "replicas" if record.is_plain else "mesh"
 
 
 def _options(group: Group) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.parameters.routing import clean_name
+from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.training.config import DEFAULT_REST_LR, TrainConfig
 

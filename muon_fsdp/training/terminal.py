@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Literal, TextIO
 
-from muon_fsdp.text import plain_table
+from muon_fsdp.text import table_lines
 
 Color = Literal["red", "yellow", "green"]
 _CODES: dict[Color, str] = {"red": "31", "yellow": "33", "green": "32"}
+_TEXT_COLUMNS = 80  # of text that no terminal shows, and of the lines of a paragraph at most
 
 
 def colored(text: str, color: Color, stream: TextIO) -> str:
@@ -83,6 +86,19 @@ def import_torch(prog: str) -> None:
         _announcement.erase()
 
 
+def text_columns() -> int:
+    """Return the width for text on stdout: that of the terminal or of COLUMNS; 80 for files and pipes."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return shutil.get_terminal_size().columns
+    return _TEXT_COLUMNS
+
+
+def print_paragraph(text: str) -> None:
+    """Print a text in lines that are not longer than the terminal is wide, and never longer than 80 columns."""
+    width = min(_TEXT_COLUMNS, text_columns())
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
+
+
 def print_table(
     title: str,
     header: Sequence[str],
@@ -91,7 +107,7 @@ def print_table(
     left: int = 1,
     marked: Mapping[int, Color] | None = None,
 ) -> None:
-    """Print a table, drawn by Rich on a terminal and in plain text elsewhere.
+    """Print a table, drawn by Rich on a terminal that is wide enough for it, and in plain text elsewhere.
 
     Args:
         title: the line above the table.
@@ -100,16 +116,32 @@ def print_table(
         left: how many of the first columns hold words. The other columns hold numbers and are aligned to the right.
         marked: the colours of rows that a reader should see first, by the number of the row.
     """
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        print(f"{title}\n{plain_table(header, rows, left=left)}\n")
+    marked = marked or {}
+    if sys.stdout.isatty() and _draw_table(title, header, rows, left, marked):
         return
+    print(title)
+    for number, lines in enumerate(table_lines(header, rows, left=left, width=text_columns()), start=-1):
+        for line in lines:
+            print(colored(line, marked[number], sys.stdout) if number in marked else line)
+    print()
+
+
+def _draw_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int, marked: Mapping[int, Color]
+) -> bool:
+    """Draw a table with Rich, unless Rich is not installed or would have to cut words; return whether it was drawn."""
+    if importlib.util.find_spec("rich") is None:
+        return False
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < left else "right", overflow="fold")
+        table.add_column(name, justify="left" if number < left else "right")
     for number, row in enumerate(rows):
-        color = (marked or {}).get(number)
-        table.add_row(*row, style=f"bold {color}" if color else None)
-    Console(markup=False, highlight=False).print(table)
+        table.add_row(*row, style=f"bold {marked[number]}" if number in marked else None)
+    console = Console(markup=False, highlight=False)
+    fits = console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width
+    if fits:
+        console.print(table)
+    return fits
