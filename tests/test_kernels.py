@@ -169,8 +169,13 @@ def of_norm(size: float, *shape: int, dtype=torch.float32) -> torch.Tensor:
 
 @pytest.fixture
 def in_half_precision(monkeypatch):
-    """Iterate in float16, as GPUs do, in the interpreter too."""
-    monkeypatch.setattr(newton_schulz, "_iteration_dtype", lambda batch: torch.float16)
+    """Iterate in float16, as GPUs do, in the interpreter too; float64 references stay what they are."""
+    usual = newton_schulz._iteration_dtype
+    monkeypatch.setattr(
+        newton_schulz,
+        "_iteration_dtype",
+        lambda batch: usual(batch) if batch.dtype == torch.float64 else torch.float16,
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -191,6 +196,17 @@ def test_tiny_matrices_in_half_precision(monkeypatch, kernels_everywhere, in_hal
     # Entries of bfloat16 have lost digits below, and the interpreter reads subnormal ones as other numbers.
     if size >= (1e-35 if dtype == torch.bfloat16 else 1e-38):
         assert error(result[0], expected[0]) < 5e-3
+    assert "_scaled_cast_kernel" in kernels_everywhere
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_row_sparse_matrices_in_half_precision(kernels_everywhere, in_half_precision, num_rows):
+    """The refresh adds q X to F X, which nearly cancel for so few directions; so the rounding of X weighs more."""
+    batch = torch.zeros(1, 64, 320, dtype=torch.bfloat16, device=DEVICE)
+    batch[0, :num_rows] = random(num_rows, 320, dtype=torch.bfloat16)
+    result = orthogonalize(batch, out=torch.empty(batch.shape, device=DEVICE))
+    expected = orthogonalize(batch.double().cpu(), form="standard").to(DEVICE)
+    assert error(result, expected) < 3e-2  # as documented, instead of 5e-3
     assert "_scaled_cast_kernel" in kernels_everywhere
 
 
@@ -294,13 +310,12 @@ def test_chunks_cover_every_element_once_and_never_mix_matrices(tensors):
     assert aligned == all(row[1] % 16 == 0 and row[2] % 16 == 0 for row in chunks.tolist())
 
 
-TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile_for_gpus_that_are_not_here(target):
+@pytest.mark.parametrize(
+    "targets", ["sm_80 sm_86 sm_89", "sm_90", "sm_100 sm_120", "gfx90a gfx942 gfx950"], ids=lambda names: names
+)
+def test_kernels_compile_for_gpus_that_are_not_here(targets):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_kernels", target]
+    command = [sys.executable, "-m", "tests.compile_kernels", *targets.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert len(done.stdout.splitlines()) > 20

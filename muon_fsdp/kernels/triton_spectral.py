@@ -276,7 +276,6 @@ class Operand(NamedTuple):
 
 
 FIELDS = len(Operand._fields)
-PRECISION = "tf32" if torch.version.hip is None else "ieee"  # some AMD GPUs reject TF32
 
 
 @triton.jit
@@ -427,6 +426,7 @@ class Multiplication(NamedTuple):
 
         Tensor cores truncate vectors that are not TF32 numbers, so round them first if that matters.
         """
+        precision, num_stages = precision_and_stages(torch.version.hip is not None)
         constants = {
             "TYPE": TYPES[self.dtype],
             "ADD": self.adds,
@@ -434,14 +434,23 @@ class Multiplication(NamedTuple):
             "UNIT": self.unit,
             "ALIGNED": self.aligned,
             "ALIGNED_ROWS": self.aligned_rows,
-            "PRECISION": PRECISION,
+            "PRECISION": precision,
             "FIELDS": FIELDS,
             "VECTORS": MAX_VECTORS,
             **_tiles(self.along_rows),
         }
         kernel = _along_rows_kernel if self.along_rows else _along_columns_kernel
         kind = (vectors.device, is_aligned(vectors, out))
-        launch(kernel, len(self.programs), (self.programs, self.operands, vectors, out), constants, kind)
+        arguments = (self.programs, self.operands, vectors, out)
+        launch(kernel, len(self.programs), arguments, constants, kind, num_stages=num_stages)
+
+
+def precision_and_stages(is_amd: bool) -> tuple[str, int]:
+    """Return the precision of products with weights, and the depth of the pipeline.
+
+    Some AMD GPUs reject TF32, and the MI300 has shared memory for two stages only.
+    """
+    return ("ieee", 2) if is_amd else ("tf32", 3)
 
 
 def _tiles(along_rows: bool) -> dict[str, int]:

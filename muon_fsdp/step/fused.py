@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import unusable
+from muon_fsdp.kernels.launch import is_aligned
 from muon_fsdp.kernels.tables import (
     ALIGNMENT,
     FUSED_DTYPES,
@@ -242,7 +243,8 @@ def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matric
         for group, position in fusable:
             # One tensor of another alignment would make its whole list load single elements.
             numel = partials[-1].matrix_numel.get(position, shards[position].numel())
-            by_kind[(group, signature[position], numel % ALIGNMENT == 0)].append(position)
+            aligned = numel % ALIGNMENT == 0 and all(is_aligned(shards[position], inputs.gradients.get(position)))
+            by_kind[(group, signature[position], aligned)].append(position)
         members.append([(group, tuple(positions)) for (group, _, _), positions in by_kind.items()])
         specs += [
             _list_spec(stage, positions, kind, shards, partials[-1], device)
