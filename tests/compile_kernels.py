@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 
 from muon_fsdp.kernels import (
     Product,
@@ -215,9 +215,19 @@ def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int, transposed
     numbers = ["*i32!", "i32", "i32", "i32", "fp32", "fp32", "fp32"]
     constants = {"SAME": same, "HAS_C": added > 0, "HAS_E": added > 1}
     kernel, limits = hopper._symmetric_hopper_kernel, {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS}
-    result = compiled(kernel, [*types, *numbers], constants, HOPPER, GluonASTSource, **limits)
+    try:
+        result = compiled(kernel, [*types, *numbers], constants, HOPPER, GluonASTSource, **limits)
+    except (CompilationError, RuntimeError) as error:  # Gluon is not stable; `probe_gluon` then uses the other kernel
+        print(HOPPER.name, kernel.fn.__name__, constants, "is not compiled:", first_cause(error), flush=True)
+        return
     assert "wgmma" in result.asm["ptx"]
     print(HOPPER.name, kernel.fn.__name__, constants, "shared memory", result.metadata.shared, flush=True)
+
+
+def first_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).splitlines()[-1]
 
 
 def _run(kernel: Any, types: list[str | None], constants: dict[str, Any], tiles: TileConfig, target: Target) -> None:

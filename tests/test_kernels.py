@@ -319,6 +319,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(targets):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert len(done.stdout.splitlines()) > 20
+    assert "not compiled" not in done.stdout
 
 
 def test_norms_of_matrices_with_many_chunks():

@@ -37,10 +37,6 @@ from muon_fsdp.kernels.launch import launch
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
 from muon_fsdp.kernels.tiles import KernelError, num_processors
 
-# Triton 3.8 renamed both copies, and 3.9 removed the names that 3.6 and 3.7 have. It also renamed `_reinterpret`.
-_copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 SIDE = 128  # rows and columns of a tile
 INNER = 32  # columns of a block of an operand, 128 x 32, and the step along the inner dimension
 STAGES = 6  # places in the ring, with three blocks each
@@ -86,13 +82,7 @@ def _previous(stage):  # type: ignore[no-untyped-def]
 @gluon.jit  # pragma: no cover
 def _half_tile(ring, stage):  # type: ignore[no-untyped-def]
     """Return the first two blocks of a place in the ring as one block, which holds half of a tile of E."""
-    if _HAS_REINTERPRET:
-        # This view of the three blocks of a place is large enough; that of one block would be refused.
-        places = ring.reinterpret(ring.dtype, [_STAGES, 3, ring.shape[2], ring.shape[3]], ring.layout)
-        half = places.index(stage).reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], _HALF_TILE_LAYOUT)
-    else:
-        half = ring.index(3 * stage)._reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], _HALF_TILE_LAYOUT)
-    return half
+    return ring.index(3 * stage)._reinterpret(ring.dtype, [1, _SIDE, 2 * _INNER], _HALF_TILE_LAYOUT)
 
 
 @gluon.jit  # pragma: no cover
@@ -128,7 +118,7 @@ def _produce(a, b, e, ring, full, empty, table, num_tasks, num_steps, SAME: gl.c
                 col = gl.where(shares_row, index, shared) * _SIDE + (half % 2) * 2 * _INNER
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(full.index(stage), 2 * _BLOCK_BYTES)
-                _copy_in(e, [matrix, row, col], full.index(stage), _half_tile(ring, stage))
+                tma.async_copy_global_to_shared(e, [matrix, row, col], full.index(stage), _half_tile(ring, stage))
                 stage, phase = _next(stage, phase)
 
 
@@ -146,7 +136,7 @@ def _load_block(operand, matrix, tile, x, loaded, ring, block, needed):  # type:
         place = [matrix, tile * _SIDE, x]
     else:  # the operand is transposed
         place = [matrix, x, tile * _SIDE]
-    _copy_in(operand, place, loaded, ring.index(block), pred=needed)
+    tma.async_copy_global_to_shared(operand, place, loaded, ring.index(block), pred=needed)
 
 
 @gluon.jit  # pragma: no cover
@@ -168,23 +158,23 @@ def _carry(c, d, buffers, granted, filled, table, num_tasks, HAS_C: gl.constexpr
         if index != _NO_TILE:
             mbarrier.wait(fill, 0)
             if matrix >= 0:
-                _copy_out(d, [matrix, col, row], buffer)
+                tma.async_copy_shared_to_global(d, [matrix, col, row], buffer)
                 tma.store_wait(0)
             matrix = next_matrix
             row = gl.where(shares_row, shared, index) * _SIDE
             col = gl.where(shares_row, index, shared) * _SIDE
             if HAS_C:
                 mbarrier.expect(grant, _TILE_BYTES)
-                _copy_in(c, [matrix, row, col], grant, buffer)
+                tma.async_copy_global_to_shared(c, [matrix, row, col], grant, buffer)
             else:
                 mbarrier.arrive(grant, count=1)
             mbarrier.wait(fill, 1)
-            _copy_out(d, [matrix, row, col], buffer)
+            tma.async_copy_shared_to_global(d, [matrix, row, col], buffer)
             tma.store_wait(0)
             mbarrier.arrive(grant, count=1)
     mbarrier.wait(fill, 0)
     if matrix >= 0:
-        _copy_out(d, [matrix, col, row], buffer)
+        tma.async_copy_shared_to_global(d, [matrix, col, row], buffer)
     tma.store_wait(0)
 
 
