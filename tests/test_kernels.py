@@ -51,7 +51,9 @@ def assert_symmetric(out, side, within_tiles):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "rows", "inner"), [(1, 1, 1), (3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70)])
+@pytest.mark.parametrize(
+    ("batch", "rows", "inner"), [(1, 1, 1), (3, 7, 50), (2, 50, 129), (2, 129, 7), (1, 300, 70), (2, 80, 48)]
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_symmetric_product(batch, rows, inner, dtype, transposed):
     for number, tiles in enumerate(TILES):
@@ -85,7 +87,7 @@ def test_products_of_different_matrices_come_out_symmetric():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "rows", "inner", "cols"),
-    [(1, 1, 1, 1), (3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7)],
+    [(1, 1, 1, 1), (3, 7, 50, 129), (2, 129, 7, 50), (1, 50, 129, 300), (1, 300, 50, 7), (2, 70, 48, 80)],
 )
 def test_multiply_add(batch, rows, inner, cols, dtype):
     for tiles in TILES:
@@ -131,6 +133,28 @@ def test_most_tasks_of_a_schedule_are_pairs(rows_of_tiles):
     assert sorted(tile for task in tasks for tile in task.tiles()) == [
         (0, i, j) for i in range(rows_of_tiles) for j in range(i + 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "cols", "aligned"),
+    [(32, 48, 64, (True, True, True)), (20, 48, 64, (False, False, True)), (32, 40, 64, (False, True, False))],
+)
+def test_rows_that_are_aligned_are_marked_for_the_compiler(monkeypatch, rows, inner, cols, aligned):
+    """Without the mark, GPUs that have no tensor descriptors load single elements."""
+    marks, usual = [], triton_products.launch
+
+    def launch(kernel, programs, arguments, constants, *rest, **options):
+        marks.append(constants["ALIGNED"])
+        usual(kernel, programs, arguments, constants, *rest, **options)
+
+    monkeypatch.setattr(triton_products, "launch", launch)
+    monkeypatch.setattr(triton_products, "_has_bulk_copies", lambda device: False)
+    x, y, z = (random(1, *shape, dtype=torch.float16) for shape in [(rows, inner), (inner, rows), (inner, cols)])
+    out = poisoned(1, rows, rows, dtype=torch.float16)
+    triton_products.symmetric_product(x, x, [], out, TILES[0])
+    triton_products.symmetric_product(y, y, [], out, TILES[0], transposed=True)
+    triton_products.multiply_add(x, z, None, poisoned(1, rows, cols, dtype=torch.float16), TILES[0])
+    assert tuple(marks) == aligned
 
 
 def test_strided_operands(kernels_everywhere):
