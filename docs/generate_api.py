@@ -108,6 +108,7 @@ def _group_section() -> str:
         ("`weight_decay`", "their decoupled weight decay"),
         ("`micro_step`", "calls of `step()` since the last that updated (`gradient_accumulation_steps`)"),
         ("`started`", "whether `step()` has been called; a part of another optimizer's checkpoint is known by it"),
+        ("`num_updates`", "steps that have updated parameters; random numbers of rules depend on it"),
     ]
     rows.append(("the name of an option", "its value; [options.md](options.md) lists the options of every rule"))
     foreign = code_names(key for key in FOREIGN_KEYS if key not in ("params", "param_names"))

@@ -18,7 +18,33 @@ TESTS = Path(__file__).parents[1] / "tests"
 INTRODUCTION = """\
 # What can go wrong, and what happens
 
-A test checks each line; its name is in the last column. Users look up messages in [errors.md](../errors.md).
+Users look up messages in [errors.md](../errors.md).
+
+## What is noticed, when and how
+
+| what | when | how |
+|---|---|---|
+| Parameters, options, rules or their declarations that differ between ranks | before every step, in one small reduction | all ranks raise, and nothing has changed |
+| Gradients that are not finite | before every step | all ranks do what `nonfinite` says |
+| Replicas whose weights, state or gradients differ | before the first update, and before the first one after `load_state_dict` | all ranks raise |
+| Per-matrix state that was written differently on ranks | before the next step | all ranks raise |
+| A state dict of another rank's shards | in `load_state_dict` | an error |
+| A checkpoint that some ranks have loaded and others not | before the next step | a warning |
+| A learning rate of AdamW for matrices | when the optimizer is built, and when a group is added | a warning |
+| A key that resembles an option | in constructors, groups and overrides; before the next step if it was written into a group | an error; a warning |
+| Steps without any gradient | at the second in succession | a warning, once |
+| Gradients that vanish while they accumulate | in the next call of `step()` | a warning, once |
+| Another optimizer with the same parameters | between the first step and the second | a warning, once |
+| What a rule leaves out, returns or does not declare | in the first step of a plan; declarations in `register` | an error that names the rule and the method |
+| A rule that raises on one rank | at the end of this step there, before the next step elsewhere | all ranks raise. The step was applied in part |
+| Updates that are not finite though gradients are | in the first step of a plan; with `nonfinite="raise"` in every step | an error that names the rule |
+| Random numbers of torch where several ranks compute one matrix | in the first step of a plan | an error |
+| Gradients, state or options that changed between backward and `step()`, with `overlap="backward"` | in `step()` | what was computed in backward is discarded, and computed again |
+| Parameters or state with another shape, precision or device | before every step | the step is planned anew, or an error |
+| A kernel that this GPU or this Triton can't run | at its first use, by a small product | a warning, once; PyTorch's library computes instead |
+| Matrices whose gradients are zero | in every step, from the norm of their momentum | `momentum_eps` scales their updates down |
+
+A test checks each of the lines below; its name is in the last column.
 
 <!-- Written by docs/generate_faults.py from tests/test_faults_*.py: edit those, then run it. -->
 """

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+# Gloo's contexts outlive their process groups, each with threads that wake a hundred times a second. Ranks with more
+# threads than this are replaced, which takes less than their threads would.
+MAX_THREADS = 64
 
 
 class RankError(AssertionError):
@@ -31,7 +36,7 @@ class RankPool:
         self._context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
         if backend != "nccl":
             self._context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: dict[int, tuple[Any, Connection]] = {}  # by rank
         atexit.register(self.close)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
@@ -45,36 +50,45 @@ class RankPool:
             task = (function.__module__, function.__qualname__, args, world_size, os.path.join(folder, "store"))
             for rank in range(world_size):
                 self._workers[rank][1].send((rank, *task))
-            replies = []
+            replies, num_threads = [], {}
             for rank in range(world_size):
                 connection = self._workers[rank][1]
                 if not connection.poll(timeout):
                     self.close()
                     raise RankError(f"rank {rank} did not answer within {timeout} s; answers so far: {replies}")
                 try:
-                    replies.append(connection.recv())
+                    *reply, num_threads[rank] = connection.recv()
                 except EOFError:
                     self.close()
                     raise RankError(f"rank {rank} died; answers so far: {replies}") from None
+                replies.append(reply)
+        for rank, count in num_threads.items():
+            if count > MAX_THREADS:
+                self._stop(rank)
         failures = [f"--- rank {rank}\n{text}" for rank, (failed, text) in enumerate(replies) if failed]
         if failures:
             raise RankError("\n".join(failures))
         return [result for _, result in replies]
 
     def close(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
-        self._workers.clear()
+        for rank in list(self._workers):
+            self._stop(rank)
+
+    def _stop(self, rank: int) -> None:
+        process, connection = self._workers.pop(rank)
+        connection.close()
+        process.kill()
+        process.join()
 
     def _start(self, count: int) -> None:
-        while len(self._workers) < count:
+        for rank in range(count):
+            if rank in self._workers:
+                continue
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._backend), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append((process, ours))
+            self._workers[rank] = process, ours
 
 
 def _serve(connection: Connection, backend: str) -> None:
@@ -106,7 +120,12 @@ def _serve(connection: Connection, backend: str) -> None:
             if dist.is_initialized():
                 _leave_together()
                 dist.destroy_process_group()
-        connection.send(reply)
+        connection.send((*reply, _num_threads()))
+
+
+def _num_threads() -> int:
+    tasks = Path("/proc/self/task")  # Linux only
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _leave_together() -> None:

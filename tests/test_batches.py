@@ -1,10 +1,10 @@
-"""Batches whose updates are computed together: rules that change a batch before or after they ask for its direction."""
+"""Batches whose updates are computed together, and rules that override `direction`, which are computed one by one."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.plan.stages import Batch, Member, _computed_together
 from muon_fsdp.plan.staging import scratch_numel
-from muon_fsdp.rules import RULES, MatrixBatch, Muon, register
+from muon_fsdp.rules import RULES, MatrixBatch, Muon, NorMuon, register
 from muon_fsdp.rules import muon as muon_module
 from muon_fsdp.step.pipeline import _StageRun
 
@@ -88,6 +88,26 @@ class AsksTwice(Muon):
         batch.update.add_(first)
 
 
+class RescalesFirst(NorMuon):
+    """Rescales matrices before it asks for the direction, which a rule below Muon has defined together for batches."""
+
+    name = "rescales_first"
+
+    def direction(self, batch: MatrixBatch) -> None:
+        batch.matrices = batch.matrices / batch.matrices.abs().sum(-1, keepdim=True)
+        super().direction(batch)
+
+
+class Together(Muon):
+    """Defines `directions` alone."""
+
+    name = "together"
+
+    def directions(self, batches: Sequence[MatrixBatch]) -> None:
+        for batch in batches:
+            batch.update = batch.matrices * len(batches)
+
+
 class AsksSometimes(Muon):
     """Asks for the direction of wide matrices alone."""
 
@@ -113,15 +133,25 @@ class Raises(Muon):
             raise ArithmeticError("once")
 
 
-KINDS = (Usual, ChangesMatrices, ChangesInPlace, WritesFirst, AssignsFirst, ChangesOptions, AsksTwice, AsksSometimes)
+KINDS = (
+    Usual,
+    ChangesMatrices,
+    ChangesInPlace,
+    WritesFirst,
+    AssignsFirst,
+    ChangesOptions,
+    AsksTwice,
+    RescalesFirst,
+    AsksSometimes,
+)
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    for kind in (*KINDS, Raises):
+    for kind in (*KINDS, Together, Raises):
         register(kind)
     yield
-    for kind in (*KINDS, Raises):
+    for kind in (*KINDS, Together, Raises):
         RULES.pop(kind.name)
 
 
@@ -169,22 +199,53 @@ def test_sso_with_one_orthogonalization(one_by_one, mode):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [(Usual, 1), (ChangesMatrices, 2), (WritesFirst, 2), (AsksTwice, 2), (AsksSometimes, 1)]
+    ("rule", "calls"),
+    [("usual", [4, 1]), ("normuon", [4, 1]), ("rescales_first", [1] * 5), ("asks_twice", [1] * 10)],
 )
-def test_no_rule_orthogonalizes_a_batch_often(monkeypatch, kind, most):
-    """A rule that makes the results of merged batches useless must not make every batch compute all later ones."""
-    counts: dict[int, int] = {}
+def test_batches_are_orthogonalized_together_unless_a_rule_overrides_direction(monkeypatch, rule, calls):
+    found: list[int] = []
     usual = muon_module.orthogonalize_together
 
     def counted(requests, **options):
-        for request in requests:
-            counts[request.out.data_ptr()] = counts.get(request.out.data_ptr(), 0) + 1
+        found.append(len(requests))
         return usual(requests, **options)
 
     monkeypatch.setattr(muon_module, "orthogonalize_together", counted)
-    train(kind.name, steps=1)
-    assert len(counts) == len(SHAPES)
-    assert max(counts.values()) <= most
+    train(rule, steps=1)
+    assert found == calls
+
+
+def test_a_rule_may_define_directions_alone():
+    options = {"momentum": 0.0, "nesterov": False}
+    found, gradients = train("together", steps=1, **options), train("together", steps=1, lr=0.0, **options)
+    assert RULES["together"].needs_matrices
+    torch.manual_seed(0)
+    before = [torch.randn(shape) for shape in SHAPES for _ in range(2)]
+    for number, (after, was) in enumerate(zip(found, before, strict=True)):
+        count = 1 if number in (6, 7) else 4  # batches with the same shorter side
+        torch.testing.assert_close(after, was - 0.02 * count * torch.randn(was.shape))
+        torch.testing.assert_close(gradients[number], was)
+
+
+def test_options_may_differ_between_batches_that_are_computed_together():
+    """Each batch is iterated as its own group says."""
+    torch.manual_seed(0)
+    weights = [torch.randn(24, 24) for _ in range(2)]
+    gradient = torch.randn(24, 24)
+
+    def after(*groups: dict) -> list[Tensor]:
+        params = [nn.Parameter(weight.clone()) for weight in weights]
+        for param in params:
+            param.grad = gradient.clone()
+        pairs = [{"params": [param], **group} for param, group in zip(params, groups, strict=True)]
+        MuonOptimizer(pairs, momentum=0.0).step()
+        return [param.detach() for param in params]
+
+    few, many = {"orthogonalization": "keller", "ns_steps": 3}, {"orthogonalization": "exact"}
+    mixed = after(few, many)
+    torch.testing.assert_close(mixed[0], after(few, few)[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(mixed[1], after(many, many)[1], rtol=0, atol=1e-6)
+    assert not torch.allclose(mixed[0] - weights[0], mixed[1] - weights[1], atol=1e-3)
 
 
 def test_a_rule_that_raises_leaves_nothing_behind():
@@ -224,13 +285,13 @@ def test_steps_in_inference_mode(mode):
 def test_batches_are_freed_without_the_garbage_collector(monkeypatch):
     """A cycle would keep the memory of a step until Python happens to collect it."""
     seen: list[weakref.ref[MatrixBatch]] = []
-    direction = Muon.direction
+    directions = Muon.directions
 
-    def noted(self, batch):
-        seen.append(weakref.ref(batch))
-        direction(self, batch)
+    def noted(self, batches):
+        seen.extend(map(weakref.ref, batches))
+        directions(self, batches)
 
-    monkeypatch.setattr(Muon, "direction", noted)
+    monkeypatch.setattr(Muon, "directions", noted)
     gc.collect()
     gc.disable()
     try:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Step, best_form, evaluate, solve
+from experiments.chains import best_form, solve
+from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, evaluate
 from muon_fsdp.linalg.coefficients import minimax
 
 CHAINS = {"square": SQUARE_CHAIN, "wide": WIDE_CHAIN}
@@ -79,7 +80,7 @@ def test_the_stored_chains_are_what_the_solver_gives(name):
 
 
 @pytest.mark.parametrize("lower", [1e-4, 1e-3, 4e-3, 0.03, 0.1])
-@pytest.mark.parametrize("degree", [5, 9, 13])
+@pytest.mark.parametrize("degree", [5, 9])
 def test_fits_of_full_families_alternate(lower, degree):
     """Equal errors of alternating sign on one point more than there are coefficients make a best approximation."""
     (step,) = solve((degree,), lower)
@@ -108,7 +109,7 @@ def test_no_small_change_improves_degree_17(lower):
             assert worst(form * change) > worst(form) * (1 - 1e-4)
 
 
-@pytest.mark.parametrize("degrees", [(17, 17, 9), (9, 9, 9, 5), (13, 13, 13)])
+@pytest.mark.parametrize("degrees", [(17, 17, 9), (9, 9, 9, 5)])
 @pytest.mark.parametrize("lower", [1e-4, 4e-3, 0.1])
 def test_chains_converge_everywhere(degrees, lower):
     steps = solve(degrees, lower)
@@ -153,15 +154,6 @@ def test_rounding_may_push_values_above_an_interval(name, excess):
     for step in steps:
         x = evaluate(step, x * excess)
     assert (x - 1).abs().max() < 0.02
-
-
-def test_degree_13_multiplies_v_by_u():
-    step = Step(13, ((2.0, 3.0, 0.0), (5.0, 7.0, 11.0), (13.0, 17.0, 19.0)), 23.0)
-    x = points(0.0, 1.0, 11)
-    r = x * x
-    u = 2 * r * r + 3 * r
-    v = 5 * u * u + 7 * u + 11 * r
-    torch.testing.assert_close(evaluate(step, x), x * (13 * v * u + 17 * v + 19 * u + 23))
 
 
 @pytest.mark.parametrize(

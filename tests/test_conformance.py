@@ -100,6 +100,7 @@ def test_state_dicts(info):
     assert optimizer.state_dict()["param_groups"] == again["param_groups"]
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 @each_optimizer
 def test_a_missing_gradient_changes_nothing(info):
     model = network()

@@ -172,10 +172,15 @@ COMPLETE = re.compile(
     r"|other_rule=|needs a dense tensor|needs a real floating|needs real floating|expected a matrix|left \n with shape"
     r"|does not support sparse|pass the same parameters|has no option|has a name that the optimizers use"
     r"|the default of an option|needs a name|shards the parameters, and|needs at least 3 dimensions|needs a shape"
-    r"|add it to statistics"
+    r"|add it to statistics|Declare PerMatrix\(|Add it to `statistics`|within direction only|assign a tensor"
+    r"|change it in direction or factors|assign it to batch\.update|use p\.copy_|must return a dict|must leave a tensor"
+    r"|in floating point, got|declare a statistic, or|choose another name|: rename it|write a tensor of shape"
+    r"|write it in one of them|It was applied: resume"
 )
 # Messages that only appear within others, or around them.
-PARTS = re.compile(r"^a parameter group: \n$|^strict: \n|^\n\n If that is intended|^placements \n|^saved (by|with)")
+PARTS = re.compile(
+    r"^a parameter group: \n$|^strict: \n|^\n\n \n routing_report\(\) gives|^placements \n|^saved (by|with)"
+)
 
 
 def text_of(node: ast.AST) -> str:

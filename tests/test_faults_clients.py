@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -130,6 +139,37 @@ def test_constructors_and_overrides_take_no_keys_of_others(key):
 def test_a_setting_in_a_group_is_an_error(key):
     with pytest.raises(ValueError, match=f"'{key}' is a setting of the whole optimizer"):
         MuonOptimizer([{"params": list(linear().parameters()), key: 1}])
+
+
+@promise(
+    "A key that resembles an option, or an option of a rule that is not in use, is written into a group between two "
+    "steps",
+    "A warning, once, says that it has no effect",
+)
+def test_a_key_without_effect_that_is_written_later_is_told():
+    model = linear()
+    optimizer = MuonOptimizer(model)
+
+    def step() -> list[str]:
+        model(torch.ones(2, 6)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        return user_warnings(caught)
+
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.9  # as in a warm-up of momentum
+    assert step() == []
+    optimizer.param_groups[0].update(momentm=0.5, lr_scale=0.5)
+    assert step() == ["param_groups[0]: 'momentm' has no effect; did you mean 'momentum'?"]
+    optimizer.param_groups[0]["beta2"] = 0.9
+    assert step() == ["param_groups[0]: 'beta2' has no effect: rule 'muon' does not have it"]
+    assert step() == []
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["rho"] = 0.5
+    assert step() == []
+    optimizer.param_groups[0]["rule"] = "normuon"  # has options of its own
+    assert step() == []
 
 
 @promise(
@@ -491,3 +531,184 @@ def test_joining_with_overlap_in_backward_is_refused(ranks: RankPool):
     for text in ranks.run(2, joined, "backward", timeout=LIMIT):
         assert "DistributedDataParallel.join() can't be combined with overlap='backward'" in text
     assert ranks.run(2, joined, "step", timeout=LIMIT) == ["", ""]
+
+
+# ------------------------------------------------------------------------------------------------- steps without effect
+
+
+@promise(
+    "No parameter has a gradient, in two successive steps (`zero_grad()` before `step()`)",
+    "A warning, once, names likely causes",
+)
+def test_steps_without_any_gradient_are_told():
+    model = linear()
+    optimizer = MuonOptimizer(model)
+    optimizer.step()  # as programs do that build a scheduler next
+    for _ in range(2):  # as if another optimizer took every other step
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    with pytest.warns(UserWarning, match=r"step\(\) found no gradient of any parameter.*Call zero_grad") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    optimizer.step()
+    model.requires_grad_(False)
+    frozen = MuonOptimizer(list(model.parameters()))
+    for _ in range(3):
+        frozen.step()  # nothing can have a gradient
+
+
+def steps_without_gradients() -> list[list[str]]:
+    """Let one rank have no gradient, and then none; leave the reduction of gradients switched off."""
+    texts = []
+    model = fully_shard(linear())
+    optimizer = FSDPMuonOptimizer(model)
+    for way in ("on one rank", "nowhere", "nowhere"):
+        model.set_requires_gradient_sync(way == "on one rank")
+        model(torch.ones(2, 6)).square().sum().backward()
+        if dist.get_rank() == 1:
+            optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        texts.append(user_warnings(caught))
+    return texts
+
+
+@promise(
+    "FSDP2's `set_requires_gradient_sync(False)` is left on, so that no rank has a gradient",
+    "The same warning on all ranks; none if some rank has a gradient",
+)
+def test_a_step_without_any_gradient_on_ranks(ranks: RankPool):
+    for with_some, first, second in ranks.run(2, steps_without_gradients, timeout=LIMIT):
+        assert (with_some, first) == ([], [])
+        assert len(second) == 1
+        assert "set_requires_gradient_sync(True)" in second[0]
+
+
+# ------------------------------------------------------------------------------------------------------- two optimizers
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Calls the step of another optimizer inside its own and shares its groups, as SAM and Lookahead do.
+
+    Args:
+        inner: the other optimizer.
+        every: after how many steps; more than one to accumulate gradients.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, every: int = 1) -> None:
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.every, self.num_steps = every, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps % self.every == 0:
+            self.inner.step()
+
+
+@promise(
+    "One parameter is in two optimizers (`MuonOptimizer(model)` beside `AdamW(model.parameters())`)",
+    "A warning, once, at the second step, names the other optimizer. A wrapper such as SAM is none",
+)
+@pytest.mark.parametrize("rival", ["AdamW", "MuonOptimizer", "disjoint", "idle", "wrapper", "accumulating wrapper"])
+def test_a_parameter_in_two_optimizers_is_told(rival):
+    model, other = linear(), linear()
+    ours = MuonOptimizer(model)
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "AdamW": lambda: torch.optim.AdamW([model.bias, *other.parameters()]),
+        "MuonOptimizer": lambda: MuonOptimizer([model.bias]),
+        "disjoint": lambda: torch.optim.AdamW(other.parameters()),
+        "idle": lambda: torch.optim.AdamW(model.parameters()),  # of an earlier phase, and still there
+        "wrapper": lambda: Wrapper(ours),
+        "accumulating wrapper": lambda: Wrapper(ours, every=2),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a lone bias is no matrix
+        second = makers[rival]()
+    steps = [ours] if rival == "idle" else [second] if isinstance(second, Wrapper) else [ours, second]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for layer in (model, other):
+                layer(torch.ones(2, 6)).square().sum().backward()
+            for optimizer in steps:
+                optimizer.step()
+    texts = [text for text in user_warnings(caught) if "so they move twice" in text]
+    if rival == "AdamW":
+        assert len(texts) == 1
+        assert texts[0].startswith("AdamW updates 1 parameters of this optimizer too ('bias')")
+    else:
+        assert len(texts) == (2 if rival == "MuonOptimizer" else 0)  # each of ours says so
+
+
+def test_the_watch_for_other_optimizers_ends_with_the_optimizer():
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    before = len(hooks)
+    model = linear()
+    optimizer = MuonOptimizer(model)
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    assert len(hooks) == before + 1
+    copy.deepcopy(optimizer).step()
+    optimizer.step()
+    assert len(hooks) == before
+    optimizer = MuonOptimizer(model)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert len(hooks) == before
+
+
+# --------------------------------------------------------------------------------------- checkpoints loaded on one rank
+
+
+def loaded_by(way: str) -> list[str]:
+    """Load weights and state, and return what warnings say at the next two steps."""
+
+    def step(model: nn.Module, optimizer: MuonOptimizer) -> None:
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def build() -> tuple[nn.Module, MuonOptimizer]:
+        if way == "stages":  # of a pipeline, which share no parameter
+            stage = linear()
+            return stage, FSDPMuonOptimizer(stage, agreement_group=dist.group.WORLD)
+        sharded = fully_shard(linear())
+        return sharded, FSDPMuonOptimizer(sharded)
+
+    model, optimizer = build()
+    step(model, optimizer)
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    full = get_model_state_dict(model, options=whole), get_optimizer_state_dict(model, optimizer, options=whole)
+    weights, state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+    resumed, optimizer = build()
+    if way == "broadcast":
+        set_model_state_dict(resumed, full[0], options=whole)
+        set_optimizer_state_dict(resumed, optimizer, full[1], options=whole)
+    elif way == "on all" or (way in ("on rank 0", "stages") and dist.get_rank() == 0):
+        resumed.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(resumed, optimizer)
+    return user_warnings(caught)
+
+
+@promise(
+    "Rank 0 alone loads its shards of weights or of the optimizer's state",
+    "A warning on all ranks names a rank that has loaded and one that has not",
+)
+def test_a_checkpoint_that_one_rank_loads_is_told(ranks: RankPool):
+    for texts in ranks.run(2, loaded_by, "on rank 0", timeout=LIMIT):
+        assert [text.partition(". A checkpoint")[0] for text in texts] == [
+            "Rank 0 has loaded optimizer state since the last step, and rank 1 has not",
+            "Rank 0 has loaded or changed weights since the optimizer was built, and rank 1 has not",
+        ]
+    for way in ("on all", "not at all", "broadcast", "stages"):
+        assert ranks.run(2, loaded_by, way, timeout=LIMIT) == [[], []]

@@ -120,8 +120,8 @@ def test_ranks_may_lack_different_gradients(ranks: RankPool):
     results = ranks.run(2, cases.missing_gradients, timeout=LIMIT)
     assert results[0] == results[1]
     used, discarded = results[0]
-    assert used > 5
-    assert discarded > 3
+    assert used > 3  # how many stages start in time depends on the load of the machine
+    assert discarded > 1
 
 
 @promise(

@@ -40,6 +40,7 @@ def test_any_other_step_at_lr_zero_counts():
     assert optimizer.state[model.up.weight]["momentum_buffer"].any()
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 def test_a_missing_gradient_leaves_parameter_and_state_untouched():
     model = Net()
     optimizer = create_hybrid_optimizer(model, weight_decay=0.1)

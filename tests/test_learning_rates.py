@@ -102,6 +102,7 @@ def test_the_nearest_learning_rate_counts():
     }
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 def test_it_is_resolved_once():
     model = Net()
     optimizer = MuonOptimizer(model, lr=0.04)

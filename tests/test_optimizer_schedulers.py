@@ -63,6 +63,7 @@ def test_scheduler_on_a_plateau(number):
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.01, 2e-3])
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 @pytest.mark.parametrize("number", [float, torch.tensor])
 def test_one_cycle_with_a_peak_for_each_group(number):
     """Momentum is cycled where a rule has one; a peak for all groups would give AdamW the rate of matrices."""

@@ -24,6 +24,7 @@ from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.step import pipeline
 from muon_fsdp.step.inputs import StepInputs
+from muon_fsdp.step.random_numbers import RandomNumbers
 from tests.comparisons import assert_same
 
 CPU = torch.device("cpu"), torch.float32
@@ -356,7 +357,7 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
             ]
             whole = Settings("propagate", 1, False, "auto", None)
             inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
-            pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
+            pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder(), RandomNumbers(())))
     for group in {event[3] for log in logs.values() for event in log}:
         orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[3] == group) for rank in group[0]}
         assert len(orders) == 1
@@ -394,7 +395,7 @@ def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():
         stages = [(number, (0, 1), (0,), 2, log) for number in range(4)]
         inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
         whole = Settings("propagate", 1, False, "auto", None)
-        pipeline.run_stages(stages, pipeline.StepContext(inputs, (), {}, whole, Recorder()))
+        pipeline.run_stages(stages, pipeline.StepContext(inputs, (), {}, whole, Recorder(), RandomNumbers(())))
     order = [f"{what} {kind} {name}" for what, kind, name, _ in log]
     for first in range(2):
         begin = order.index(f"wait scatter {first}")

@@ -28,6 +28,7 @@ def test_the_report_has_the_values_that_each_constructor_uses():
     assert "group 2 (adamw, 3 parameters): lr=0.003, weight_decay=0, betas=(0.9, 0.99), eps=1e-08; lr began as" in text
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 @pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)])
 def test_the_report_shows_the_lr_of_a_scheduler(lr):
     model = nn.Sequential(nn.Linear(4, 4))

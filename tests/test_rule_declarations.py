@@ -81,7 +81,7 @@ def test_an_element_wise_rule_takes_vectors_that_are_given_to_it():
     w, b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
     optimizer = MuonOptimizer([{"params": [w]}, {"params": [b], "rule": "toy_momentum", "beta": 0.3}])
     assert [(g["rule"], g.get("beta")) for g in optimizer.param_groups] == [("muon", None), ("toy_momentum", 0.3)]
-    assert [g["rule"] for g in MuonOptimizer([w, b], rule="toy_momentum").param_groups] == ["toy_momentum"]
+    assert [g["rule"] for g in MuonOptimizer([w, b], rule="toy_momentum").param_groups] == ["toy_momentum", "adamw"]
     optimizer = MuonOptimizer([w, b], other_rule="toy_momentum")
     assert [g["rule"] for g in MuonOptimizer(optimizer.param_groups).param_groups] == ["muon", "toy_momentum"]
 

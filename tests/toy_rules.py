@@ -123,6 +123,24 @@ class ToySigns(Rule):
 
 
 @register
+class ToyNoise(Muon):
+    """Multiplies the rows and the columns of updates by random numbers, from two calls."""
+
+    name = "toy_noise"
+    options = (
+        *Muon.options,
+        Option("seed", 0, "seed of the noise"),
+        Option("row_beta", 0.5, "size of the noise", check=lambda value: 0 <= value < 1),
+    )
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        rows, cols = batch.update.shape[-2:]
+        noise = batch.random(rows, 1) + batch.random(1, cols)
+        batch.update = batch.update * (1 + batch.options["row_beta"] * noise).to(batch.update.dtype)
+
+
+@register
 class ToyThatWaits(Muon):
     """Looks at a number on the host, which a graph can't capture."""
 

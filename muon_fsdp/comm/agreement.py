@@ -10,9 +10,9 @@ that decides about a step.
    overlap with these, and so on: together they are the ranks that one step connects. The store is used because a rank
    that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
-   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set, and for
-   every parameter a code of its gradient and whether its stage may start in backward. Every rank gets the same `Agreed`
-   back and decides from that alone.
+   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set and whether
+   its ranks have loaded a checkpoint, and for every parameter a code of its gradient and whether its stage may start in
+   backward. Every rank gets the same `Agreed` back and decides from that alone.
 3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
    raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
    and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
@@ -21,10 +21,12 @@ that decides about a step.
 
 from __future__ import annotations
 
+import atexit
 import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import zip_longest
@@ -50,6 +52,9 @@ Line: TypeAlias = tuple[str, dict[str, str]]  # the title of a parameter or of t
 Hashes: TypeAlias = Mapping[Ranks, int]  # for every set of ranks, a hash of what must be equal on all of them
 Describe: TypeAlias = Callable[[Ranks], Sequence[Line]]  # returns what the hash of a set stands for, for an error
 
+DECLARED = "declared"  # the properties of a line that the code of a rule declares begin with this
+STATE = "state"  # so do the properties that are state, with this
+FLOPS = f"{DECLARED} flops"  # this one depends on options too
 NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
 _LARGEST_CODE = 2**30
 _NEUTRAL = -(2**31)  # smaller than every other number, so a maximum ignores it
@@ -58,14 +63,21 @@ _NEUTRAL = -(2**31)  # smaller than every other number, so a maximum ignores it
 class _Flag(IntEnum):
     """The first integers of the vector, by index.
 
-    All but `NOT_INERT` are 0, or 1 + the rank that sets them, so that the maximum names a rank for the error.
+    All but `NOT_INERT` and `NUM_UPDATES` are 0, or 1 + the rank that sets them, so that the maximum names a rank for
+    the error.
     """
 
     NOT_INERT = 0  # 1 if the step does more than create state
     NOT_FINITE = 1  # the rank has a gradient that is not finite
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
-    COMPARES = 4  # the rank has not compared its replicas with others yet
+    COMPARES = 4  # the rank has not compared its replicas or its per-matrix state with others yet
+    NUM_UPDATES = 5  # steps that have updated parameters
+
+
+# The integers of a set begin with its hash, minus its hash, and four numbers about loading, of state and of weights:
+# 1 + the rank if it has loaded, else 0; and 1 + the rank if it has not, else 0.
+_NUM_FIRST = 6
 
 
 @dataclass(frozen=True)
@@ -75,8 +87,49 @@ class Agreed:
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
-    compares: bool = False  # some rank wants to compare replicas, which needs all of them
+    compares: bool = False  # some rank wants to compare replicas or state, which needs all of them
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
+    num_updates: int = 0  # steps that have updated parameters before this one
+    # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
+    state_loaded_on: tuple[int, int] | None = None
+    weights_loaded_on: tuple[int, int] | None = None
+
+
+class _Report:
+    """What this rank tells the others at their next agreement, without waiting for it.
+
+    Args:
+        key: of the text in the store.
+        numbers: the vector of integers of this rank.
+    """
+
+    def __init__(self, key: str, numbers: list[int]) -> None:
+        self.key, self.numbers = key, numbers
+        self._vector = torch.tensor(numbers, dtype=torch.int32)
+        self._group: Any = None
+        self._work: Any = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._work is not None
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Start the reduction on the CPU."""
+        self._group = group
+        self._work = dist.all_reduce(self._vector, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        atexit.register(self._end)
+
+    def wait(self) -> list[int]:
+        """Wait for the other ranks, and return the element-wise maximum."""
+        assert self._work is not None
+        self._work.wait()
+        atexit.unregister(self._end)
+        return self._vector.tolist()
+
+    def _end(self) -> None:
+        """Stop the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
+        with suppress(Exception):  # the group may be gone
+            dist.destroy_process_group(self._group)
 
 
 class Agreement:
@@ -114,9 +167,10 @@ class Agreement:
         self._size = len(_Flag)
         for ranks, count in self._known.items():
             self._starts[ranks] = self._size
-            self._size += 2 + 3 * count
+            self._size += _NUM_FIRST + 3 * count
         self._reports = f"reports/{_next_name(self.ranks)}"
         self._num_reports = 0
+        self._report: _Report | None = None  # that this rank has made and the others have not heard of
         self._stream: Any = None
         make_group(self.ranks, self._device, like)
         self._world = weakref.ref(dist.group.WORLD)
@@ -177,6 +231,8 @@ class Agreement:
         inert: bool,
         not_finite: bool,
         compares: bool = False,
+        num_updates: int = 0,
+        loaded: Mapping[Ranks, tuple[bool, bool]] | None = None,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
 
@@ -188,7 +244,9 @@ class Agreement:
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
-            compares: whether this rank wants to compare replicas.
+            compares: whether this rank wants to compare replicas or state.
+            num_updates: steps that have updated parameters, of which all ranks get the largest number.
+            loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 
         Returns:
             What all ranks know now; None if the parameters of a rank have changed, so that all ranks must make a new
@@ -202,13 +260,15 @@ class Agreement:
         numbers[_Flag.NOT_INERT] = int(not inert)
         numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
         numbers[_Flag.COMPARES] = (1 + my_rank()) * compares
+        numbers[_Flag.NUM_UPDATES] = num_updates
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
             start = self._starts[ranks]
             # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
             # are equal if the smallest is the largest; the same holds for codes.
-            numbers[start : start + 2 + 3 * count] = [hashes[ranks], -hashes[ranks], *of_set, *inverse, *early[ranks]]
+            numbers[start : start + _NUM_FIRST] = [hashes[ranks], -hashes[ranks], *_about_loading(ranks, loaded)]
+            numbers[start + _NUM_FIRST : start + _NUM_FIRST + 3 * count] = [*of_set, *inverse, *early[ranks]]
         largest = self._largest(numbers)
         if largest[_Flag.LEAVES]:
             return None
@@ -219,16 +279,47 @@ class Agreement:
         rank = largest[_Flag.NOT_FINITE] - 1
         found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
         parts = {
-            ranks: (start + 2 + 2 * self._known[ranks], self._known[ranks]) for ranks, start in self._starts.items()
+            ranks: (start + _NUM_FIRST + 2 * self._known[ranks], self._known[ranks])
+            for ranks, start in self._starts.items()
         }
         largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
         is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
-        return Agreed(is_inert, rank if rank >= 0 else None, found, compares, largest_early)
+        return Agreed(
+            is_inert,
+            rank if rank >= 0 else None,
+            found,
+            compares,
+            largest_early,
+            largest[_Flag.NUM_UPDATES],
+            self._loaded_on(largest, 2),
+            self._loaded_on(largest, 4),
+        )
 
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""
         shared_store().set(f"{self._next_report()}/{my_rank()}", str(error))
         self._reduce(self._numbers(_Flag.FAILED))
+
+    def report(self, text: str) -> None:
+        """Report to the other ranks that the last step went wrong here; each raises it at its next agreement.
+
+        This rank does not wait for them, because they may need it in a forward pass before. Its part in their next
+        agreement is the report: `finish_report` must be called before anything else.
+        """
+        report = _Report(self._next_report(), self._numbers(_Flag.FAILED))
+        shared_store().set(f"{report.key}/{my_rank()}", text)
+        # On a GPU the reduction would wait there for the other ranks, and so would everything that waits for the GPU.
+        if self._device.type == "cpu":
+            report.start(group_of(self.ranks, self._device))
+        self._report = report
+
+    def finish_report(self) -> None:
+        """Raise what a rank has reported, if this rank has made a report; the others raise it in the same agreement."""
+        if self._report is None:
+            return
+        report, self._report = self._report, None
+        rank = self._reduce(report.numbers, report)[_Flag.FAILED] - 1
+        raise _failure(rank, shared_store().get(f"{report.key}/{rank}").decode())
 
     def leave(self) -> None:
         """Report to the other ranks that this rank's parameters have changed, so that all make a new `Agreement`."""
@@ -243,13 +334,18 @@ class Agreement:
             numbers[start : start + 2] = _NEUTRAL, _NEUTRAL
         return numbers
 
+    def _loaded_on(self, largest: Sequence[int], offset: int) -> tuple[int, int] | None:
+        """Return a rank that has loaded and one of the same set that has not; None if no set has both."""
+        pairs = [(largest[start + offset] - 1, largest[start + offset + 1] - 1) for start in self._starts.values()]
+        return next((pair for pair in pairs if min(pair) >= 0), None)
+
     def _codes_of(self, ranks: Ranks, largest: Sequence[int], describe: Describe) -> Sequence[int]:
         """Return the code of every gradient of a set.
 
         Raises:
             RuntimeError: the gradients of a parameter are laid out differently on some ranks. Every rank raises it.
         """
-        start, count = self._starts[ranks] + 2, self._known[ranks]
+        start, count = self._starts[ranks] + _NUM_FIRST, self._known[ranks]
         codes, inverse = largest[start : start + count], largest[start + count : start + 2 * count]
         for index, (code, other) in enumerate(zip(codes, inverse, strict=True)):
             if code and code != _LARGEST_CODE - other:
@@ -269,9 +365,16 @@ class Agreement:
             raise _failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode())
         return largest
 
-    def _reduce(self, numbers: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of the vectors of all ranks; raise if another rank can't be reached."""
+    def _reduce(self, numbers: Sequence[int], report: _Report | None = None) -> list[int]:
+        """Return the element-wise maximum of the vectors of all ranks; raise if another rank can't be reached.
+
+        Args:
+            numbers: the vector of this rank.
+            report: a report whose reduction may have been started.
+        """
         try:
+            if report is not None and report.is_started:
+                return report.wait()
             return self._all_reduce(numbers)
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != my_rank()]
@@ -309,6 +412,14 @@ class Agreement:
         """
         self._num_reports += 1
         return f"{self._reports}/{self._num_reports}"
+
+
+def _about_loading(ranks: Ranks, loaded: Mapping[Ranks, tuple[bool, bool]] | None) -> list[int]:
+    """Return the four numbers of a set about loading."""
+    if loaded is None or ranks not in loaded:
+        return [0, 0, 0, 0]
+    me = 1 + my_rank()
+    return [number for has_loaded in loaded[ranks] for number in (me * has_loaded, me * (not has_loaded))]
 
 
 # ------------------------------------------------------------------------------------------------------- the store
@@ -439,7 +550,7 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
         second: the same of another rank.
     """
     (rank, lines), (other_rank, other_lines) = first, second
-    texts = []
+    texts, remedy = [], ""
     one: Line
     other: Line
     for one, other in zip_longest(lines, other_lines, fillvalue=("nothing", {})):
@@ -451,8 +562,15 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
             if "unnamed" in text:
                 text += ". Pass the model or named parameters, so that parameters can be told apart by their names"
             return text  # later lines are of different parameters, so comparing them would mislead
+        of_code = [name for name in names if name.startswith(DECLARED) and name != FLOPS]
+        others = [name for name in names if not name.startswith(DECLARED)]
+        names = (of_code if "rule" not in names else []) or others or names
         here = ", ".join(f"{name}={one[1][name]}" for name in names)
         there = ", ".join(f"{name}={other[1].get(name)}" for name in names)
+        if any(name.startswith(DECLARED) for name in names):
+            remedy = ". Import the same version of the rule on all ranks"
+        elif any(name.startswith(STATE) for name in names):
+            remedy = ". Write the same numbers on all ranks: reduce them first"
         texts.append(f"{one[0]}: rank {rank} has {here}, rank {other_rank} has {there}")
     more = f"; and {len(texts) - 1} more" if len(texts) > 1 else ""
-    return (texts[0] if texts else "no difference found") + more
+    return (texts[0] if texts else "no difference found") + more + remedy

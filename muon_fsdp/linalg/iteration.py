@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
-from muon_fsdp.linalg.chains import Chain, Step, is_square
+from muon_fsdp.linalg.chains import Chain, Step
 
 # In float16, m x m matrices are stored times a power of two that brings their largest possible entry near this number.
 # It leaves a factor of four for rounding before float16 overflows.
@@ -196,9 +196,8 @@ def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, activ
     """
     before, now = gram, gram
     for number, (alpha, beta, gamma) in enumerate(step.products):
-        right = now if is_square(step.degree, number) else before
         addends = [Addend(now, beta)] if number == 0 else [Addend(now, beta), Addend(before, gamma)]
-        result = symmetric_product(now, right, addends, alpha=alpha, active=active, out=matrices.take())
+        result = symmetric_product(now, now, addends, alpha=alpha, active=active, out=matrices.take())
         if before is not gram:
             matrices.give_back(before)
         before, now = now, result
@@ -305,11 +304,10 @@ def _scaled_products(
     before, now = (gram, gram_scale), (gram, gram_scale)
     products = []
     for number, (alpha, beta, gamma) in enumerate(step.products):
-        right = now if is_square(step.degree, number) else before
         added = (beta * now[0]) + (gamma * before[0] if number > 0 else 0.0)
-        value = alpha * now[0] * right[0] + added
+        value = alpha * now[0] * now[0] + added
         # PyTorch's library rounds the sum without the second addend too, and it must not overflow either.
         scale = stored(torch.stack([value, value - gamma * before[0]]))
-        products.append((scale * alpha / (now[1] * right[1]), scale * beta / now[1], scale * gamma / before[1]))
+        products.append((scale * alpha / now[1] ** 2, scale * beta / now[1], scale * gamma / before[1]))
         before, now = now, (value, scale)
     return *now, tuple(products)

@@ -21,6 +21,7 @@ from muon_fsdp.parameters.groups import (
     as_torch_params,
     check_parameter,
     names_and_parameters,
+    our_name,
     prefixed,
     refuse_zero_redundancy,
     resolve,
@@ -35,7 +36,7 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch
-from muon_fsdp.plan.settings import MICRO_STEP, PROGRESS, SCHEDULED_LRS, STARTED
+from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
 
@@ -81,6 +82,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         first_lr = options["lr"].clone() if isinstance(options.get("lr"), Tensor) else None
         self._routes: list[list[Route]] = []  # decided when parameters are added; one per parameter of each group
         self._routed: list[int] = []  # the `id` of the parameters that they were decided for
+        self._num_keys = 0  # of all groups, when they were checked last
+        self._warned_keys: set[str] = set()
         self._frozen_rows = frozen_rows(model) if model is not None else ()
         defaults, _ = self._resolved(self._rule)  # torch's cyclic schedulers read momentum from here
         self._given.taken.clear()  # no parameter uses an option yet
@@ -188,7 +191,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 self._pattern_rules[route.pattern].add(route.rule)
         is_matrix = any(RULES[route.rule].needs_matrices for route in routes)
         own_lr = self._given.options.get(prefixed(self._other_rule, "lr"))
-        is_decided = any(route.decided for route in routes)
+        is_decided = not self._rule.needs_matrices or any(route.decided for route in routes)
         self._given.lr_is_for_others = bool(routes) and not is_matrix and not is_decided and own_lr is None
 
     @staticmethod
@@ -207,7 +210,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         rule = rule_named(given["rule"]) if "rule" in given else self._rule
         return GroupRule(
             rule.name,
-            is_explicit="rule" in given or not rule.needs_matrices,
+            is_explicit="rule" in given,
             is_divided="rule" in given and MICRO_STEP in given,
             view=given.get("view", self._given.options.get("view", "auto")),
         )
@@ -247,6 +250,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_doubts(self, routes: Sequence[Route]) -> None:
         """Report what routing leaves open, or raise under `strict`."""
+        if self._rule_name == self._other_rule_name:
+            return  # either answer is the same rule
         for message in self._router.doubts(routes):
             if self._is_strict:
                 raise ValueError(f"strict: {message} Otherwise pass {self._rule_name!r} there.")
@@ -263,7 +268,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group, routes in new_groups:
             for route in routes:
                 fused = looks_fused(group, route)
-                if route.guessed:
+                if route.guessed and self._rule_name != self._other_rule_name:
                     text = f"would get rule {route.rule!r} by a guess ({route.reason})"
                     answers = (repr(route.rule), "", repr(self._rule_name), "")
                 elif fused is not None:
@@ -290,20 +295,21 @@ class GroupedOptimizer(torch.optim.Optimizer):
         routes = self._all_routes()
         if any(rule.needs_matrices for rule in rules_of(routes)):
             return
-        is_decided = any(route.decided for route in routes)
+        is_decided = any(route.decided or route.rule == self._rule_name for route in routes)
         title = self._rule.display_name
         nothing = f"{title} has nothing to update: every parameter is a vector, an embedding or an output head."
         if is_decided:
             nothing = f"rule={self._rule_name!r} updates no parameter as a matrix."
         if self._is_strict:
             raise ValueError(f"strict: {nothing}\n{self.routing_report()}")
-        if routes and not is_decided:
-            other, option = self._other_rule, prefixed(self._other_rule, "lr")
-            uses_lr = f" {other.display_name} uses lr as it is." if self._given.lr_is_for_others else ""
-            self._warn(
-                f"{nothing}{uses_lr} If that is intended, pass rule={other.name!r} and {option}. routing_report() "
-                "gives the reason for each parameter."
-            )
+        if not routes or is_decided:
+            return
+        other, option = self._other_rule, prefixed(self._other_rule, "lr")
+        remedy = f"If that is intended, pass rule={other.name!r} and {option}."
+        if not self._rule.needs_matrices:
+            remedy = f"If it is meant for these, pass other_rule={self._rule_name!r}."
+        uses_lr = f" {other.display_name} uses lr as it is." if self._given.lr_is_for_others else ""
+        self._warn(f"{nothing}{uses_lr} {remedy} routing_report() gives the reason for each parameter.")
 
     def _model_to_route_by(self) -> nn.Module | None:
         """Return the model by whose modules `params` are routed; a subclass may have one."""
@@ -389,7 +395,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     sources.append((override, beside))
                 options, lr_origin = self._resolved(RULES[route.rule], route, sources)
                 overridden = override.of(RULES[route.rule], beside) if override is not None else {}
-                known[kind] = (not RULES[route.rule].needs_matrices, _key(options, lr_origin), _key(overridden))
+                is_other = route.rule == self._other_rule_name or not (
+                    RULES[route.rule].needs_matrices or route.rule == self._rule_name
+                )
+                known[kind] = (is_other, _key(options, lr_origin), _key(overridden))
                 noted = {"overridden": tuple(overridden), "lr_origin": lr_origin}
                 resolved.setdefault(known[kind], (options, noted))
             members[known[kind]].append(index)
@@ -406,7 +415,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     ) -> tuple[Group, list[Route]]:
         kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
         lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
-        return {**options, **kept, **lrs, MICRO_STEP: 0, STARTED: False, "params": parameters}, routes
+        progress = {MICRO_STEP: 0, STARTED: False, NUM_UPDATES: 0}
+        return {**options, **kept, **lrs, **progress, "params": parameters}, routes
 
     def _name_parts(self, parts: Sequence[Group]) -> None:
         """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
@@ -431,7 +441,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _route(
         self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any], taken: dict[int, str]
     ) -> list[Route]:
-        """Decide about the parameters of a group; `taken` are the names of those in other groups, by `id`."""
+        """Return the routes of the parameters of a group; `taken` are the names of those in other groups, by `id`."""
         group_rule = self._rule_of_group(given)
         first = len(taken)
         routes = []
@@ -489,7 +499,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """
         parameters = self._parameters()
         new = [{id(parameter) not in known for parameter in group["params"]} for group in self.param_groups]
-        is_ours = all(key in group for group in self.param_groups for key in ("rule", *PROGRESS))
+        is_ours = all(key in group for group in self.param_groups for key in ("rule", MICRO_STEP, STARTED))
         if not is_ours or any(len(kinds) == 2 for kinds in new) or len(set(map(id, parameters))) != len(parameters):
             raise _changed_by_hand()
         result: list[list[Route]] = []
@@ -568,6 +578,27 @@ class GroupedOptimizer(torch.optim.Optimizer):
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             group.update(canonical({name: group[name] for name in options}))
+
+    def _check_new_keys(self) -> None:
+        """Warn, once, about keys that were written into groups later and have no effect, though they look as if.
+
+        An option of another group is not reported: momentum is often scheduled in a loop over all groups.
+        """
+        num_keys = sum(map(len, self.param_groups))
+        if num_keys == self._num_keys:
+            return
+        self._num_keys = num_keys
+        used = {name for group in self.param_groups for name in RULES[group["rule"]].all_options}
+        for number, (group, routes) in enumerate(zip(self.param_groups, self._routes, strict=True)):
+            rule = RULES[group["rule"]]
+            of_another_rule = any(route.rule != rule.name for route in routes)  # changed by hand, which leaves options
+            expected = {*split_foreign(group)[1], *rule.all_options, "rule", *PROGRESS}
+            for key in [key for key in group if key not in expected | self._warned_keys]:
+                meant = our_name(key)
+                if meant != key or not (of_another_rule or key in used):
+                    self._warned_keys.add(key)
+                    hint = f"; did you mean {meant!r}?" if meant != key else f": rule {rule.name!r} does not have it"
+                    warn_user(f"param_groups[{number}]: {key!r} has no effect{hint}")
 
     def _warn(self, message: str) -> None:
         if self._is_strict:

@@ -19,6 +19,7 @@ from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
+from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params
 from muon_fsdp.parameters.records import layouts_of_groups
@@ -36,16 +37,15 @@ from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn
 from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
-from muon_fsdp.plan.settings import MICRO_STEP, STARTED, CudaGraph, NonFinite, Overlap, Settings
+from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, STARTED, CudaGraph, NonFinite, Overlap, Settings
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.metrics import numbers_of, whole_samples
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
-from muon_fsdp.step.shared_sets import StepAgreement, own_memory, ranks_of_agreement, shared_ranks
+from muon_fsdp.step.shared_sets import StepAgreement, Written, own_memory, ranks_of_agreement, shared_ranks
 from muon_fsdp.text import warn_user
 
 
@@ -121,6 +121,9 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
+        self._num_without_gradient = 0  # of the last steps
+        self._looks_for_rivals = True
+        self._rivals: RivalWatch | None = None  # between the first step and the second
         self._skipped_steps = 0
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
@@ -139,6 +142,9 @@ class MuonOptimizer(GroupedOptimizer):
             strict=strict,
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
+        self._has_loaded = False  # optimizer state, since the last step
+        # How often PyTorch has seen each parameter change, until the first step compares this.
+        self._versions = {id(p): _version(p) for p in self._parameters()} if num_ranks() > 1 else None
 
     # -------------------------------------------------------------------- step
 
@@ -155,6 +161,9 @@ class MuonOptimizer(GroupedOptimizer):
         All ranks that hold parameters must call this. `closure`, if given, is called first, with gradients enabled; its
         result is returned.
         """
+        if self._rivals is not None:
+            self._rivals.finish()
+            self._rivals = None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,6 +174,7 @@ class MuonOptimizer(GroupedOptimizer):
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
+        self._agreement.finish_report()
         planned, found = self._prepare()
         planned, agreed = self._agree(planned, found, inert=not has_begun and self._is_inert(found))
         self._create_state(planned)
@@ -206,12 +216,43 @@ class MuonOptimizer(GroupedOptimizer):
             gradients=gradients,
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
+            num_updates=agreed.num_updates,
         )
+        self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            planned.run(inputs, early)
-            if planned.matrices is not None:
+            failures = planned.run(inputs, early)
+            planned.written.note(self.state)
+            for group in self.param_groups:
+                group[NUM_UPDATES] = agreed.num_updates + 1
+            error = failures.error()
+            if error is None and planned.matrices is not None:
                 planned.matrices.count(self._totals)
+        if self._looks_for_rivals:
+            self._looks_for_rivals = False
+            self._rivals = RivalWatch(self, planned.records)
+        if error is not None:
+            self._agreement.report(f"its last {failures.text}")
+            raise error
+
+    def _count_without_gradient(self, planned: PlannedStep, agreed: Agreed, *, has_none: bool) -> None:
+        """Count successive steps in which no rank has a gradient of any trainable parameter; warn, once, at the second.
+
+        One alone is common: a first step for the scheduler's sake, or two optimizers that take turns.
+        """
+        if self._num_without_gradient == 2:
+            return
+        is_elsewhere = any(map(any, agreed.codes.values()))
+        if not has_none or is_elsewhere or not any(record.tensor.requires_grad for record in planned.records):
+            self._num_without_gradient = 0
+            return
+        self._num_without_gradient += 1
+        if self._num_without_gradient == 2:
+            warn_user(
+                "step() found no gradient of any parameter, for the second time in succession, so nothing was updated. "
+                "Call zero_grad() after step(), not between backward() and step(). With FSDP2, call "
+                "set_requires_gradient_sync(True) before the last backward() of a step."
+            )
 
     def _still_accumulates(self) -> bool:
         """Count a call of `step()`, and return whether gradients still accumulate."""
@@ -265,8 +306,16 @@ class MuonOptimizer(GroupedOptimizer):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
-    def _agree(self, planned: PlannedStep, found: Gradients, *, inert: bool) -> tuple[PlannedStep, Agreed]:
+    def _agree(
+        self, planned: PlannedStep, found: Gradients, *, inert: bool, written: Written | None = None
+    ) -> tuple[PlannedStep, Agreed]:
         """Agree with the other ranks on whether to take the step, and which parameters have a gradient somewhere.
+
+        Args:
+            planned: the plan.
+            found: the gradients of this rank.
+            inert: whether the step only creates state on this rank.
+            written: per-matrix state that must be equal on all ranks; None if it need not be compared.
 
         Returns:
             The plan, made anew if another rank has a smaller device than this rank planned for; and what was agreed on.
@@ -275,6 +324,7 @@ class MuonOptimizer(GroupedOptimizer):
         if self._checks_for_twins and self._agreement_group is None:
             warn_about_twin(planned.records, has_sharded=bool(planned.shared))
         self._checks_for_twins = False
+        changed = self._changed_weights(planned)
         agreed = None
         while agreed is None:  # until no rank has other parameters than when the ranks met
             self._agreement.meet(planned.shared, self.param_groups)
@@ -289,14 +339,39 @@ class MuonOptimizer(GroupedOptimizer):
                 self._objections,
                 inert=inert,
                 not_finite=not_finite,
-                compares=planned.compares_replicas,
+                compares=written is None and (planned.compares_replicas or planned.written.has_changed(self.state)),
+                written=written,
+                has_loaded=self._has_loaded,
+                changed=changed,
             )
+        if written is not None:
+            planned.written.note(self.state)
         # torch.distributed.checkpoint takes an inert step before it loads weights: nothing is equal yet.
-        if not agreed.compares or agreed.inert:
+        if agreed.inert:
+            return planned, agreed
+        self._has_loaded, self._versions = False, None
+        _warn_about_loads(agreed)
+        if not agreed.compares:
             return planned, agreed
         with self._agreement.reporting():
             planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
-        return self._agree(planned, found, inert=inert)  # ranks that hold none of the replicas hear of an error here
+        self._create_state(planned)
+        # Ranks that hold none of the replicas hear of an error here.
+        return self._agree(planned, found, inert=inert, written=planned.written.texts(self.state))
+
+    def _changed_weights(self, planned: PlannedStep) -> set[int]:
+        """Return the sharded parameters that were written to between the constructor and the first step, by position.
+
+        Replicas are left out, because their weights are compared.
+        """
+        if self._versions is None:
+            return set()
+        return {
+            position
+            for position, record in enumerate(planned.records)
+            if record.layout.num_replicas < len(record.layout.ranks)
+            and self._versions.get(id(record.tensor), 0) != _version(record.tensor)
+        }
 
     def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
         """Apply the policy for gradients that are not finite.
@@ -360,6 +435,7 @@ class MuonOptimizer(GroupedOptimizer):
                 agreed_memory,
                 self._stage_counts,
             )
+        self._check_new_keys()
         return planned
 
     def _plan_key(self) -> object:
@@ -413,9 +489,9 @@ class MuonOptimizer(GroupedOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
 
-        Updates are measured on a sample: one matrix of every shape that this rank computes. For whole matrices they are
-        computed in this call, from the present momentum. For sharded ones they come from the first step after the last
-        call.
+        Updates are measured in the step, on a sample: one matrix of every batch that this rank computes. On a CPU
+        `update_rms` is that of the last step. On a GPU, and for the residual, it is that of the first step after the
+        last call; with CUDA graphs, samples are at least 50 steps apart.
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
@@ -423,8 +499,8 @@ class MuonOptimizer(GroupedOptimizer):
             discarded_stages: those whose results were not used, and that ran again in `step()`.
             orthogonality_residual: the largest ||O O^T - I||_F / sqrt(m) of the sample, m the smaller side. Absent
                 if there is no sample: before the first step, or if other ranks compute all matrices.
-            update_rms: the mean over the sample of lr times the root mean square of the update. Absent in the same
-                cases.
+            update_rms: the mean over the sample of the root mean square of what was subtracted: lr times the update,
+                times the factor g of rules that have factors. Absent in the same cases.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         if self._settings.overlap == "backward":
@@ -432,9 +508,7 @@ class MuonOptimizer(GroupedOptimizer):
         planned = self._current_plan()
         if planned.matrices is not None:
             numbers.update(planned.matrices.metrics(self._totals))
-        with torch.no_grad():
-            samples = [*whole_samples(planned.plan.stages, planned.records, self.state), *planned.samples.ask()]
-        return numbers | numbers_of(samples)
+        return numbers | planned.samples.ask()
 
     # -------------------------------------------------------- state and copies
 
@@ -469,6 +543,7 @@ class MuonOptimizer(GroupedOptimizer):
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
         self._forget_origins_of_lr()
+        self._has_loaded = True
         if self._planned is not None:
             self._planned.expect_comparison()
         for message in what_was_not_loaded(self._records(), incoming):
@@ -483,7 +558,12 @@ class MuonOptimizer(GroupedOptimizer):
             "_pattern_rules",
             "_is_built",
             "_is_strict",
+            "_num_keys",
+            "_warned_keys",
             "_checks_for_twins",
+            "_num_without_gradient",
+            "_looks_for_rivals",
+            "_has_loaded",
             "_settings",
             "_router",
             "_routes",
@@ -503,5 +583,27 @@ class MuonOptimizer(GroupedOptimizer):
             "_watch": None,
             "_routed": [],
             "_held": None,
+            "_rivals": None,
+            "_versions": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
+
+
+def _version(parameter: Tensor) -> int:
+    """Return how often PyTorch has seen a parameter change in place; for a DTensor, as a whole."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _warn_about_loads(agreed: Agreed) -> None:
+    """Warn if a rank has loaded a checkpoint and another has not."""
+    found = {
+        "loaded optimizer state since the last step": agreed.state_loaded_on,
+        "loaded or changed weights since the optimizer was built": agreed.weights_loaded_on,
+    }
+    for text, ranks in found.items():
+        if ranks is not None:
+            warn_user(
+                f"Rank {ranks[0]} has {text}, and rank {ranks[1]} has not. A checkpoint that only one rank loads "
+                "leaves the others with what they had: load on all ranks, each its own shards, as "
+                "torch.distributed.checkpoint does."
+            )

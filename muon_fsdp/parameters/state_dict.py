@@ -115,7 +115,7 @@ def what_was_not_loaded(records: Sequence[ParameterRecord], state_dict: StateDic
     missing = [
         record.name
         for record, key, saved in _with_saved(records, groups)
-        if saved[STARTED] and record.tensor.requires_grad and not states.get(key)
+        if saved[STARTED] and record.tensor.requires_grad and record.rule.all_state and not states.get(key)
     ]
     if not missing:
         return []
@@ -217,7 +217,7 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
     empty, foreign = [], []
     for record, key, saved in _with_saved(records, state_dict["param_groups"]):
         state = state_dict["state"].get(key)
-        if state == {}:
+        if state == {} and record.rule.all_state:
             empty.append(record.name)
         elif state and not saved.get(STARTED, True) and not _is_zero(record, state):
             foreign.append(record.name)

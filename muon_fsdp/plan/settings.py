@@ -20,7 +20,8 @@ SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
 SCHEDULED_MOMENTA = ("base_momentum", "max_momentum")
 MICRO_STEP = "micro_step"  # calls of step() since the last update
 STARTED = "started"  # whether step() has been called
-PROGRESS = (MICRO_STEP, STARTED)  # saved with the group
+NUM_UPDATES = "num_updates"  # steps that have updated parameters; random numbers of rules depend on it
+PROGRESS = (MICRO_STEP, STARTED, NUM_UPDATES)  # saved with the group
 FOREIGN_KEYS = ("params", "param_names", "name", *PROGRESS, *SCHEDULED_MOMENTA, *SCHEDULED_LRS)
 
 

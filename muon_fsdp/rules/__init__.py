@@ -6,13 +6,13 @@ from muon_fsdp.rules.adamw import AdamW
 from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
-from muon_fsdp.rules.registry import RULES, register, rule_named
+from muon_fsdp.rules.registry import RULES, register, register_built_in, rule_named
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
 from muon_fsdp.statistics.observer import TopSingular
 
 BUILT_IN = (Muon, NorMuon, SpectralSphere, AdamW)
 for _rule in BUILT_IN:
-    register(_rule)
+    register_built_in(_rule)
 
 # The rules of matrices and of non-matrix parameters if the user names no others.
 DEFAULT_RULE = Muon.name

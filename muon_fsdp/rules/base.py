@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,6 +44,29 @@ VIEW_OPTIONS = (
 )
 
 
+class NamedValues(dict[str, Any]):
+    """The state or the statistics of some matrices by name; reading another name raises an error that says why.
+
+    Args:
+        rule: the name of their rule.
+        what: "state" or "statistics".
+        values: the values by name.
+    """
+
+    def __init__(self, rule: str, what: Literal["state", "statistics"], values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._rule, self._what = rule, what
+
+    def __missing__(self, name: str) -> Any:
+        declared = f"rule {self._rule!r} declares {', '.join(map(repr, self)) or 'none'}"
+        if self._what == "statistics":
+            raise KeyError(f"there is no statistic {name!r} of W: {declared}. Add it to `statistics`")
+        raise KeyError(
+            f"there is no per-matrix state {name!r}: {declared}. Declare PerMatrix({name!r}, kind); only `prepare` "
+            "gets PerParameter state"
+        )
+
+
 class MatrixBatch:
     """A batch of B matrices of one shape, which `direction` works on together.
 
@@ -58,8 +80,6 @@ class MatrixBatch:
         options: the options of the group that are not `per_step`.
         diagnostics: write numbers (B,) for `metrics` here, by the names in the rule's `diagnostics`.
         inverse_norms: (B,), one over the Frobenius norm of each matrix; None if the norms are not known.
-        later: the batches whose directions are asked for after this one. A rule may compute their updates together
-            with this one, and tell them by `note_computed`.
     """
 
     def __init__(
@@ -72,53 +92,57 @@ class MatrixBatch:
         inverse_norms: Tensor | None = None,
     ) -> None:
         self.matrices, self._update, self.options = matrices, update, options
-        self.state: MutableMapping[str, Tensor] = state if state is not None else {}
-        self.statistics: Mapping[str, Any] = statistics if statistics is not None else {}
+        self.state: MutableMapping[str, Tensor] = state if state is not None else NamedValues(options.rule, "state", {})
+        self.statistics: Mapping[str, Any] = (
+            statistics if statistics is not None else NamedValues(options.rule, "statistics", {})
+        )
         self.diagnostics: dict[str, Tensor] = {}
         self.inverse_norms = inverse_norms
-        self.later: Sequence[MatrixBatch] = ()
-        self.computed_norms: Tensor | None = None
-        self._computed_from: tuple[object, ...] | None = None
+        self.is_touched = False  # whether somebody has asked for the update or assigned it
+        self.draw: Callable[[int, tuple[int, ...], torch.dtype], Tensor] | None = None  # draws random numbers
+        self._num_draws = 0
 
-    def note_computed(self, norms: Tensor | None = None) -> None:
-        """Note that the direction of an earlier batch has computed the update of this one from its matrices.
+    def random(self, *shape: int) -> Tensor:
+        """Return random numbers for every matrix, uniform in (0, 1) and never 0 or 1.
+
+        They are a function of seed, name of the parameter, number of the matrix in it, step, and call: a second call
+        returns others. They do not depend on ranks, layouts or `torch.manual_seed`, and a resumed run has the same.
+        Every rank that computes a matrix gets the same numbers, which `torch.rand` does not give. A CUDA graph can
+        capture them. The seed is the rule's option `seed` if it declares one, else 0.
 
         Args:
-            norms: (B,), one over their Frobenius norms, if that direction has found them; kept as `computed_norms`.
+            shape: the shape of the numbers of one matrix.
+
+        Returns:
+            (B, *shape), float32, or float64 for float64 weights.
         """
-        self._computed_from, self.computed_norms = self._inputs(), norms
-
-    @property
-    def is_computed(self) -> bool:
-        """Return whether the update has been computed, from matrices and options that have not changed since."""
-        if self._computed_from is None:
-            return False
-        (*known, version), (*now, current) = self._computed_from, self._inputs()
-        return version == current and all(map(is_, known, now))
-
-    def take_computed(self) -> bool:
-        """Return `is_computed`, and forget it: another call of `direction` computes the update again."""
-        is_computed, self._computed_from = self.is_computed, None
-        return is_computed
-
-    def _inputs(self) -> tuple[object, ...]:
-        """Return what an update is computed from, and the number of changes to the matrices, if PyTorch counts them."""
-        version = None if self.matrices.is_inference() else self.matrices._version
-        return self.matrices, self.options, self.inverse_norms, version
+        if self.draw is None:
+            raise RuntimeError("batch.random works within direction only")
+        self._num_draws += 1
+        return self.draw(self._num_draws - 1, shape, working_dtype(self.matrices.dtype))
 
     @property
     def update(self) -> Tensor:
         """Return the tensor (B, d_out, d_in) that holds the update."""
-        self._computed_from = None  # whoever asks for it may write to it
+        self.is_touched = True  # whoever asks for it may write to it
         return self._update
 
     @update.setter
     def update(self, value: Tensor) -> None:
-        self._computed_from = None
-        if value is not self._update:
-            if value.shape != self._update.shape:
-                raise ValueError(f"batch.update has shape {tuple(self._update.shape)}, got {tuple(value.shape)}")
-            self._update.copy_(value)
+        self.is_touched = True
+        if value is self._update:
+            return
+        where = f"rule {self.options.rule!r}: batch.update has shape {tuple(self._update.shape)}"
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}, and direction assigns {shown(value)} to it: assign a tensor")
+        if value.shape != self._update.shape:
+            raise ValueError(f"{where}, got {tuple(value.shape)}: assign a tensor of this shape")
+        self._update.copy_(value)
+
+    @property
+    def result(self) -> Tensor:
+        """Return the same tensor to somebody who only reads it."""
+        return self._update
 
 
 class MatrixNumbers:
@@ -221,6 +245,13 @@ class Rule:
 
     def direction(self, batch: MatrixBatch) -> None:
         """Compute the updates of a batch of whole matrices into `batch.update`, and change `batch.state` in place."""
+        raise NotImplementedError
+
+    def directions(self, batches: Sequence[MatrixBatch]) -> None:
+        """Compute the updates of several batches of other shapes together, in fewer launches than one by one.
+
+        A rule may define this beside `direction`. It is not called for a subclass that overrides `direction` alone.
+        """
         raise NotImplementedError
 
     def factors(self, numbers: MatrixNumbers) -> tuple[Tensor | float, Tensor | float]:
@@ -336,7 +367,15 @@ class Rule:
     @cached_property
     def needs_matrices(self) -> bool:
         """Return whether the rule works on whole matrices; if not, it is element-wise."""
-        return type(self).direction is not Rule.direction
+        return type(self).direction is not Rule.direction or type(self).directions is not Rule.directions
+
+    @cached_property
+    def has_directions(self) -> bool:
+        """Return whether `directions` computes what `direction` does: no class below its definer overrides that."""
+        for owner in type(self).__mro__:
+            if "directions" in vars(owner) or "direction" in vars(owner):
+                return "directions" in vars(owner) and owner is not Rule
+        return False
 
     @cached_property
     def multiplies_weights(self) -> bool:
@@ -359,6 +398,24 @@ class Rule:
     def matrix_state(self) -> tuple[PerMatrix, ...]:
         """Return the declarations of the per-matrix state that `direction` and `factors` may change."""
         return tuple(spec for spec in self.state if isinstance(spec, PerMatrix))
+
+    @cached_property
+    def declarations(self) -> dict[str, str]:
+        """Return what a step of this rule depends on besides options, as text: ranks compare it."""
+        methods = ("prepare", "direction", "directions", "factors", "apply")
+        specs = [
+            f"{type(spec).__name__}({spec.name!r}, {spec.kind!r}, {getattr(spec, 'initial', None)!r})"
+            for spec in self.state
+        ]
+        return {
+            "state": ", ".join(specs),
+            "statistics": ", ".join(self.statistics),
+            "diagnostics": ", ".join(self.diagnostics),
+            "options": ", ".join(f"{o.name} (per_step)" if o.per_step else o.name for o in self.all_options.values()),
+            "methods": ", ".join(name for name in methods if getattr(type(self), name) is not getattr(Rule, name)),
+            "update_dtype": str(self.update_dtype),
+            "kernels": "none" if self.fused is None else type(self.fused).__name__,
+        }
 
     @cached_property
     def has_matrix_numbers(self) -> bool:
@@ -409,6 +466,15 @@ class Rule:
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return the options of a group that `direction` may read, without those of views."""
         return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
+
+
+def shown(value: object) -> str:
+    """Return what a rule has passed, for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" + ("" if value.is_floating_point() else f" of {value.dtype}")
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _host_number(value: float | Tensor) -> float | Tensor:

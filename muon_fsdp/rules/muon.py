@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +16,6 @@ from muon_fsdp.linalg.damping import damp
 from muon_fsdp.linalg.newton_schulz import (
     ORTHOGONALIZATIONS,
     Request,
-    inverse_norms,
     orthogonalization_flops,
     orthogonalize,
     orthogonalize_together,
@@ -106,8 +106,11 @@ class Muon(Rule):
         return buffers
 
     def direction(self, batch: MatrixBatch) -> None:
-        norms = orthogonalize_batches(batch, self.factor)
-        damp(batch.update, norms, batch.options["momentum_eps"])
+        Muon.directions(self, [batch])
+
+    def directions(self, batches: Sequence[MatrixBatch]) -> None:
+        for batch, norms in zip(batches, orthogonalize_batches(batches, self.factor), strict=True):
+            damp(batch.update, norms, batch.options["momentum_eps"])
 
     def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
         """Return the factor of an orthogonalized (rows, cols) matrix, which is the spectral norm of the update."""
@@ -163,37 +166,37 @@ class Muon(Rule):
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
         orthogonal = orthogonalize(
-            batch.matrices, method=batch.options["orthogonalization"], steps=batch.options["ns_steps"]
+            batch.matrices,
+            method=batch.options["orthogonalization"],
+            steps=batch.options["ns_steps"],
+            inverse_norms=batch.inverse_norms,
         )
         return _residual(orthogonal)
 
 
-def orthogonalize_batches(batch: MatrixBatch, factor: Callable[[PlannedOptions, int, int], float]) -> Tensor:
-    """Write the orthogonalized matrices of a batch to its update, and those of later batches in the same launches.
+def orthogonalize_batches(
+    batches: Sequence[MatrixBatch], factor: Callable[[PlannedOptions, int, int], float]
+) -> list[Tensor]:
+    """Write the orthogonalized matrices of some batches to their updates, in as few launches as possible.
 
     Args:
-        batch: the batch whose update is needed now.
+        batches: the batches.
         factor: returns the factor of an orthogonalized matrix from its options, rows and columns.
 
     Returns:
-        One over the Frobenius norms of the matrices, (B,), for `damp`.
+        For each batch one over the Frobenius norms of its matrices, (B,), for `damp`.
     """
-    if batch.take_computed():
-        return batch.computed_norms if batch.computed_norms is not None else inverse_norms(batch.matrices)
-    method, steps = batch.options["orthogonalization"], batch.options["ns_steps"]
-    later = [  # without those that an earlier call has computed: rules may call this several times for one batch
-        other
-        for other in batch.later
-        if (other.options["orthogonalization"], other.options["ns_steps"]) == (method, steps) and not other.is_computed
-    ]
-    requests = [
-        Request(each.matrices, each.update, factor(each.options, *each.matrices.shape[-2:]), each.inverse_norms)
-        for each in (batch, *later)
-    ]
-    norms, *later_norms = orthogonalize_together(requests, method=method, steps=steps)
-    for other, of_other in zip(later, later_norms, strict=True):
-        other.note_computed(of_other)
-    return norms
+    norms: dict[int, Tensor] = {}  # by index of the batch
+    alike: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, batch in enumerate(batches):
+        alike[batch.options["orthogonalization"], batch.options["ns_steps"]].append(index)
+    for (method, steps), indices in alike.items():
+        requests = [
+            Request(each.matrices, each.update, factor(each.options, *each.matrices.shape[-2:]), each.inverse_norms)
+            for each in map(batches.__getitem__, indices)
+        ]
+        norms.update(zip(indices, orthogonalize_together(requests, method=method, steps=steps), strict=True))
+    return [norms[index] for index in range(len(batches))]
 
 
 def _residual(matrices: Tensor) -> Tensor:

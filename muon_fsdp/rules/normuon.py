@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from muon_fsdp.declarations.option import Option, fraction, number
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.linalg.damping import damp
@@ -30,13 +32,16 @@ class NorMuon(Muon):
     state = (*Muon.state, PerMatrix("second_moment", "rows"))
 
     def direction(self, batch: MatrixBatch) -> None:
-        norms = orthogonalize_batches(batch, self.factor)
-        options = batch.options
-        rescale_rows(
-            batch.update,
-            batch.state["second_moment"],
-            factor=self.factor(options, *batch.update.shape[-2:]),
-            beta2=options["beta2"],
-            eps=options["eps"],
-        )
-        damp(batch.update, norms, options["momentum_eps"])  # last, so that the second moments are those of O
+        NorMuon.directions(self, [batch])
+
+    def directions(self, batches: Sequence[MatrixBatch]) -> None:
+        for batch, norms in zip(batches, orthogonalize_batches(batches, self.factor), strict=True):
+            options = batch.options
+            rescale_rows(
+                batch.update,
+                batch.state["second_moment"],
+                factor=self.factor(options, *batch.update.shape[-2:]),
+                beta2=options["beta2"],
+                eps=options["eps"],
+            )
+            damp(batch.update, norms, options["momentum_eps"])  # last, so that the second moments are those of O

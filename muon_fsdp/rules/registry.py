@@ -7,7 +7,7 @@ from typing import TypeVar, get_args
 from muon_fsdp.declarations.option import suggestion
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS
-from muon_fsdp.rules.base import Rule
+from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
 from muon_fsdp.statistics.observer import STATISTICS
 
 RULES: dict[str, Rule] = {}
@@ -15,14 +15,22 @@ KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), Per
 # Arguments of the optimizers and keys of groups. An option of the same name could not be told apart from them.
 RESERVED_NAMES = {*ARGUMENTS, *FOREIGN_KEYS, "self", "model", "rule", "gradient_accumulation_steps"}
 AnyRule = TypeVar("AnyRule", bound=type[Rule])
+_BUILT_IN: dict[str, type[Rule]] = {}  # by name and alias
+
+
+def register_built_in(rule: type[Rule]) -> None:
+    """Register a rule of the package, whose name and aliases no other rule may have."""
+    register(rule)
+    _BUILT_IN.update(dict.fromkeys((rule.name, *rule.aliases), rule))
 
 
 def register(rule: AnyRule) -> AnyRule:
     """Register an update rule under its `name`; use it as a class decorator.
 
     Afterwards the name works wherever a rule is named: `rule=` and `other_rule=` of the optimizers, groups, overrides
-    and `muon-fsdp train --optimizer`. Registering another class under the same name replaces the rule. Optimizers look
-    rules up when they plan a step, so a replacement in a notebook takes effect at their next step.
+    and `muon-fsdp train --optimizer`. Registering another class under the same name replaces the rule, unless it is
+    built in. Optimizers look rules up when they plan a step, so a replacement in a notebook takes effect at their next
+    step.
 
     Args:
         rule: a subclass of `Rule`.
@@ -31,16 +39,25 @@ def register(rule: AnyRule) -> AnyRule:
         The same class.
 
     Raises:
-        TypeError: the class is not a subclass of `Rule`, or its name is not a string.
-        ValueError: its declarations contradict each other; the message names which.
+        TypeError: the class is not a subclass of `Rule`, or it has no name of its own.
+        ValueError: its declarations contradict each other, or its name is that of a built-in rule; the message names
+            which.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"register needs a subclass of Rule, got {rule!r}")
-    name = getattr(rule, "name", None)
+    name = vars(rule).get("name")
+    if name is None:
+        inherited = f"; {rule.name!r} is the name of its base class" if hasattr(rule, "name") else ""
+        raise TypeError(
+            f"{rule.__name__}: a rule needs a name of its own{inherited}: add a line such as name = 'my_rule'"
+        )
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"{rule.__name__}: a rule needs a name that is an identifier, got {name!r}")
     instance = rule()
     _check(instance)
+    for each in (name, *rule.aliases):
+        if _BUILT_IN.get(each, rule) is not rule:
+            raise ValueError(f"{rule.__name__}: {each!r} is the name of a built-in rule: choose another name")
     RULES[name] = instance
     return rule
 
@@ -88,6 +105,13 @@ def _check_options(rule: Rule, where: str) -> None:
     reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
     if reserved:
         raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
+    of_views = {option.name: option for option in VIEW_OPTIONS}
+    for option in rule.options:
+        if of_views.get(option.name, option) is not option:
+            raise ValueError(
+                f"{where}: option {option.name!r} has the name of an option that says how a parameter is read as "
+                "matrices: rename it"
+            )
 
 
 def _check_state(rule: Rule, where: str) -> None:

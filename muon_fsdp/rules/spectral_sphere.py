@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -96,32 +96,21 @@ class SpectralSphere(Muon):
         return found.factor, found.radius
 
     def direction(self, batch: MatrixBatch) -> None:
-        mode, method, steps = (batch.options[name] for name in ("lambda_mode", "orthogonalization", "ns_steps"))
-        if mode in MAX_CALLS:
-            top: TopSingular = batch.statistics["top_singular"]
-            multiplier = batch.state["lagrange_multiplier"]
-            norms = batch.inverse_norms if batch.inverse_norms is not None else inverse_norms(batch.matrices)
-            tangent = solve_lambda(
-                batch.matrices,
-                top.left,
-                top.right,
-                method=mode,
-                known=Known(multiplier, batch.state["lagrange_slope"], top.norm >= SMALLEST_NORM, norms),
-                msign=Msign(method, steps),
-                out=batch.update,
-            )
-            batch.state.update(lagrange_multiplier=tangent.multiplier, lagrange_slope=tangent.slope)
-            batch.diagnostics.update(msign_calls=tangent.calls, lambda_failed=tangent.failed)
-        else:
-            norms = orthogonalize_batches(batch, lambda *_: 1.0)
-            multiplier = batch.state["lagrange_multiplier"]
-            if mode == "projection":
-                top = batch.statistics["top_singular"]
-                project_out(batch.update, top.left, top.right, top.norm, SMALLEST_NORM)
-            multiplier.zero_()
+        SpectralSphere.directions(self, [batch])
+
+    def directions(self, batches: Sequence[MatrixBatch]) -> None:
+        searched = [batch for batch in batches if batch.options["lambda_mode"] in MAX_CALLS]
+        once = [batch for batch in batches if batch.options["lambda_mode"] not in MAX_CALLS]
+        found = [*map(_solve, searched), *orthogonalize_batches(once, lambda *_: 1.0)]
+        for batch in once:
+            multiplier = batch.state["lagrange_multiplier"].zero_()
             batch.diagnostics.update(msign_calls=torch.ones_like(multiplier), lambda_failed=multiplier)
-        damp(batch.update, norms, batch.options["momentum_eps"])
-        batch.diagnostics["lambda"] = batch.state["lagrange_multiplier"]
+            if batch.options["lambda_mode"] == "projection":
+                top: TopSingular = batch.statistics["top_singular"]
+                project_out(batch.update, top.left, top.right, top.norm, SMALLEST_NORM)
+        for batch, norms in zip([*searched, *once], found, strict=True):
+            damp(batch.update, norms, batch.options["momentum_eps"])
+            batch.diagnostics["lambda"] = batch.state["lagrange_multiplier"]
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         calls = USUAL_CALLS if options["lambda_mode"] in MAX_CALLS else 1
@@ -174,3 +163,23 @@ class SpectralSphere(Muon):
             "msign_calls_median": float(last["msign_calls"].median()),
             "msign_calls_max": float(last["msign_calls"].max()),
         }
+
+
+def _solve(batch: MatrixBatch) -> Tensor:
+    """Find the lambda that makes updates tangent, write them, and return one over the norms of M, (B,)."""
+    mode, method, steps = (batch.options[name] for name in ("lambda_mode", "orthogonalization", "ns_steps"))
+    top: TopSingular = batch.statistics["top_singular"]
+    multiplier, slope = batch.state["lagrange_multiplier"], batch.state["lagrange_slope"]
+    norms = batch.inverse_norms if batch.inverse_norms is not None else inverse_norms(batch.matrices)
+    tangent = solve_lambda(
+        batch.matrices,
+        top.left,
+        top.right,
+        method=mode,
+        known=Known(multiplier, slope, top.norm >= SMALLEST_NORM, norms),
+        msign=Msign(method, steps),
+        out=batch.update,
+    )
+    batch.state.update(lagrange_multiplier=tangent.multiplier, lagrange_slope=tangent.slope)
+    batch.diagnostics.update(msign_calls=tangent.calls, lambda_failed=tangent.failed)
+    return norms

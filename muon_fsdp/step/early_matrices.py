@@ -14,6 +14,7 @@ from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Batch, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.rules.base import NamedValues
 from muon_fsdp.step.matrix_state import LeftNumbers
 
 _Place: TypeAlias = tuple[int, int]  # the numbers of a stage and of a batch in it
@@ -70,7 +71,8 @@ class EarlyMatrices:
         self, options: PlannedOptions, place: _Place, matrices: Tensor, update: Tensor, inverse_norms: Tensor | None
     ) -> MatrixBatch:
         """Return the batch that `direction` gets."""
-        return MatrixBatch(matrices, update, options, self._states.pop(place), None, inverse_norms)
+        state = NamedValues(options.rule, "state", self._states.pop(place))
+        return MatrixBatch(matrices, update, options, state, None, inverse_norms)
 
     def take(self, stage: Stage, number: int, place: _Place, left: LeftNumbers) -> None:
         """Keep what `direction` has left for a batch."""

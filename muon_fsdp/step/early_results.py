@@ -11,7 +11,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import MatrixBatch
 from muon_fsdp.step.matrix_state import LeftNumbers
-from muon_fsdp.step.metrics import Taken
+from muon_fsdp.step.metrics import Sample
 
 
 class EarlyResult(NamedTuple):
@@ -20,12 +20,14 @@ class EarlyResult(NamedTuple):
     Args:
         buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.
         numbers: by number of the batch, what `direction` has left; empty if the rule needs weights.
-        samples: what was taken for `metrics()`.
+        samples: the samples that were taken for `metrics()`.
+        failure: the method of the rule that failed and what it raised; None if all is well.
     """
 
     buffer: Tensor
     numbers: Mapping[int, LeftNumbers]
-    samples: Taken
+    samples: Mapping[tuple[int, int], Sample]
+    failure: tuple[str, Exception] | None = None
 
 
 class BatchNumbers(Protocol):
@@ -53,5 +55,5 @@ class Keeper(Protocol):
     def keep(self, stage: Stage, buffer: Tensor) -> None:
         """Keep the updates or the gathered units of a stage."""
 
-    def fail(self, stage: Stage, error: Exception) -> None:
-        """Note that a stage has no result, because its rule has raised an error."""
+    def fail(self, stage: Stage, method: str, error: Exception) -> None:
+        """Note that a stage has no result, because a method of its rule has raised an error."""

@@ -24,7 +24,7 @@ from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
 from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
@@ -32,8 +32,9 @@ from muon_fsdp.step.early_matrices import EarlyMatrices
 from muon_fsdp.step.early_results import EarlyResult
 from muon_fsdp.step.fused import FusedStage, FusedStep
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
-from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.metrics import Samples, TakenSamples
 from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
@@ -49,6 +50,7 @@ class EarlyContext:
         dtypes: the working precision of every parameter.
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
+        random: draws the random numbers of rules.
         inputs: those of the last step, without gradients; groups and states are live.
         fused: the fused lists of the last step.
         device: where the stages run.
@@ -60,6 +62,7 @@ class EarlyContext:
     dtypes: Sequence[torch.dtype]
     settings: Settings
     samples: Samples
+    random: RandomNumbers
     inputs: StepInputs
     fused: FusedStep
     device: torch.device
@@ -98,14 +101,10 @@ class Round:
         self._loaded: dict[int, _Loaded] = {}
         self._results: dict[int, Future[tuple[EarlyResult, Any]]] = {stage.number: Future() for stage in stages}
         self.numbers = EarlyMatrices(context.records if context is not None else ())
-        self._failures: dict[int, Exception] = {}
-        self._samples: Samples | None = None
+        self._failures: dict[int, tuple[str, Exception]] = {}  # by number of the stage: the method, and its error
+        self._samples: TakenSamples | None = None
+        self.took_residuals = False
         self._world = world_reference()
-
-    @property
-    def took_samples(self) -> bool:
-        """Return whether the stages take samples for `metrics()`."""
-        return self._samples is not None
 
     # ------------------------------------------------------------------------------------------- called in backward
 
@@ -228,9 +227,17 @@ class Round:
         )
         self._single: dict[int, SingleUpdate] = {}
         self._fused = list(context.fused.stages)
-        self._samples = context.samples.apart() if context.samples.wanted(rarely=False) else None
+        self._samples = context.samples.start(context.device.type, rarely=False)
+        self.took_residuals = self._samples is not None and self._samples.has_residuals
         shared = StepContext(
-            self._inputs, self._fused, self._single, context.settings, Recorder(), samples=self._samples, keeper=self
+            self._inputs,
+            self._fused,
+            self._single,
+            context.settings,
+            Recorder(),
+            context.random,
+            samples=self._samples,
+            keeper=self,
         )
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
@@ -245,18 +252,17 @@ class Round:
         return True
 
     def keep(self, stage: Stage, buffer: Tensor) -> None:
-        """Keep the updates or the gathered units of a stage."""
-        if stage.number in self._failures:
-            self._set_exception(stage, self._failures[stage.number])
-            return
+        """Keep the updates or the gathered units of a stage; if its rule has failed, keep the error for `step()`."""
+        failure = self._failures.get(stage.number)
+        left = self.numbers.left(stage) if failure is None else {}
         stream = self._context.stream if self._context is not None else None
         event = stream.record_event() if stream is not None else None
-        samples = self._samples.taken_from(stage) if self._samples is not None else {}
-        self._results[stage.number].set_result((EarlyResult(buffer, self.numbers.left(stage), samples), event))
+        samples = self._samples.of(stage) if self._samples is not None else {}
+        self._results[stage.number].set_result((EarlyResult(buffer, left, samples, failure), event))
 
-    def fail(self, stage: Stage, error: Exception) -> None:
+    def fail(self, stage: Stage, method: str, error: Exception) -> None:
         """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
-        self._failures.setdefault(stage.number, error)
+        self._failures.setdefault(stage.number, (method, error))
 
     def _set_exception(self, stage: Stage, error: Exception) -> None:
         with suppress(Exception):  # the stage has a result already, or nobody wants it
@@ -319,6 +325,7 @@ class Round:
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for group, noted in options.items():
             inputs.groups[group] = noted  # type: ignore[index]
+            noted.get(NUM_UPDATES)  # random numbers depend on it
         for position in positions:
             grad, shard = self._read(position), context.inputs.shards[position]
             inputs.states[position] = states.copies[position]  # type: ignore[index]
@@ -339,7 +346,7 @@ class Round:
         """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it is not loaded."""
         assert self._context is not None
         context = self._context
-        self.fail(stage, error)
+        self.fail(stage, "prepare", error)
         # Without its lists: their tables are those of `step()`, so that kernels would write the state.
         self._fused[stage.number] = FusedStage(example=context.fused.stages[stage.number].example)
         for position in self._positions[stage.number]:

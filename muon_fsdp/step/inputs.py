@@ -28,6 +28,7 @@ class StepInputs:
         gradients: the local parts of the gradients that this rank has, in the layouts of their parameters.
         updated: the parameters for which some rank has a gradient. Where this rank has none, it counts as zero.
         divisor: the number of gradients that were summed in each `p.grad`; the step uses their mean.
+        num_updates: the steps that have updated parameters before this one; the same on all ranks.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -36,6 +37,7 @@ class StepInputs:
     gradients: dict[int, Tensor]
     updated: Collection[int]
     divisor: int
+    num_updates: int = 0
 
     @property
     def device(self) -> torch.device:

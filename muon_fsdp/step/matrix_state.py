@@ -25,7 +25,10 @@ from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets
 from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
+from muon_fsdp.rules.base import NamedValues, shown
+from muon_fsdp.rules.checks import check_names, checked_factors, checked_metrics
 from muon_fsdp.statistics.observer import Observer
+from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.set_state import SetState
 from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors, as_factor
@@ -88,6 +91,7 @@ class MatrixStates:
         self._addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step
         self._times = 0  # steps with these tensors
         self._now: list[_ClassNumbers] = []
+        self._finished: list[_ClassNumbers] = []  # of the last step that has ended
         self._stream = self._own_stream(stages)
         self._is_pending = False  # whether the stream of its own may still be at work
 
@@ -149,20 +153,20 @@ class MatrixStates:
         observed = [position for position, parameter in self._parameters.items() if parameter.is_observed]
         return tuple([shards[position].data_ptr() for position in observed]), self._addresses
 
-    def begin(self, shards: Sequence[Tensor], recorder: Recorder) -> None:
-        """Observe the statistics of all weights, and ask the rules for factors.
+    def begin(self, shards: Sequence[Tensor], recorder: Recorder, failures: Failures) -> None:
+        """Observe the statistics of all weights, and ask the rules for factors; notes what these raise.
 
         Batches wait for the results when a rule reads them. Before a stage changes weights, it must call `wait`.
         """
         stream = self._stream
         if stream is None:
-            self._begin(shards, recorder)
+            self._begin(shards, recorder, failures)
             return
         # The stream waits before it allocates: memory that it frees now was used by the previous step on the current
         # stream, and is only given to tensors of the same stream.
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            self._begin(shards, recorder)
+            self._begin(shards, recorder, failures)
         self._is_pending = True
 
     def wait(self) -> None:
@@ -172,7 +176,7 @@ class MatrixStates:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._is_pending = False
 
-    def _begin(self, shards: Sequence[Tensor], recorder: Recorder) -> None:
+    def _begin(self, shards: Sequence[Tensor], recorder: Recorder, failures: Failures) -> None:
         by_position = {position: shards[position] for position in self._parameters}
         self._now = []
         for set_state, observer in zip(self._set_states, self._observers, strict=True):
@@ -181,9 +185,9 @@ class MatrixStates:
             found = observer.observe(by_position, observed, recorder, cold=self.is_cold)
             for (state, of_statistics), statistics in zip(states, found, strict=True):
                 self._now.append(_ClassNumbers(set_state.is_alone, state, of_statistics, statistics))
-        self.factors.set([self._start(index, numbers) for index, numbers in enumerate(self._now)])
+        self.factors.set([self._start(index, numbers, failures) for index, numbers in enumerate(self._now)])
 
-    def _start(self, index: int, numbers: _ClassNumbers) -> Factors | None:
+    def _start(self, index: int, numbers: _ClassNumbers, failures: Failures) -> Factors | None:
         """Initialize state from statistics where it is zero, make room for results, and ask the rule for factors."""
         rule, kind = self._rules[index], self._classes[index]
         for spec in rule.matrix_state:
@@ -192,18 +196,13 @@ class MatrixStates:
                 value.copy_(torch.where(value == 0, numbers.statistics[spec.initial], value))
         factors = None
         if rule.multiplies_weights:
-            of_class = MatrixNumbers(
-                kind.rows, kind.cols, numbers.state, numbers.statistics, self._per_step[index].options
-            )
-            of_weights, of_updates = rule.factors(of_class)
-            factors = as_factor(of_weights, kind), as_factor(of_updates, kind)
-            for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
-                value = _checked(rule, spec.name, numbers.state[spec.name], self._shape(index, spec))
-                numbers.state[spec.name] = value.to(kind.dtype)
-            numbers.diagnostics = {
-                name: _checked(rule, name, value, torch.Size((kind.count,)), rule.diagnostics)
-                for name, value in of_class.diagnostics.items()
-            }
+            try:
+                factors = self._ask(index, numbers)
+            except Exception as error:  # ranks that have no matrix of this rule do not raise it, and wait for transfers
+                failures.add(rule.name, "factors", error, [place.position for place in kind.places])
+                failures.rules.add(rule.name)
+                numbers.state = {name: value.clone() for name, value in self._originals(index).items()}
+                numbers.diagnostics = {}
         if numbers.is_alone:
             numbers.found = dict(numbers.state)
         else:
@@ -211,6 +210,34 @@ class MatrixStates:
             for name in self._own_diagnostics(index):
                 numbers.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
         return factors
+
+    def _ask(self, index: int, numbers: _ClassNumbers) -> Factors:
+        """Return the factors of a class, and keep the state and the diagnostics that `factors` leaves."""
+        rule, kind = self._rules[index], self._classes[index]
+        of_class = MatrixNumbers(
+            kind.rows,
+            kind.cols,
+            NamedValues(rule.name, "state", numbers.state),
+            NamedValues(rule.name, "statistics", numbers.statistics),
+            self._per_step[index].options,
+        )
+        of_weights, of_updates = checked_factors(rule, rule.factors(of_class))
+        check_names(rule, of_class.state, of_class.diagnostics)
+        for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
+            value = _checked(rule, spec.name, of_class.state[spec.name], self._shape(index, spec))
+            numbers.state[spec.name] = value.to(kind.dtype)
+        numbers.diagnostics = {
+            name: _checked(rule, name, value, torch.Size((kind.count,))) for name, value in of_class.diagnostics.items()
+        }
+        return self.factors.accept(index, (as_factor(of_weights, kind), as_factor(of_updates, kind)))
+
+    def _originals(self, index: int) -> State:
+        """Return the rule's state of a class before this step."""
+        for own, set_state in zip(self.sets, self._set_states, strict=True):
+            if index < len(own.classes):
+                return set_state.originals()[index]
+            index -= len(own.classes)
+        raise IndexError(index)
 
     def _shape(self, index: int, spec: PerMatrix, count: int | None = None) -> torch.Size:
         kind = self._classes[index]
@@ -235,8 +262,11 @@ class MatrixStates:
         if isinstance(where, Tensor):
             self.wait()  # rows that are not adjacent are copied
         numbers, rule = self._now[index], self._rules[index]
-        state = {spec.name: _rows(numbers.state[spec.name], where) for spec in rule.matrix_state}
-        statistics = {name: _rows(value, where) for name, value in numbers.statistics.items()}
+        rows = {spec.name: _rows(numbers.state[spec.name], where) for spec in rule.matrix_state}
+        state = NamedValues(rule.name, "state", rows)
+        statistics = NamedValues(
+            rule.name, "statistics", {name: _rows(value, where) for name, value in numbers.statistics.items()}
+        )
         if not self._is_pending:
             return MatrixBatch(matrices, update, options, state, statistics, inverse_norms)
         awaited = _Awaited(state, self.wait), _Awaited(statistics, self.wait)
@@ -244,6 +274,10 @@ class MatrixStates:
 
     def take(self, stage: Stage, number: int, place: BatchPlace, left: LeftNumbers) -> None:
         """Keep what `direction` has left for a batch, if this rank is the one that contributes these matrices."""
+        for name in left.diagnostics.keys() - set(self._own_diagnostics(place[0])):
+            raise ValueError(
+                f"rule {stage.rule!r} writes diagnostics[{name!r}] in factors and in direction: write it in one of them"
+            )
         owner = stage.units[stage.batches[number].members[0].unit].owner
         if owner is None and stage.exchange is not None and stage.exchange.ranks[0] != my_rank():
             return  # all ranks have computed the same, and the first contributes it
@@ -252,9 +286,22 @@ class MatrixStates:
         for spec in rule.matrix_state:
             value = _checked(rule, spec.name, left.state[spec.name], self._shape(index, spec, count))
             self._keep(index, spec.name, where, value)
-        declared = self._own_diagnostics(index)
         for name, value in left.diagnostics.items():
-            self._keep(index, name, where, _checked(rule, name, value, torch.Size((count,)), declared))
+            self._keep(index, name, where, _checked(rule, name, value, torch.Size((count,))))
+
+    def restore(self, stage: Stage) -> None:
+        """Keep the state from before this step for the batches of a stage, because it has failed on this rank."""
+        self.wait()
+        for number, place in enumerate(self._places[stage.number]):
+            index, where = place
+            state = {name: _rows(value, where) for name, value in self._originals(index).items()}
+            self.take(stage, number, place, LeftNumbers(stage.batches[number].count, state, {}))
+
+    def factor_of_updates(self, place: BatchPlace) -> Tensor:
+        """Return the factors of the updates of a batch."""
+        index, where = place
+        self.wait()
+        return self.factors.of_updates(index)[where]
 
     def _keep(self, index: int, name: str, where: Tensor | slice, value: Tensor) -> None:
         """Store the values of some matrices of a class; without a copy if they are in place, or all on one rank."""
@@ -316,7 +363,7 @@ class MatrixStates:
         now = self._now
 
         def show() -> None:  # eager steps between two replays have numbers of their own
-            self._now = now
+            self._now = self._finished = now
 
         recorder.host(show)
 
@@ -340,17 +387,17 @@ class MatrixStates:
             first += len(own.classes)
 
     def metrics(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the rules' metrics of the last step and of all steps."""
+        """Return the rules' metrics of the last step and of all steps; none before the first step with this plan."""
         result: dict[str, float] = {}
-        for rule in dict.fromkeys(self._rules):
-            of_rule = [numbers for other, numbers in zip(self._rules, self._now, strict=False) if other is rule]
+        for rule in dict.fromkeys(self._rules if self._finished else ()):
+            of_rule = [numbers for other, numbers in zip(self._rules, self._finished, strict=True) if other is rule]
             last = {
-                name: torch.cat([torch.empty(0), *(numbers.diagnostics[name].double().cpu() for numbers in of_rule)])
+                name: torch.cat([numbers.diagnostics[name].double().cpu() for numbers in of_rule])
                 for name in rule.diagnostics
             }
             sums = totals[rule.name].tolist() if rule.name in totals else [0.0] * len(rule.diagnostics)
             total = dict(zip(rule.diagnostics, sums, strict=True))
-            result.update(rule.metrics(last, total))
+            result.update(checked_metrics(rule, rule.metrics(last, total)))
         return result
 
 
@@ -414,10 +461,10 @@ class _Awaited(MutableMapping[str, Any]):
         return len(self._values)
 
 
-def _checked(rule: Rule, name: str, value: Tensor, shape: torch.Size, declared: Sequence[str] | None = None) -> Tensor:
-    """Return a tensor that a rule wrote; raise if its shape is wrong or the rule does not declare it."""
-    if declared is not None and name not in declared:
-        raise ValueError(f"rule {rule.name!r} writes diagnostics[{name!r}], which it does not declare")
+def _checked(rule: Rule, name: str, value: object, shape: torch.Size) -> Tensor:
+    """Return a tensor that a rule wrote; raise if it is none, or its shape is wrong."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"rule {rule.name!r} left {shown(value)} as {name!r}: write a tensor of shape {tuple(shape)}")
     if value.shape != shape:
         raise ValueError(f"rule {rule.name!r} left {name!r} with shape {tuple(value.shape)}, expected {tuple(shape)}")
     return value

@@ -29,6 +29,7 @@ from muon_fsdp.step.early_round import PURPOSE, EarlyContext, Round, RoundThread
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.text import warn_user
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
@@ -48,6 +49,7 @@ class BackwardOverlap:
         stages: the stages of the plan.
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
+        random: draws the random numbers of rules.
         dtypes: the working precision of every parameter.
         counts: counts the stages whose results are used, and those that are discarded, for `metrics()`.
     """
@@ -58,10 +60,12 @@ class BackwardOverlap:
         stages: Sequence[Stage],
         settings: Settings,
         samples: Samples,
+        random: RandomNumbers,
         dtypes: Sequence[torch.dtype],
         counts: Counter[str],
     ) -> None:
         self._records, self._settings, self._samples, self._dtypes = records, settings, samples, dtypes
+        self._random = random
         self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
         replicas = [record for record in records if record.view is not None and record.is_plain and num_ranks() > 1]
         self._positions = {id(record.tensor): record.position for record in replicas}  # of what DDP may reduce
@@ -83,7 +87,7 @@ class BackwardOverlap:
         self._next: Sequence[Stage] = ()
         self._stream: Any = None
         self._found_changes = self._has_warned = False
-        self.took_samples = True  # whether the stages that were used have taken samples for `metrics()`
+        self.took_residuals = True  # whether the stages that were used have computed residuals for `metrics()`
         self._stage_counts = counts
         finalizer = weakref.finalize(self, self._thread.leave)
         finalizer.atexit = False  # when the program ends, `RoundThread.cancel` is called instead
@@ -236,7 +240,7 @@ class BackwardOverlap:
         )
         self._expected, self._arrivals = dict(self._arrivals), Counter()
         self._num_arrivals, self._order = 0, {}
-        self.took_samples = round_.took_samples or not used
+        self.took_residuals = round_.took_residuals or not used
         self._thread.begin(Round())
         return {stage.number: partial(round_.result, stage) for stage in used}
 
@@ -264,6 +268,7 @@ class BackwardOverlap:
             self._dtypes,
             self._settings,
             self._samples,
+            self._random,
             replace(inputs, gradients={}),
             fused,
             device,

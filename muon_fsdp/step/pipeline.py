@@ -14,14 +14,26 @@ from torch.profiler import record_function
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.rules.checks import (
+    GivenStates,
+    check_applied,
+    check_direction,
+    check_generators,
+    check_returned,
+    checked_prepared,
+    finite_error,
+)
 from muon_fsdp.step.early_results import BatchNumbers, EarlyResult, Keeper
+from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStage
+from muon_fsdp.step.gradients import are_finite
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs, in_precision
 from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
-from muon_fsdp.step.metrics import Samples
+from muon_fsdp.step.metrics import TakenSamples
+from muon_fsdp.step.random_numbers import RandomNumbers
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,12 @@ class StepContext:
         single: the updated parameters that are not fused, by position.
         settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches, for a CUDA graph.
+        random: draws the random numbers of rules.
+        failures: what rules have raised; unused beside backward.
+        unproven: the numbers of stages whose rule has not been seen to write all of its updates. They are removed as
+            the stages run.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
-        samples: takes samples of updates for `metrics()`; None in most steps.
+        samples: takes samples of updates for `metrics()`; None in most steps on a GPU.
         keeper: keeps the results of stages that run beside backward; None in `step()`, which applies them.
         early: for stages that ran beside backward, by number: returns the result that was kept.
     """
@@ -45,8 +61,11 @@ class StepContext:
     single: Mapping[int, SingleUpdate]
     settings: Settings
     recorder: Recorder
+    random: RandomNumbers
+    failures: Failures = field(default_factory=Failures)
+    unproven: set[int] = field(default_factory=set)
     matrices: MatrixStates | None = None
-    samples: Samples | None = None
+    samples: TakenSamples | None = None
     keeper: Keeper | None = None
     early: Mapping[int, Callable[[], EarlyResult]] = field(default_factory=dict)
 
@@ -192,6 +211,9 @@ class _StageRun:
         self._inverse_norms: Tensor | None = None
         self._buffer = torch.empty(0)  # shards to be orthogonalized, then their updates
         self._updates: dict[int, Tensor] = {}  # of an element-wise rule
+        # A stage that fails on this rank takes part in all transfers, with zeros, because other ranks wait for them.
+        self._has_failed = self.rule.name in context.failures.rules
+        self._is_proven = stage.number not in context.unproven
 
     def start(self, number: int) -> None:
         """Prepare the shards and start gathering them; `number` counts the stages that travel.
@@ -203,12 +225,14 @@ class _StageRun:
         if self.rule.needs_matrices:
             self._buffer = self._staging()
         with _profiled("prepare", self.stage):
-            self._attempt(self._prepare, self._buffer)
+            self._attempt("prepare", self._prepare, self._buffer)
         if early is not None:
             self._buffer = early.buffer
-            self._take_early(early.numbers)
+            if early.failure is not None:
+                self._fail(*early.failure)
             if self._context.samples is not None:
-                self._context.samples.include(early.samples)
+                self._context.samples.samples.update(early.samples)
+            self._attempt("direction", lambda: self._take_early(early.numbers), torch.empty(0))
             if not self._has_updates:
                 self._exchange = StageExchange(self.stage, early.buffer, self._context.recorder, number)
         elif self.stage.exchange is not None:
@@ -240,26 +264,43 @@ class _StageRun:
         for options, positions in self._lists:
             updates = [self._single[i] for i in positions]
             gradients = [update.working_gradient() for update in updates]
-            prepared = self.rule.prepare(options, gradients, [update.state for update in updates])
+            states = GivenStates(self.rule, [update.state for update in updates])
+            returned = self.rule.prepare(options, gradients, states.copies)
+            states.take()
+            prepared = checked_prepared(self.rule, returned, [update.shard for update in updates])
             if self.rule.needs_matrices:
                 torch._foreach_copy_(self.stage.shards_in(self._buffer, positions), prepared)
-            else:
-                self._updates.update(zip(positions, prepared, strict=True))
+                continue
+            prepared = [in_precision(each, update.dtype) for each, update in zip(prepared, updates, strict=True)]
+            if self._context.settings.nonfinite == "raise" and not are_finite(prepared):
+                wrong = [i for i, each in zip(positions, prepared, strict=True) if not are_finite([each])]
+                raise ValueError(
+                    f"rule {self.rule.name!r}: prepare returned an update of {self._context.failures.names_of(wrong)} "
+                    "that is not finite, though gradients are: check what may divide by zero or overflow"
+                )
+            self._updates.update(zip(positions, prepared, strict=True))
 
-    def _attempt(self, work: Callable[[], None], result: Tensor) -> None:
-        """Call what a rule computes. Beside backward, an error leaves zeros in `result` and is kept for `step()`.
+    def _attempt(self, method: str, work: Callable[[], None], result: Tensor) -> None:
+        """Call what a rule computes. If that fails, `result` is zero, and nothing of the stage is applied here.
 
-        The gradients may be changing there, so that the stage will be discarded anyway. A rank that left out the
-        transfers of the stage would make the others wait.
+        A rank that left out the transfers of the stage would make the others wait. Beside backward, gradients may be
+        changing, so that the stage will be discarded anyway.
         """
-        keeper = self._context.keeper
         try:
-            work()
+            if not self._has_failed:
+                work()
         except Exception as error:
-            if keeper is None:
-                raise
-            keeper.fail(self.stage, error)
+            self._fail(method, error)
+        if self._has_failed:
             result.zero_()
+
+    def _fail(self, method: str, error: Exception) -> None:
+        """Note that a method of the rule has failed; raise if nobody waits for the transfers of this rank."""
+        if self._context.keeper is not None:
+            self._context.keeper.fail(self.stage, method, error)
+        else:
+            self._context.failures.add(self.rule.name, method, error, self.positions)
+        self._has_failed = True
 
     def _staging(self) -> Tensor:
         single = (self._single[i].shard for i in self.positions if i in self._single)
@@ -282,8 +323,12 @@ class _StageRun:
             self._buffer, self._exchange = units, None
             return
         results = torch.empty(self.stage.unit_numel, dtype=self._update_dtype(units), device=units.device)
+        if not self._is_proven:  # what `direction` does not write is found as NaN
+            results.fill_(torch.nan)
         with _profiled("orthogonalize", self.stage):
-            self._attempt(lambda: self._directions(units, results), results)
+            self._attempt("direction", lambda: self._directions(units, results), results)
+        if not self._has_failed:
+            self._context.unproven.discard(self.stage.number)
         if self._exchange is not None:
             with _profiled("scatter", self.stage):
                 self._exchange.start_scatter(results)
@@ -306,7 +351,9 @@ class _StageRun:
         if self._context.keeper is not None:
             self._context.keeper.keep(self.stage, self._buffer)
         else:
-            self._apply()
+            self._attempt("apply", self._apply, torch.empty(0))
+            if self._has_failed and self._matrices is not None:
+                self._matrices.restore(self.stage)
         self._buffer, self._updates = torch.empty(0), {}
 
     def _apply(self) -> None:
@@ -326,11 +373,10 @@ class _StageRun:
                 else:
                     updates = [self._updates[i] for i in positions]
                 shards = [self._single[i].shard for i in positions]
+                given: list[Any] = [options, shards, updates]
                 if self._matrices is not None and self.rule.multiplies_weights:
-                    of_shards = map(self._matrices.factors.of, positions, shards)
-                    self.rule.apply(options, shards, updates, list(of_shards))
-                else:
-                    self.rule.apply(options, shards, updates)
+                    given.append(list(map(self._matrices.factors.of, positions, shards)))
+                check_applied(self.rule, self.rule.apply(*given))  # type: ignore[func-returns-value]
 
     def _update_dtype(self, units: Tensor) -> torch.dtype:
         """Return the precision of updates: on GPUs float16, in which the iteration runs, if the rule allows it."""
@@ -346,19 +392,60 @@ class _StageRun:
             self._direct_together(numbers, units, results)
 
     def _direct_together(self, numbers: Sequence[int], units: Tensor, results: Tensor) -> None:
-        """Pass batches through `direction` whose updates a rule may compute together, and free their copies."""
+        """Pass batches through `directions`, or one by one through `direction`, and free their copies."""
         parts = [part for number in numbers if (part := self._part(number, units, results)) is not None]
-        for number, part in enumerate(parts, start=1):
-            part.batch.later = [other.batch for other in parts[number:]]
-            self.rule.direction(part.batch)
+        before = self._generators(parts)
+        if self.rule.has_directions:
+            check_returned(self.rule, "directions", self.rule.directions([part.batch for part in parts]))  # type: ignore[func-returns-value]
+        for part in parts:
+            if not self.rule.has_directions:
+                check_returned(self.rule, "direction", self.rule.direction(part.batch))  # type: ignore[func-returns-value]
+            check_direction(self.rule, part.batch)
+            self._check_values(part)
             if self._numbers is not None:
                 left = LeftNumbers(len(part.batch.matrices), part.batch.state, part.batch.diagnostics)
                 self._numbers.take(self.stage, part.number, part.place, left)
             if self._context.samples is not None:
-                self._context.samples.take(self.stage, part.number, part.batch)
+                self._sample(part, self._context.samples)
             if part.pieces:
                 sizes = [len(piece) for piece in part.pieces]
                 torch._foreach_copy_(part.pieces, list(torch.split(part.batch.update, sizes)))
+        check_generators(self.rule, before, self._generators(parts))
+
+    def _generators(self, parts: Sequence[_BatchPart]) -> list[Tensor]:
+        """Return the states of torch's generators, if several ranks compute a batch that is new to its rule."""
+        owners = [self.stage.units[part.members[0].unit].owner for part in parts]
+        if self._is_proven or self.stage.exchange is None or None not in owners:
+            return []
+        device = parts[0].batch.matrices.device
+        of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_device]
+
+    def _check_values(self, part: _BatchPart) -> None:
+        """Raise if the rule has left an update that is not finite, where that matters."""
+        raises = self._context.settings.nonfinite == "raise"
+        if not raises and self._is_proven:
+            return
+        positions = [self.stage.units[member.unit].position for member in part.members]
+        names = self._context.failures.names_of(positions)
+        if not self._context.failures.postpone(part.batch.result, self.rule.name, names):
+            error = finite_error(self.rule, part.batch, names, is_first=not raises)
+            if error is not None:
+                raise error
+
+    def _sample(self, part: _BatchPart, samples: TakenSamples) -> None:
+        """Sample the first matrix of a batch whose parameter is updated."""
+        number = 0
+        for member in part.members:
+            position = self.stage.units[member.unit].position
+            if position in self._context.inputs.updated:
+                group = next(group for group, members in self.stage.positions_by_group if position in members)
+                factor = None
+                if self._matrices is not None and self.rule.multiplies_weights:
+                    factor = self._matrices.factor_of_updates(part.place)[number]
+                samples.take(self.stage, part.number, part.batch, number, group, factor)
+                return
+            number += member.stop - member.start
 
     def _part(self, number: int, units: Tensor, results: Tensor) -> _BatchPart | None:
         """Return the members of one batch that take part in this step; None if there are none."""
@@ -383,12 +470,21 @@ class _StageRun:
             )
             matrices = torch.cat(sources) if len(sources) > 1 else sources[0].contiguous()
             update = torch.empty_like(matrices, dtype=results.dtype)
+            if not self._is_proven:
+                update.fill_(torch.nan)
         if self._numbers is None:
-            plain = MatrixBatch(matrices, update, batch.options, inverse_norms=norms)
-            return _BatchPart(number, members, plain, pieces)
-        place = self._numbers.place(stage, number, members)
-        numbered = self._numbers.batch(batch.options, place, matrices, update, norms)
-        return _BatchPart(number, members, numbered, pieces, place)
+            part = _BatchPart(
+                number, members, MatrixBatch(matrices, update, batch.options, inverse_norms=norms), pieces
+            )
+        else:
+            place = self._numbers.place(stage, number, members)
+            numbered = self._numbers.batch(batch.options, place, matrices, update, norms)
+            part = _BatchPart(number, members, numbered, pieces, place)
+        of_step = None  # beside backward, the number of the step that comes
+        if self._context.keeper is not None:
+            of_step = self._groups[stage.positions_by_group[0][0]].get(NUM_UPDATES, 0)
+        part.batch.draw = self._context.random.source(stage, number, members, matrices.device, of_step)
+        return part
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.early_results import EarlyResult
 from muon_fsdp.step.early_round import PURPOSE
+from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import SingleUpdate, StepInputs
@@ -34,9 +35,11 @@ from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
-from muon_fsdp.step.shared_sets import SharedSets
+from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.weight_gather import WeightGather
+from muon_fsdp.step.written_state import WrittenState
 
 
 class PlannedStep:
@@ -74,8 +77,11 @@ class PlannedStep:
         self._settings = settings
         for record in records:
             _check_placed(record)
-        self.shared = SharedSets(records, settings, accumulation_steps, replicate_group, agreement_group, device_memory)
-        specs = parameter_specs(records, settings, self.shared.device_memory)
+        own = own_memory(records)
+        specs = parameter_specs(records, settings, {**own, **device_memory})
+        flops = [sum(spec.block_flops) for spec in specs]
+        among = (replicate_group, agreement_group)
+        self.shared = SharedSets(records, flops, settings, accumulation_steps, *among, own, device_memory)
         for record in records:
             if record.view is not None:
                 _check_live(record)
@@ -88,7 +94,8 @@ class PlannedStep:
         self.plan: Plan = make_plan(self.outlines, my_rank())
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
-        self.samples = Samples(self.plan.stages, records)
+        self.samples = Samples(self.plan.stages)
+        self.random = RandomNumbers(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -97,8 +104,12 @@ class PlannedStep:
         self.overlap: BackwardOverlap | None = None
         if settings.overlap == "backward":
             self.overlap = BackwardOverlap(
-                records, self.plan.stages, settings, self.samples, self._dtypes, stage_counts
+                records, self.plan.stages, settings, self.samples, self.random, self._dtypes, stage_counts
             )
+        self.written = WrittenState(records)
+        self._names = [record.name for record in records]
+        self._failures = Failures()  # of the present step; a captured step finds them here
+        self._unproven = {stage.number for stage in self.plan.stages}  # stages that have not run yet
         self._positions = [
             frozenset(position for _, positions in stage.positions_by_group for position in positions)
             for stage in self.plan.stages
@@ -177,34 +188,56 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyResult]]) -> None:
+    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyResult]]) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
             early: for stages that ran in backward, by number: returns their result.
+
+        Returns:
+            What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
+        failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
+        self.random.fill(inputs.num_updates)
+        has_begun = False
+        if self.matrices is not None:
+            self.matrices.fill(inputs)
+            if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
+                self.matrices.begin(inputs.shards, Recorder(), failures)
+                has_begun, self._fused = True, None
         fused = self._fuse(inputs)
         for position, grad in inputs.gradients.items():
             if fused.signature[position] is not None and not grad.is_contiguous():
                 inputs.gradients[position] = grad.contiguous()
         fused.fill_tables(inputs)
-        if self.matrices is not None:
-            self.matrices.fill(inputs)
         single = self._single_updates(fused, inputs)
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
-        takes_samples = self.samples.wanted(rarely=self.captured.is_due)
+        taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due)
 
         def run(recorder: Recorder) -> None:
-            if self.matrices is not None:
-                self.matrices.begin(inputs.shards, recorder)
-            samples = self.samples if takes_samples else None
-            shared = (inputs, fused.stages, single, self._settings, recorder, self.matrices, samples)
-            run_stages(stages, StepContext(*shared, early=early))
+            is_recorded = isinstance(recorder, GraphRecorder)
+            found = Failures(self._names, is_recorded=True) if is_recorded else failures
+            if self.matrices is not None and not has_begun:
+                self.matrices.begin(inputs.shards, recorder, found)
+            shared = (inputs, fused.stages, single, self._settings, recorder)
+            run_stages(
+                stages,
+                StepContext(
+                    *shared,
+                    random=self.random,
+                    failures=found,
+                    unproven=self._unproven,
+                    matrices=self.matrices,
+                    samples=None if is_recorded else taken,
+                    early=early,
+                ),
+            )
             if self.matrices is not None:
                 self.matrices.finish(recorder)
             self.weights.run(buckets, recorder)
+            found.end(recorder, lambda: self._failures)
 
         addresses, is_cold = None, False
         if self.matrices is not None:
@@ -214,12 +247,15 @@ class PlannedStep:
             StepKey((addresses, self.weights.addresses()), launches),
             run,
             device=lambda: fused.device,
-            eager=takes_samples or is_cold or not stages,  # a captured step takes no samples
+            # A captured step takes no samples.
+            eager=(taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
         )
-        takes_samples = takes_samples and (self.overlap is None or self.overlap.took_samples)
-        self.samples.end_step(inputs.groups, took_samples=takes_samples)
+        if taken is not None and self.overlap is not None:
+            taken.has_residuals &= self.overlap.took_residuals
+        self.samples.end_step(inputs.groups, taken)
         if self.overlap is not None:
             self.overlap.begin(inputs, fused)
+        return failures
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
         """Return the stages with a parameter to update.

@@ -95,6 +95,14 @@ class SetState:
                 states[entry.number][1][entry.spec.name] = value
         return states
 
+    def originals(self) -> list[State]:
+        """Return, for every class, its rule's state before this step; nobody may change it."""
+        states: list[State] = [{} for _ in self._classes]
+        if self.of_rules:
+            for entry, value in self._split(self.of_rules, self._before):
+                states[entry.number][entry.spec.name] = value
+        return states
+
     def write(self, states: Sequence[tuple[State, State]]) -> None:
         """Store the rules' state of matrices that are updated, and the observed state of all matrices."""
         sources = [states[entry.number][1][entry.spec.name].reshape(-1) for entry in self.observed]

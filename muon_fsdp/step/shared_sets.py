@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, Agreement, Line, fingerprint
+from muon_fsdp.comm.agreement import DECLARED, FLOPS, NO_GRADIENT, STATE, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.device_memory import total_memory
 from muon_fsdp.comm.process_groups import Ranks, group_like, is_destroyed, my_rank
 from muon_fsdp.kernels.tables import is_on_device
@@ -19,7 +20,7 @@ from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.rules import RULES
 
 # What to do if the process group of some parameters was destroyed, by where it came from.
@@ -30,6 +31,7 @@ _DESTROYED = {
     "again, or make a new group for replicate_group=, and build the optimizer anew",
     "agreement": "agreement_group was destroyed: make a new process group, and build the optimizer anew",
 }
+Written: TypeAlias = Mapping[int, Mapping[str, str]]  # by position and name: per-matrix state as text
 
 
 class SharedSets:
@@ -37,26 +39,30 @@ class SharedSets:
 
     Args:
         records: one per parameter.
+        flops: what `flops` of its rule returns for every parameter, by which ranks are balanced.
         settings: the settings of the whole optimizer.
         accumulation_steps: calls of `step()` per update.
         replicate_group: the process group over which plain parameters are replicas.
         agreement_group: further ranks that decide about a step together, though they need not share a parameter.
+        own_memory: for every set of ranks, the total bytes of this rank's smallest device.
         agreed_memory: for sets of ranks that have agreed on it, the total bytes of their smallest device.
     """
 
     def __init__(
         self,
         records: Sequence[ParameterRecord],
+        flops: Sequence[float],
         settings: Settings,
         accumulation_steps: int,
         replicate_group: dist.ProcessGroup | None,
         agreement_group: dist.ProcessGroup | None,
+        own_memory: Mapping[Ranks, int],
         agreed_memory: Mapping[Ranks, int],
     ) -> None:
         self._group_of = [record.group_index for record in records]
         members = _positions(records)
         # Until ranks have met, a rank knows its own devices alone. It can then plan for a report, but not for a step.
-        self.own_memory = own_memory(records)
+        self.own_memory = own_memory
         self.device_memory = {ranks: agreed_memory.get(ranks, own) for ranks, own in self.own_memory.items()}
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
             ranks: group_like(records[positions[0]].tensor, replicate_group) for ranks, positions in members.items()
@@ -71,7 +77,8 @@ class SharedSets:
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
         self._lines = {
-            ranks: [whole, *(_line(records[i]) for i in positions)] for ranks, positions in self.positions.items()
+            ranks: [whole, *(_line(records[i], flops[i]) for i in positions)]
+            for ranks, positions in self.positions.items()
         }
         self._hashes = {ranks: fingerprint(lines) for ranks, lines in self._lines.items()}
         self._groups_of = {
@@ -107,10 +114,14 @@ class SharedSets:
         """Return whether all that ranks have agreed on is what `device_memory` has."""
         return all(agreed_memory.get(ranks, memory) == memory for ranks, memory in self.device_memory.items())
 
-    def hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
+    def hashes(self, groups: Sequence[Group], written: Written | None = None) -> dict[Ranks, int]:
         """Return, per set, a hash of its parameters, their present options and the memory that the plan is made for.
 
         It never waits for a device.
+
+        Args:
+            groups: the parameter groups.
+            written: by position, per-matrix state as text, if the hash should cover it.
         """
         options = [_options(group) for group in groups]
         if options != self._options:
@@ -118,7 +129,12 @@ class SharedSets:
             self._with_options = {
                 ranks: self._hash(ranks, options, self.device_memory.get(ranks)) for ranks in self.positions
             }
-        return self._with_options
+        if written is None:
+            return self._with_options
+        return {
+            ranks: fingerprint(self._with_options[ranks], [written.get(position) for position in positions])
+            for ranks, positions in self.positions.items()
+        }
 
     def first_hashes(self, groups: Sequence[Group]) -> dict[Ranks, int]:
         """Return the same without the memory, for ranks that have not met."""
@@ -133,16 +149,20 @@ class SharedSets:
         members = [of_group[self._group_of[position]] for position in self.positions[ranks]]
         return fingerprint(self._hashes[ranks], list(numbers), members, memory)
 
-    def describe(self, ranks: Ranks, groups: Sequence[Group], *, have_met: bool) -> list[Line]:
+    def describe(
+        self, ranks: Ranks, groups: Sequence[Group], *, have_met: bool, written: Written | None = None
+    ) -> list[Line]:
         """Return what the hash of a set covers, line by line, for an error."""
         (title, settings), *lines = self._lines[ranks]
         memory = {"device_memory": repr(self.device_memory.get(ranks))} if have_met else {}
         described = [(title, settings | memory)]
         for position, (title, properties) in zip(self.positions[ranks], lines, strict=True):
             group = groups[self._group_of[position]]
-            names = sorted(RULES[group["rule"]].all_options)
-            values = dict(zip(names, map(repr, _options(group)[1:]), strict=True))
-            described.append((title, {**properties, "rule": repr(group["rule"]), **values}))
+            rule = RULES[group["rule"]]
+            values = dict(zip(sorted(rule.all_options), map(repr, _options(group)[2:]), strict=True))
+            declared = {f"{DECLARED} {name}": text for name, text in rule.declarations.items()}
+            state = {f"{STATE} {name!r}": text for name, text in (written or {}).get(position, {}).items()}
+            described.append((title, {**properties, "rule": repr(rule.name), **declared, **values, **state}))
         return described
 
 
@@ -189,6 +209,9 @@ class StepAgreement:
         inert: bool,
         not_finite: bool,
         compares: bool,
+        written: Written | None = None,
+        has_loaded: bool = False,
+        changed: Collection[int] = (),
     ) -> Agreed | None:
         """Tell the other ranks about this rank's gradients, and find out about theirs. Call `meet` first.
 
@@ -199,13 +222,17 @@ class StepAgreement:
             early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
-            compares: whether replicas are still to be compared.
+            compares: whether replicas or state are still to be compared.
+            written: by position, per-matrix state as text, which must be equal; None if it is not compared.
+            has_loaded: whether this rank has loaded optimizer state since the last step.
+            changed: positions of the sharded parameters whose weights were written to before the first step.
 
         Returns:
             What all ranks know now; None if another rank has other parameters than before, so that all must meet again.
         """
+        num_updates = max((group.get(NUM_UPDATES, 0) for group in groups), default=0)
         if self._agreement is None:
-            return Agreed(inert, my_rank() if not_finite else None)
+            return Agreed(inert, my_rank() if not_finite else None, num_updates=num_updates)
         by_ranks, early_by_ranks = (
             {
                 ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
@@ -213,14 +240,22 @@ class StepAgreement:
             }
             for numbers in (codes, early)
         )
+        # Ranks that share no parameter, such as those of two pipeline stages, may load different things.
+        loaded = {
+            ranks: (has_loaded, any(position in changed for position in positions))
+            for ranks, positions in shared.positions.items()
+            if positions
+        }
         agreed = self._agreement.before_step(
-            shared.hashes(groups),
+            shared.hashes(groups, written),
             by_ranks,
             early_by_ranks,
-            lambda ranks: shared.describe(ranks, groups, have_met=True),
+            lambda ranks: shared.describe(ranks, groups, have_met=True, written=written),
             inert=inert,
             not_finite=not_finite,
             compares=compares,
+            num_updates=num_updates,
+            loaded=loaded,
         )
         if agreed is None:
             self._agreement = None
@@ -236,6 +271,19 @@ class StepAgreement:
             return False
         self._agreement.fail(error)
         return True
+
+    def report(self, text: str) -> None:
+        """Report to the other ranks, at their next agreement, that this rank has not taken the last step as they have.
+
+        This does not wait for them: they may need this rank before they call `step()` again.
+        """
+        if self._agreement is not None and self._agreement.is_alive:
+            self._agreement.report(text)
+
+    def finish_report(self) -> None:
+        """Raise if the other ranks are about to hear of a report of this rank, or have heard of it."""
+        if self._agreement is not None and self._agreement.is_alive:
+            self._agreement.finish_report()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -292,8 +340,9 @@ def _kind(record: ParameterRecord) -> str:
 
 
 def _options(group: Group) -> tuple[object, ...]:
-    """Return the rule of a group and the values of its options."""
-    return group["rule"], *(_value(group.get(name)) for name in sorted(RULES[group["rule"]].all_options))
+    """Return the rule of a group, what the rule declares, and the values of its options."""
+    rule = RULES[group["rule"]]
+    return rule.name, rule.declarations, *(_value(group.get(name)) for name in sorted(rule.all_options))
 
 
 def _value(option: object) -> object:
@@ -303,7 +352,7 @@ def _value(option: object) -> object:
     return option
 
 
-def _line(record: ParameterRecord) -> Line:
+def _line(record: ParameterRecord, flops: float) -> Line:
     # Where nobody gave names, a parameter may have another number on another rank.
     which = "an unnamed parameter" if record.route.unnamed_position is not None else f"parameter {record.name!r}"
     title = f"{which} of shape {record.shape}"
@@ -312,4 +361,5 @@ def _line(record: ParameterRecord) -> Line:
         "dtype": str(record.tensor.dtype),
         "mesh": str(layout.mesh_shape),
         "placements": str(layout.placements),
+        FLOPS: f"{flops:.6g}",
     }

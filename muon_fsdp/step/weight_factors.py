@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
-from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.kernels.tables import cut_into_chunks
 from muon_fsdp.plan.layout import Box
 from muon_fsdp.plan.matrix_sets import MatrixClass
 from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.parts import local_parts, segments_of
-from muon_fsdp.rules import RULES, MatrixNumbers, Rule
-from muon_fsdp.statistics.observer import STATISTICS
+from muon_fsdp.rules import RULES
 
 FactorKind: TypeAlias = Literal["matrix", "rows", "columns", "elements"]
 Factors: TypeAlias = tuple[Tensor, Tensor]  # of the weights and of the updates of a class
@@ -38,18 +36,38 @@ class WeightFactors:
         self._first = _running_sums(
             [kind.count for kind in classes]
         )  # the number of each class's first matrix among all
-        self._kinds = [_factor_kinds(RULES[kind.rule], kind) for kind in classes]
+        self._kinds: dict[int, tuple[FactorKind, FactorKind]] = {}  # by class, as the first call of `factors` shows
         self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
         self._now: Sequence[Factors | None] = ()
         self._flat: Tensor | None = None
 
+    @property
+    def are_known(self) -> bool:
+        """Return whether the kinds of all factors are known: those of matrices, rows or columns."""
+        return all(i in self._kinds for i, kind in enumerate(self._classes) if RULES[kind.rule].multiplies_weights)
+
+    def accept(self, index: int, factors: Factors) -> Factors:
+        """Return the factors of a class; raise if they are of another kind than in the first step."""
+        kind = self._classes[index]
+        shapes = {shape: of_what for of_what, shape in _shapes(kind.count, kind.rows, kind.cols).items()}
+        for factor in factors:
+            if tuple(factor.shape) not in shapes:
+                raise _wrong_shape(kind, factor)
+        kinds = shapes[tuple(factors[0].shape)], shapes[tuple(factors[1].shape)]
+        for factor, now, known in zip(factors, kinds, self._kinds.setdefault(index, kinds), strict=True):
+            if now != known:
+                raise _wrong_shape(kind, factor)
+        return factors
+
     def set(self, factors: Sequence[Factors | None]) -> None:
-        """Set the factors of this step, one pair per class."""
-        for of_class, kind, kinds in zip(factors, self._classes, self._kinds, strict=True):
-            for factor, of_what in zip(of_class or (), kinds, strict=False):
-                if factor.shape != _shapes(kind.count, kind.rows, kind.cols)[of_what]:
-                    raise _wrong_shape(kind, kind.count, factor)
+        """Set the factors of this step, one pair per class; None for rules without factors."""
         self._now, self._flat = factors, None
+
+    def of_updates(self, index: int) -> Tensor:
+        """Return the factors of the updates of a class."""
+        factors = self._now[index]
+        assert factors is not None
+        return factors[1]
 
     def multiplies(self, position: int) -> bool:
         """Return whether the weights of a parameter are multiplied by factors."""
@@ -60,7 +78,7 @@ class WeightFactors:
         """Return the positions whose weights kernels can't multiply by factors, each with the reason."""
         reasons = {}
         for position, parameter in self._parameters.items():
-            if any(self._kinds[index] != ("matrix", "matrix") for index, _ in self._blocks(position)):
+            if any(self._kinds.get(index) != ("matrix", "matrix") for index, _ in self._blocks(position)):
                 reasons[position] = f"rule {parameter.rule!r} multiplies its rows or columns by factors"
             elif segments_of(parameter.matrices, self._boxes[position]) is None:
                 reasons[position] = "its matrices are not contiguous in memory"
@@ -189,30 +207,12 @@ def _running_sums(numbers: Sequence[int]) -> list[int]:
     return list(accumulate(numbers, initial=0))[:-1]
 
 
-def _factor_kinds(rule: Rule, kind: MatrixClass) -> tuple[FactorKind, FactorKind]:
-    """Find out, by calling the rule with zeros, whether its factors belong to matrices, rows or columns."""
-    if not rule.multiplies_weights:
-        return "matrix", "matrix"
-    specs = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
-    state = {spec.name: torch.zeros(1, *spec.shape_of_matrix(kind.rows, kind.cols)) for spec in specs}
-    statistics = {name: STATISTICS[name].example(kind.rows, kind.cols) for name in rule.statistics}
-    options = FactorOptions(kind.options, {name: torch.zeros(1, dtype=torch.float64) for name in rule.per_step_numbers})
-    kinds = {shape: of_what for of_what, shape in _shapes(1, kind.rows, kind.cols).items()}
-    found = []
-    for factor in rule.factors(MatrixNumbers(kind.rows, kind.cols, state, statistics, options)):
-        shape = factor.shape if isinstance(factor, Tensor) and factor.ndim else (1,)  # one number serves all matrices
-        if shape not in kinds:
-            raise _wrong_shape(kind, 1, factor)
-        found.append(kinds[shape])
-    return found[0], found[1]
-
-
 def _shapes(count: int, rows: int, cols: int) -> dict[FactorKind, tuple[int, ...]]:
     return {"columns": (count, 1, cols), "rows": (count, rows, 1), "matrix": (count,)}
 
 
-def _wrong_shape(kind: MatrixClass, count: int, factor: Tensor | float) -> ValueError:
+def _wrong_shape(kind: MatrixClass, factor: Tensor) -> ValueError:
     return ValueError(
         f"rule {kind.rule!r}: factors must return tensors (B,), (B, d_out, 1) or (B, 1, d_in), the same kind at every "
-        f"step; for {count} matrices of {kind.rows} x {kind.cols} it returned {tuple(getattr(factor, 'shape', ()))}"
+        f"step; for {kind.count} matrices of {kind.rows} x {kind.cols} it returned {tuple(factor.shape)}"
     )
