@@ -31,12 +31,13 @@ coverage: .venv/installed-dev
 	$(BIN)/python -m pytest tests --cov=muon_fsdp -n auto --dist worksteal $(ARGS)
 
 # Our kernels run in the interpreter of Triton 3.7. Those of 3.6 (with NumPy 2.4) and of 3.9 refuse them, so whatever Triton
-# this torch asks for is replaced.
+# this torch asks for is replaced, after it has compiled them for all kinds of GPUs.
 core:
 	$(PYTHON) -m venv --clear .venv-core
 	.venv-core/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	.venv-core/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]' hypothesis numpy pytest \
 		pytest-xdist tensorboard
+	.venv-core/bin/python -m tests.compile_kernels
 	.venv-core/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton
 	.venv-core/bin/python -m pytest $(CORE) -n auto --dist worksteal $(ARGS)
 

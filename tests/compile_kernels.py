@@ -1,19 +1,23 @@
 """Compile every kernel for GPUs that need not be there, and print one line each; run by tests/test_kernels.py.
 
+python -m tests.compile_kernels                # for all targets
+python -m tests.compile_kernels sm_80 gfx942   # for some
+
 The interpreter accepts what a compiler does not, and says nothing about shared memory or the width of loads.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 
 from muon_fsdp.kernels import (
     Product,
@@ -30,8 +34,48 @@ from muon_fsdp.kernels.select import _candidates, _hopper_tiles
 from muon_fsdp.kernels.tiles import TileConfig
 from tests.small_cases import QUINTICS
 
-HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
-SHARED_MEMORY = {90: 232448, 80: 166912}
+
+class Target(NamedTuple):
+    """A GPU that kernels are compiled for: its architecture and the shared memory of one program in bytes."""
+
+    gpu: GPUTarget
+    shared_memory: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the architecture, such as sm_90."""
+        return str(self.gpu.arch) if self.is_amd else f"sm_{self.gpu.arch}"
+
+    @property
+    def is_amd(self) -> bool:
+        """Return whether it is an AMD GPU."""
+        return self.gpu.backend == "hip"
+
+    @property
+    def has_bulk_copies(self) -> bool:
+        """Return whether products read tiles through tensor descriptors."""
+        return not self.is_amd and self.gpu.arch >= 90
+
+    @property
+    def matrix_instruction(self) -> str:
+        """Return a pattern of the instructions of its tensor cores."""
+        return (
+            "v_mfma" if self.is_amd else {90: "wgmma", 100: r"tcgen05\.mma|mma\.sync"}.get(self.gpu.arch, r"mma\.sync")
+        )
+
+
+HOPPER = Target(GPUTarget("cuda", 90, 32), 232448)
+TARGETS = [
+    Target(GPUTarget("cuda", 80, 32), 166912),
+    Target(GPUTarget("cuda", 86, 32), 101376),
+    Target(GPUTarget("cuda", 89, 32), 101376),
+    HOPPER,
+    Target(GPUTarget("cuda", 100, 32), 232448),
+    Target(GPUTarget("cuda", 120, 32), 101376),
+    Target(GPUTarget("hip", "gfx90a", 64), 65536),
+    Target(GPUTarget("hip", "gfx942", 64), 65536),
+    Target(GPUTarget("hip", "gfx950", 64), 163840),
+]
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -39,7 +83,7 @@ def compiled(
     kernel: Any,
     types: list[str | None],
     constants: dict[str, Any],
-    target: GPUTarget,
+    target: Target,
     source_type: type[ASTSource] = ASTSource,
     **options: int,
 ) -> Any:
@@ -57,15 +101,36 @@ def compiled(
                 attributes[(number,)] = [["tt.divisibility", 16]]
     signature.update(dict.fromkeys(constants, "constexpr"))
     source = source_type(kernel, signature, constexprs=values, attrs=attributes)
-    result = triton_compile(source, target=target, options=options)
-    assert result.metadata.shared <= SHARED_MEMORY[target.arch], (kernel.fn.__name__, constants, result.metadata.shared)
+    result = triton_compile(source, target=target.gpu, options=options)
+    assert result.metadata.shared <= target.shared_memory, (
+        target.name,
+        kernel.fn.__name__,
+        constants,
+        result.metadata.shared,
+    )
     return result
+
+
+def machine_code(result: Any) -> str:
+    code: str = result.asm["amdgcn" if "amdgcn" in result.asm else "ptx"]
+    return code
+
+
+def wide_loads(result: Any) -> int:
+    """Count the loads and asynchronous copies of 16 bytes or more."""
+    wide = r"(global|buffer)_load_(lds_)?dwordx4|ld\.global\S*\.v[48]|cp\.async\.c[ag]\S* .*, 0x10,"
+    return len(re.findall(wide, machine_code(result)))
+
+
+def narrow_copies(result: Any) -> int:
+    """Count the asynchronous copies of less than 16 bytes."""
+    return len(re.findall(r"cp\.async\.ca\S* .*, 0x[48],", machine_code(result)))
 
 
 def symmetric(
     tiles: TileConfig,
     dtype: torch.dtype,
-    target: GPUTarget,
+    target: Target,
     *,
     same: bool,
     transposed: bool,
@@ -73,7 +138,7 @@ def symmetric(
     masked: bool = False,
 ) -> None:
     tiles = tiles._replace(persistent=False) if masked else tiles
-    bulk, name = target is HOPPER, NAMES[dtype]
+    bulk, name = target.has_bulk_copies, NAMES[dtype]
     block = (tiles.inner, tiles.rows) if transposed else (tiles.rows, tiles.inner)
     operand, square = _operand(name, block, bulk), _operand(name, (tiles.rows, tiles.rows), bulk)
     types = [operand, None if same else operand, *([square] * added + [None] * (2 - added)), square]
@@ -91,17 +156,18 @@ def symmetric(
         "PERSISTENT": tiles.persistent,
         "BULK_IN": bulk,
         "BULK_OUT": bulk,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "ALIGNED": not bulk,
+        "PRECISION": triton_products.precision(dtype),
     }
     numbers = ["i32", "i32", "i32", "fp32", "fp32", "fp32"]
     _run(triton_products._symmetric_kernel, [*types, *numbers], constants, tiles, target)
 
 
 def multiply_add(
-    tiles: TileConfig, dtype: torch.dtype, target: GPUTarget, c: torch.dtype, out: torch.dtype, masked: bool = False
+    tiles: TileConfig, dtype: torch.dtype, target: Target, c: torch.dtype, out: torch.dtype, masked: bool = False
 ) -> None:
     tiles = tiles._replace(persistent=False) if masked else tiles
-    bulk, name, half = target is HOPPER, NAMES[dtype], (tiles.rows, tiles.cols // 2)
+    bulk, name, half = target.has_bulk_copies, NAMES[dtype], (tiles.rows, tiles.cols // 2)
     types = [
         _operand(name, (tiles.rows, tiles.inner), bulk),
         _operand(name, (tiles.inner, tiles.cols), bulk),
@@ -122,7 +188,8 @@ def multiply_add(
         "PERSISTENT": tiles.persistent,
         "BULK_IN": bulk,
         "BULK_OUT": bulk,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "ALIGNED": not bulk,
+        "PRECISION": triton_products.precision(dtype),
     }
     _run(triton_products._multiply_add_kernel, types, constants, tiles, target)
 
@@ -148,86 +215,108 @@ def symmetric_by_gluon(dtype: torch.dtype, *, same: bool, added: int, transposed
     numbers = ["*i32!", "i32", "i32", "i32", "fp32", "fp32", "fp32"]
     constants = {"SAME": same, "HAS_C": added > 0, "HAS_E": added > 1}
     kernel, limits = hopper._symmetric_hopper_kernel, {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS}
-    result = compiled(kernel, [*types, *numbers], constants, HOPPER, GluonASTSource, **limits)
+    try:
+        result = compiled(kernel, [*types, *numbers], constants, HOPPER, GluonASTSource, **limits)
+    except (CompilationError, RuntimeError) as error:  # Gluon is not stable; `probe_gluon` then uses the other kernel
+        print(HOPPER.name, kernel.fn.__name__, constants, "is not compiled:", first_cause(error), flush=True)
+        return
     assert "wgmma" in result.asm["ptx"]
-    print(90, kernel.fn.__name__, constants, "shared memory", result.metadata.shared, flush=True)
+    print(HOPPER.name, kernel.fn.__name__, constants, "shared memory", result.metadata.shared, flush=True)
 
 
-def _run(kernel: Any, types: list[str | None], constants: dict[str, Any], tiles: TileConfig, target: GPUTarget) -> None:
+def first_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).splitlines()[-1]
+
+
+def _run(kernel: Any, types: list[str | None], constants: dict[str, Any], tiles: TileConfig, target: Target) -> None:
     result = compiled(kernel, types, constants, target, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    matrix_instruction = "wgmma" if target is HOPPER else "mma.sync"
-    assert matrix_instruction in result.asm["ptx"], (kernel.fn.__name__, tiles)
-    print(target.arch, kernel.fn.__name__, tuple(tiles), "shared memory", result.metadata.shared, flush=True)
+    what = target.name, kernel.fn.__name__, tuple(tiles)
+    assert re.search(target.matrix_instruction, machine_code(result)), what
+    if not target.has_bulk_copies:
+        assert wide_loads(result), (*what, "is read element by element")
+        assert not narrow_copies(result), (*what, "is copied element by element")
+    print(*what, "shared memory", result.metadata.shared, flush=True)
 
 
-def elementwise(kernel: Any, types: list[str | None], constants: dict[str, Any], loads: bool = True) -> None:
-    result = compiled(kernel, types, constants, HOPPER, num_warps=8, num_stages=3)
-    wide = len(re.findall(r"ld\.global\S*\.v4", result.asm["ptx"]))
-    assert bool(wide) == loads, (kernel.fn.__name__, "is read element by element")
-    print(90, kernel.fn.__name__, wide, "loads of 16 bytes", flush=True)
+def elementwise(
+    target: Target, kernel: Any, types: list[str | None], constants: dict[str, Any], loads: bool = True
+) -> None:
+    num_warps = 4 if "ROWS" in constants else 8  # as they are launched
+    result = compiled(kernel, types, constants, target, num_warps=num_warps, num_stages=3)
+    wide = wide_loads(result)
+    assert bool(wide) == loads, (target.name, kernel.fn.__name__, "is read element by element")
+    print(target.name, kernel.fn.__name__, wide, "loads of 16 bytes", flush=True)
 
 
-def spectral() -> None:
+def spectral(target: Target) -> None:
     """Compile the kernels of the spectral sphere: inner products, products with weights, subspaces."""
     tiles = {"HAS_ACTIVE": True, "ALIGNED": True, "ROWS": 8, "BLOCK": 512}
     numbers: list[str | None] = ["i32", "i32", "i32"]
     elementwise(
-        triton_spectral._bilinear_kernel, ["*fp32!", "*fp16!", "*fp32!", "*i32", "*fp32", *numbers], tiles, True
+        target, triton_spectral._bilinear_kernel, ["*fp32!", "*fp16!", "*fp32!", "*i32", "*fp32", *numbers], tiles, True
     )
     shifted: list[str | None] = ["*bf16!", *["*fp32!"] * 5, "*i32", "*fp16!", *numbers]
-    elementwise(triton_spectral._shifted_cast_kernel, shifted, tiles)
+    elementwise(target, triton_spectral._shifted_cast_kernel, shifted, tiles)
     projected: list[str | None] = ["*fp16!", "*fp32!", "*fp32!", "*fp32", "*fp32", "fp32", *numbers]
-    elementwise(triton_spectral._project_out_kernel, projected, {"ALIGNED": True, "ROWS": 8, "BLOCK": 512})
+    elementwise(target, triton_spectral._project_out_kernel, projected, {"ALIGNED": True, "ROWS": 8, "BLOCK": 512})
     factors: list[str | None] = ["*fp32", "*fp32", "*fp64", "*fp64", "*fp32", "i32", "fp32", "fp32", "fp32"]
     for initialize, dynamic in product((False, True), (False, True)):
         constants = {"INITIALIZE": initialize, "DYNAMIC": dynamic, "BLOCK": 128}
-        elementwise(triton_spectral._sphere_factors_kernel, factors, constants, False)
-    for along_rows, aligned, dtype in product((False, True), (False, True), (tl.float32, tl.bfloat16)):
-        products_with_weights(along_rows, aligned, dtype)
-    subspaces()
+        elementwise(target, triton_spectral._sphere_factors_kernel, factors, constants, False)
+    kinds = (False, True) if target is HOPPER else (True,)
+    for along_rows, aligned, dtype in product((False, True), kinds, (tl.float32, tl.bfloat16)):
+        products_with_weights(target, along_rows, aligned, dtype)
+    subspaces(target)
 
 
-def products_with_weights(along_rows: bool, aligned: bool, dtype: Any) -> None:
+def products_with_weights(target: Target, along_rows: bool, aligned: bool, dtype: Any) -> None:
     kernel = triton_spectral._along_rows_kernel if along_rows else triton_spectral._along_columns_kernel
     constants = {"TYPE": dtype, "ADD": not aligned, "ROUND": dtype == tl.float32, "UNIT": aligned, "ALIGNED": aligned}
+    constants["PRECISION"], num_stages = triton_spectral.precision_and_stages(target.is_amd)
     constants |= {"ALIGNED_ROWS": aligned, "FIELDS": triton_spectral.FIELDS, "VECTORS": triton_spectral.MAX_VECTORS}
     constants |= triton_spectral._tiles(along_rows)
-    result = compiled(kernel, ["*i32", "*i64", "*fp32!", "*fp32!"], constants, HOPPER, num_warps=4, num_stages=3)
-    wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", result.asm["ptx"]))
-    assert bool(wide) == aligned, (kernel.fn.__name__, "is read element by element")
-    assert ".tf32.tf32" in result.asm["ptx"]
-    print(90, kernel.fn.__name__, dtype, wide, "copies of 16 bytes, shared memory", result.metadata.shared, flush=True)
+    types: list[str | None] = ["*i32", "*i64", "*fp32!", "*fp32!"]
+    result = compiled(kernel, types, constants, target, num_warps=4, num_stages=num_stages)
+    wide = wide_loads(result)
+    # Triton 3.9 copies float32 numbers one by one to the shared memory of an MI350.
+    assert bool(wide) == aligned or target.is_amd, (target.name, kernel.fn.__name__, "is read element by element")
+    assert target.is_amd or re.search(r"\.tf32\.tf32|kind::tf32", result.asm["ptx"])
+    print(target.name, kernel.fn.__name__, dtype, wide, "loads of 16 bytes, shared memory", result.metadata.shared)
 
 
-def subspaces() -> None:
+def subspaces(target: Target) -> None:
     sizes = {"VECTORS": triton_spectral.MAX_VECTORS, "CHUNK": triton_subspace.CHUNK, "BLOCK": triton_subspace.BLOCK}
     fields = {"FIELDS": triton_subspace.FIELDS}
     tables: list[str | None] = ["*i64!", "*i32!"]
     for second, size in ((None, 16), ("*fp32!", 32)):
         has_second = {"HAS_SECOND": second is not None}
-        in_float64(triton_subspace._inner_kernel, [*tables, "*fp32!", second, "*fp64!"], has_second | sizes | fields)
+        in_float64(
+            target, triton_subspace._inner_kernel, [*tables, "*fp32!", second, "*fp64!"], has_second | sizes | fields
+        )
         for single in (False, True):
             constants = {"SINGLE": single, "ROUND": not single, **has_second, **sizes, **fields}
             types: list[str | None] = [*tables, "*fp64!", "*fp32!", second, "*fp32!"]
-            in_float64(triton_subspace._combine_kernel, types, constants)
+            in_float64(target, triton_subspace._combine_kernel, types, constants)
         in_registers = {"KNOWN": size - 16, "SIZE": size}
-        compiled(triton_subspace._orthonormal_kernel, ["*fp64!", "*i32!", "*fp64!"], in_registers, HOPPER, num_warps=1)
+        compiled(triton_subspace._orthonormal_kernel, ["*fp64!", "*i32!", "*fp64!"], in_registers, target, num_warps=1)
     squares = {"SQUARINGS": triton_subspace.SQUARINGS, "VECTORS": 16, "SIZE": 32}
-    in_float64(triton_subspace._ritz_kernel, ["*fp64!", "*i32!", "*fp64!", "*fp64!"], squares)
-    compiled(triton_subspace._sum_kernel, ["*fp64!", "*i32!", "*fp64!"], {"SIZE": 32}, HOPPER)
+    in_float64(target, triton_subspace._ritz_kernel, ["*fp64!", "*i32!", "*fp64!", "*fp64!"], squares)
+    compiled(triton_subspace._sum_kernel, ["*fp64!", "*i32!", "*fp64!"], {"SIZE": 32}, target)
     lanes = {"BLOCK": 1024, **fields}
-    compiled(triton_subspace._fill_kernel, ["*i64!", "*fp32!", "*fp32!"], {"VECTORS": 16, **lanes}, HOPPER)
-    compiled(triton_subspace._unit_kernel, ["*i64!", "*i64!", "*fp32!", "*fp32!", "*fp32!"], lanes, HOPPER)
+    compiled(triton_subspace._fill_kernel, ["*i64!", "*fp32!", "*fp32!"], {"VECTORS": 16, **lanes}, target)
+    compiled(triton_subspace._unit_kernel, ["*i64!", "*i64!", "*fp32!", "*fp32!", "*fp32!"], lanes, target)
 
 
-def in_float64(kernel: Any, types: list[str | None], constants: dict[str, Any]) -> None:
-    result = compiled(kernel, types, constants, HOPPER, num_warps=4, num_stages=3)
-    assert re.search(r"mma\S*\.f64", result.asm["ptx"]), kernel.fn.__name__
-    print(90, kernel.fn.__name__, "in float64, shared memory", result.metadata.shared, flush=True)
+def in_float64(target: Target, kernel: Any, types: list[str | None], constants: dict[str, Any]) -> None:
+    result = compiled(kernel, types, constants, target, num_warps=4, num_stages=3)
+    assert target is not HOPPER or re.search(r"mma\S*\.f64", result.asm["ptx"]), kernel.fn.__name__
+    print(target.name, kernel.fn.__name__, "in float64, shared memory", result.metadata.shared, flush=True)
 
 
-def matrix_products() -> None:
-    """Compile the kernels of matrix products with tiles for Hopper and Ampere."""
+def hopper_products() -> None:
+    """Compile the kernels of matrix products with the tiles for Hopper GPUs."""
     half, bf16, single = torch.float16, torch.bfloat16, torch.float32
     for batch, rows, inner in [(12, 768, 768), (8, 2048, 2048), (8, 2048, 8192), (1, 50, 100)]:
         tiles = _hopper_tiles(Product("symmetric", batch, rows, rows, inner, half), 132)
@@ -254,59 +343,73 @@ def matrix_products() -> None:
     multiply_add(_hopper_tiles(large, 132), half, HOPPER, half, half, masked=True)
     multiply_add(_hopper_tiles(wide, 132), half, HOPPER, single, single)
     multiply_add(_hopper_tiles(Product("multiply_add", 1, 50, 99, 50, single), 132), single, HOPPER, single, single)
-    symmetric(
-        _candidates(Product("symmetric", 8, 768, 768, 768, half))[0],
-        half,
-        AMPERE,
-        same=False,
-        transposed=False,
-        added=2,
-    )
-    multiply_add(_candidates(large)[0], half, AMPERE, bf16, half)
 
 
-def fused_updates() -> None:
+def matrix_products(target: Target) -> None:
+    """Compile the kernels of matrix products with the tiles that other GPUs try."""
+    half, single = torch.float16, torch.float32
+    for tiles in _candidates(Product("symmetric", 8, 768, 768, 768, half))[:2]:
+        symmetric(tiles, half, target, same=False, transposed=False, added=2)
+    symmetric(tiles, half, target, same=True, transposed=True, added=0)
+    for tiles in _candidates(Product("multiply_add", 8, 2048, 2048, 2048, half))[:3]:
+        multiply_add(tiles, half, target, torch.bfloat16, half)
+    if not target.is_amd:  # the library computes float32 products there
+        tiles = _candidates(Product("symmetric", 8, 48, 48, 48, single))[-1]
+        symmetric(tiles, single, target, same=False, transposed=False, added=2)
+        multiply_add(tiles, single, target, single, single, masked=True)
+
+
+def fused_updates(target: Target) -> None:
     """Compile the kernels of fused updates, of norms and of the element-wise pair."""
     tables: list[str | None] = ["*i64", "*i64", "*i64", "*fp32", "*i64"]
     aligned = {"ALIGNED": True, "CHUNK": triton_norms.CHUNK}
     prepare = {"NESTEROV": True, "NORMS": True, "GRADIENT_TYPE": tl.float32}
-    elementwise(triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **aligned})
+    elementwise(
+        target, triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **aligned}
+    )
     unaligned = {**aligned, "ALIGNED": False}
     elementwise(
-        triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **unaligned}, False
+        target,
+        triton_elementwise._muon_prepare_kernel,
+        [*tables, "*bf16!", "*fp32!", "i32"],
+        {**prepare, **unaligned},
+        False,
     )
     for has_factors in (False, True):
         types = {"HAS_FACTORS": has_factors, "PARAMETER_TYPE": tl.float32}
         arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, "i32", "i32"]
-        elementwise(triton_elementwise._apply_kernel, arguments, {**types, **aligned})
+        elementwise(target, triton_elementwise._apply_kernel, arguments, {**types, **aligned})
     types = {"PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
     elementwise(
-        triton_elementwise._adamw_kernel, ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"], {**types, **aligned}
+        target,
+        triton_elementwise._adamw_kernel,
+        ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"],
+        {**types, **aligned},
     )
     elementwise(
-        triton_elementwise._adamw_count_kernel, ["*i64", "*i64", "*fp32", "*fp32", "i32"], {"BLOCK": 128}, False
+        target, triton_elementwise._adamw_count_kernel, ["*i64", "*i64", "*fp32", "*fp32", "i32"], {"BLOCK": 128}, False
     )
     norms = {"CHUNK": triton_norms.CHUNK, "ALIGNED": True}
-    elementwise(triton_norms._partials_kernel, ["*bf16!", "*fp32!", "i32", "i32"], norms)
-    elementwise(triton_norms._scaled_cast_kernel, ["*bf16!", "*fp32", "*fp16!", "i32", "i32", "fp32"], norms)
+    elementwise(target, triton_norms._partials_kernel, ["*bf16!", "*fp32!", "i32", "i32"], norms)
+    elementwise(target, triton_norms._scaled_cast_kernel, ["*bf16!", "*fp32", "*fp16!", "i32", "i32", "fp32"], norms)
     damping = {"EACH": triton_norms.DAMPING_PROGRAMS, **norms}
-    elementwise(triton_norms._damp_kernel, ["*fp16!", "*fp32", "i32", "fp32"], damping)
+    elementwise(target, triton_norms._damp_kernel, ["*fp16!", "*fp32", "i32", "fp32"], damping)
     for first_chunk in ("*i32!", None):
         types = ["*fp32!", first_chunk, "*fp32!", "i32"]
-        elementwise(triton_norms._inverse_norms_kernel, types, {"BLOCK": 1024}, False)
-    for dtype, block in product(("fp16", "bf16", "fp32"), (256, 512)):
+        elementwise(target, triton_norms._inverse_norms_kernel, types, {"BLOCK": 1024}, False)
+    for dtype, block in product(("fp16", "bf16", "fp32") if target is HOPPER else ("fp16",), (256, 512)):
         tiles = {"ALIGNED": True, "ROWS": triton_rows.ROWS, "BLOCK": block}
         sizes: list[str | None] = ["i32", "i32", "i32"]
-        elementwise(triton_rows._row_squares_kernel, [f"*{dtype}!", "*fp32!", *sizes, "fp32"], tiles)
-        elementwise(triton_rows._scale_rows_kernel, [f"*{dtype}!", "*fp32!", "*fp32", *sizes], tiles)
+        elementwise(target, triton_rows._row_squares_kernel, [f"*{dtype}!", "*fp32!", *sizes, "fp32"], tiles)
+        elementwise(target, triton_rows._scale_rows_kernel, [f"*{dtype}!", "*fp32!", "*fp32", *sizes], tiles)
     factors: list[str | None] = ["*fp32!", "*fp32", "*fp32", "i32", "fp32", "fp32", "fp32"]
-    elementwise(triton_rows._row_factors_kernel, factors, {"BLOCK": 1024}, False)
+    elementwise(target, triton_rows._row_factors_kernel, factors, {"BLOCK": 1024}, False)
     pair = {"PARAMETER_TYPE": tl.float32, "GRADIENT_TYPE": tl.float32, **aligned}
     update = {"COUPLED": True, "NESTEROV": True, "NORM": True}
     update |= {**pair, "BLOCK": triton_pair.BLOCK}
-    elementwise(triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], update)
+    elementwise(target, triton_pair._update_kernel, ["*i64", "*i64", "*fp32", "*fp64!", "i32"], update)
     sums: list[str | None] = ["*i64", "*i64", "*fp32", "*i32!", "*fp64!", "*i32!", "*fp64!", "i32"]
-    elementwise(triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
+    elementwise(target, triton_pair._sums_of_squares_kernel, sums, {"COUPLED": True, **pair, "BLOCK": 1024})
 
 
 def small_matrices() -> None:
@@ -329,14 +432,27 @@ def small_matrices() -> None:
         types = [f"*{NAMES[dtype]}!", "*fp32", f"*{NAMES[dtype]}!", "i32", "i32", "fp32", "fp32"]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         result = compiled(triton_small._small_kernel, types, constants, HOPPER, **options)
-        wide = len(re.findall(r"cp\.async\.cg\S* .*, 0x10,", result.asm["ptx"]))
+        wide = wide_loads(result)
         assert wide, "X is read element by element"
         assert "wgmma" in result.asm["ptx"]
-        print(90, "_small_kernel", rows, dtype, wide, "copies of 16 bytes, shared memory", result.metadata.shared)
+        shared = result.metadata.shared
+        print(HOPPER.name, "_small_kernel", rows, dtype, wide, "copies of 16 bytes, shared memory", shared)
+
+
+def main(names: list[str]) -> None:
+    unknown = set(names) - {target.name for target in TARGETS}
+    assert not unknown, f"unknown targets {unknown}"
+    for target in TARGETS:
+        if names and target.name not in names:
+            continue
+        if target is HOPPER:
+            hopper_products()
+            small_matrices()
+        else:
+            matrix_products(target)
+        fused_updates(target)
+        spectral(target)
 
 
 if __name__ == "__main__":
-    matrix_products()
-    small_matrices()
-    fused_updates()
-    spectral()
+    main(sys.argv[1:])

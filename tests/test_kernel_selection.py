@@ -212,3 +212,38 @@ def test_other_devices_are_timed_once_and_remembered_on_disk(monkeypatch, tmp_pa
     select_module._tuned.cache_clear()
     assert select_module.select(product, device).path is None
     select_module._tuned.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
+def test_nothing_is_timed_under_torch_distributed(monkeypatch, capability):
+    """Ranks need not share shapes, so a timing that only some of them make would leave others with another kernel."""
+    monkeypatch.setattr(select_module, "_capability", lambda device: capability)
+    monkeypatch.setattr(select_module, "_is_distributed", lambda: True)
+    device = torch.device("cuda")
+    has_kernel = capability < (9, 0)
+    for changes in ({}, {"rows": 2048, "cols": 2048, "inner": 8192}):
+        choice = select_module.select(LARGE._replace(**changes), device)
+        assert choice.path == ("triton" if has_kernel else "torch")
+        assert "not timed" in choice.reason
+    for changes in (
+        {"operation": "multiply_add"},
+        {"dtype": torch.float32},
+        {"rows": 128, "cols": 128},
+        {"rows": 1000, "cols": 1000},
+        {"inner": 1000},
+    ):
+        assert select_module.select(LARGE._replace(**changes), device).path == "torch"
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_amd_gpus_multiply_float32_with_the_library(monkeypatch, tmp_path, distributed):
+    """No AMD GPU compiles the TF32 product of three parts, and under torch.distributed nothing else would be tried."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(select_module, "_capability", lambda device: (9, 4))  # not a Hopper GPU, but an MI300
+    monkeypatch.setattr(select_module, "_device_name", lambda device: "MI300X")
+    monkeypatch.setattr(select_module, "_is_distributed", lambda: distributed)
+    monkeypatch.setenv("MUON_FSDP_CACHE", str(tmp_path))
+    device = torch.device("cuda")
+    choice = select_module.select(LARGE._replace(dtype=torch.float32), device)
+    assert choice == select_module.Choice("torch", None, "no float32 kernels for AMD GPUs")
+    assert select_module.select(LARGE, device).path == ("torch" if distributed else None)  # or timed

@@ -188,3 +188,17 @@ def test_state_that_gets_another_shape_is_an_error(kernels_everywhere):
     with pytest.raises(RuntimeError, match=r"state 'momentum_buffer' of parameter 'w' has shape \(8, 32\) instead of"):
         optimizer.step()
     assert_same(p.detach(), before)
+
+
+def test_tensors_of_another_alignment_have_a_list_of_their_own(kernels_everywhere):
+    """In one list with them, the embedding would be loaded element by element."""
+    shapes = [(64, 16), (32,), (33,), (), (48,), (16, 16), (5, 7)]
+    params = [nn.Parameter(random(*shape)) for shape in shapes]
+    groups = [{"params": params[:5], "rule": "adamw"}, {"params": params[5:]}]
+    optimizer = MuonOptimizer(groups, cuda_graph=False)
+    for p in params:
+        p.grad = random(*p.shape)
+    params[4].grad = random(49)[1:]  # as FSDP2 makes it: behind another gradient in a flat buffer
+    optimizer.step()
+    lists = {tuple(sorted(each.positions)): each.tensors.aligned for each in optimizer._planned._fused.lists}
+    assert lists == {(0, 1): True, (2, 3, 4): False, (5,): True, (6,): False}

@@ -1,7 +1,8 @@
 """Select the kernel that computes a product, PyTorch's library or one of ours, with its tiles, and report why.
 
 For Hopper GPUs the tiles come from a table that was measured once and is part of the package. On other GPUs the first
-product of a class of shapes times a few candidates, including PyTorch's library, and the result is kept on disk.
+product of a class of shapes times a few candidates, including PyTorch's library, and the result is kept on disk. Under
+torch.distributed nothing is timed: the architecture decides.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from muon_fsdp.kernels.addends import Addend
 from muon_fsdp.kernels.schedule import NO_TILE
+from muon_fsdp.kernels.tables import ALIGNMENT
 from muon_fsdp.kernels.tiles import TileConfig, num_processors
 from muon_fsdp.timing import seconds
 
@@ -38,6 +40,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 # The largest relative error with which `probe_gluon` accepts products of the Gluon kernel; rounding gives about 1e-3.
 PROBE_TOLERANCE = 1e-2
+# Compute capabilities of GPUs whose large symmetric products our kernel computes where nothing may be timed, because it
+# needs half the operations (not measured). All other products, and GPUs that are not listed, then use the library.
+KERNEL_WITHOUT_TIMING = ((8, 0), (8, 6), (8, 9))
 _is_gluon_probed = False
 _gluon_failure: str | None = None
 
@@ -144,17 +149,32 @@ def select(product: Product, device: torch.device) -> Choice:
     reason = unusable(device)
     if reason is None and product.dtype not in (*_HALF, torch.float32):
         reason = f"no tensor cores for {product.dtype}"
+    if reason is None and product.dtype == torch.float32 and torch.version.hip is not None:
+        reason = "no float32 kernels for AMD GPUs"
     if reason is not None:
         return Choice("torch", None, reason)
     if is_hopper(device):
         return _from_table(product, num_processors(device), gluon_unusable())
     if _is_distributed():
-        # Ranks with replicas of a weight must compute the same bits. Timings would let each rank choose another kernel.
-        return Choice("triton", _candidates(product)[0], "not timed, so that all ranks use the same kernel")
+        return _untimed(product, device)
     known = _tuned(_device_name(device)).get(product.shape_class)
     if known is None:
         return Choice(None, None, "not timed yet on this device")
     return _as_choice(known)
+
+
+def _untimed(product: Product, device: torch.device) -> Choice:
+    """Select a kernel by architecture, because ranks with replicas of a weight must compute the same bits.
+
+    Timings would let each rank choose another kernel, and ranks need not compute the same shapes.
+    """
+    reason = "not timed, so that all ranks use the same kernel"
+    is_known = torch.version.hip is None and _capability(device) in KERNEL_WITHOUT_TIMING
+    # One tile is its own mirror, and rows that are not aligned are loaded element by element.
+    saves = product.operation == "symmetric" and product.rows > 128 and product.dtype in _HALF
+    if is_known and saves and product.rows % ALIGNMENT == 0 and product.inner % ALIGNMENT == 0:
+        return Choice("triton", _candidates(product)[0], f"{reason}; it computes half of a symmetric product")
+    return Choice("torch", None, reason)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muon_fsdp.kernels.addends import Addend, unpack
 from muon_fsdp.kernels.launch import is_aligned, launch
+from muon_fsdp.kernels.tables import ALIGNMENT
 from muon_fsdp.kernels.tiles import TileConfig, num_processors
 
 INTERPRETED_PROGRAMS = 4  # programs of a persistent kernel in Triton's interpreter, which has no multiprocessors
@@ -99,8 +100,13 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
     PERSISTENT: tl.constexpr,
     BULK_IN: tl.constexpr,
     BULK_OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
+        rows = rows // 16 * 16
+        if not TRANSPOSED:
+            inner = inner // 16 * 16
     rows_of_tiles = tl.cdiv(rows, BLOCK)
     tiles_each = rows_of_tiles * (rows_of_tiles + 1) // 2
     for tile in tl.range(tl.program_id(0), tiles_each * num_matrices, tl.num_programs(0), flatten=PERSISTENT):
@@ -161,8 +167,12 @@ def _multiply_add_kernel(  # type: ignore[no-untyped-def]
     PERSISTENT: tl.constexpr,
     BULK_IN: tl.constexpr,
     BULK_OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
+        inner = inner // 16 * 16
+        cols = cols // 16 * 16
     HALF: tl.constexpr = BLOCK_N // 2  # the result is written in two halves to save shared memory
     tile_rows, tile_cols = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     tiles_each = tile_rows * tile_cols
@@ -244,7 +254,7 @@ def symmetric_product(
         {
             "SAME": a is b,
             # Rounding makes the product of two different matrices asymmetric, and every product in tf32x3.
-            "SYMMETRIZE": a is not b or _precision(a) == "tf32x3",
+            "SYMMETRIZE": a is not b or a.dtype == torch.float32,
             "TRANSPOSED": transposed,
             "HAS_C": c is not None,
             "HAS_E": e is not None,
@@ -255,7 +265,8 @@ def symmetric_product(
             "PERSISTENT": config.persistent,
             "BULK_IN": bulk_in,
             "BULK_OUT": bulk_out,
-            "PRECISION": _precision(a),
+            "ALIGNED": not (bulk_in and bulk_out) and _has_aligned_rows(a, b, c, e, out),
+            "PRECISION": precision(a.dtype),
         },
         (a.device, _dtypes(a, b, c, e, out), (bulk_in and bulk_out) or is_aligned(a, b, c, e, out)),
         num_warps=config.num_warps,
@@ -314,7 +325,8 @@ def multiply_add(
             "PERSISTENT": config.persistent,
             "BULK_IN": bulk_in,
             "BULK_OUT": bulk_out,
-            "PRECISION": _precision(a),
+            "ALIGNED": not (bulk_in and bulk_out) and _has_aligned_rows(a, b, summand, out),
+            "PRECISION": precision(a.dtype),
         },
         (a.device, _dtypes(a, b, summand, out), (bulk_in and bulk_out) or is_aligned(a, b, summand, out)),
         num_warps=config.num_warps,
@@ -335,9 +347,13 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
-def _precision(tensor: Tensor) -> str:
-    """Return the precision of tl.dot: for float32 operands three TF32 products, as accurate as float32 arithmetic."""
-    return "tf32x3" if tensor.dtype == torch.float32 else "tf32"
+def precision(dtype: torch.dtype) -> str:
+    """Return the precision of tl.dot: for float32 operands three TF32 products, as accurate as float32 arithmetic.
+
+    No AMD GPU accepts that, so `select` chooses the library there. Some reject TF32 even for half-precision operands,
+    for which every name means the same product.
+    """
+    return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
 def _can_be_tiled(*tensors: Tensor | None) -> bool:
@@ -353,6 +369,11 @@ def _can_be_tiled(*tensors: Tensor | None) -> bool:
         if not _has_bulk_copies(tensor.device):
             return False
     return True
+
+
+def _has_aligned_rows(*tensors: Tensor | None) -> bool:
+    """Return whether all rows begin at aligned addresses, so that masked pointers load 16 bytes at a time."""
+    return all(tensor is None or tensor.shape[-1] % ALIGNMENT == 0 for tensor in tensors) and all(is_aligned(*tensors))
 
 
 def _operand(tensor: Tensor | None, block: tuple[int, int], bulk: bool) -> Any:

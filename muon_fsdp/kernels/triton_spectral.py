@@ -310,7 +310,8 @@ def _side(operands, number, FIELD: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl
 def _along_columns_kernel(  # type: ignore[no-untyped-def]
     programs, operands, vectors, out,
     TYPE: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    ALIGNED_ROWS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(programs + 2 * tl.program_id(0))
     first = tl.multiple_of(tl.load(programs + 2 * tl.program_id(0) + 1), 16)
@@ -334,7 +335,7 @@ def _along_columns_kernel(  # type: ignore[no-untyped-def]
             weights = rounded(weights)
         sources = vectors + col_start + vector[None, :] * col_vector + col[:, None] * col_step
         values = tl.load(sources, mask=(col < cols)[:, None] & has_vector, other=0.0)
-        total = tl.dot(weights, values, total, input_precision="tf32")
+        total = tl.dot(weights, values, total, input_precision=PRECISION)
     if ADD:
         total += tl.load(targets, mask=mask, other=0.0)
     tl.store(targets, total, mask=mask)
@@ -344,7 +345,8 @@ def _along_columns_kernel(  # type: ignore[no-untyped-def]
 def _along_rows_kernel(  # type: ignore[no-untyped-def]
     programs, operands, vectors, out,
     TYPE: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    ALIGNED_ROWS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(programs + 2 * tl.program_id(0))
     first = tl.multiple_of(tl.load(programs + 2 * tl.program_id(0) + 1), 16)
@@ -368,7 +370,7 @@ def _along_rows_kernel(  # type: ignore[no-untyped-def]
             weights = rounded(weights)
         sources = vectors + row_start + vector[:, None] * row_vector + row[None, :] * row_step
         values = tl.load(sources, mask=has_vector & (row < rows)[None, :], other=0.0)
-        total = tl.dot(values, weights, total, input_precision="tf32")
+        total = tl.dot(values, weights, total, input_precision=PRECISION)
     if ADD:
         total += tl.load(targets, mask=mask, other=0.0)
     tl.store(targets, total, mask=mask)
@@ -424,6 +426,7 @@ class Multiplication(NamedTuple):
 
         Tensor cores truncate vectors that are not TF32 numbers, so round them first if that matters.
         """
+        precision, num_stages = precision_and_stages(torch.version.hip is not None)
         constants = {
             "TYPE": TYPES[self.dtype],
             "ADD": self.adds,
@@ -431,13 +434,23 @@ class Multiplication(NamedTuple):
             "UNIT": self.unit,
             "ALIGNED": self.aligned,
             "ALIGNED_ROWS": self.aligned_rows,
+            "PRECISION": precision,
             "FIELDS": FIELDS,
             "VECTORS": MAX_VECTORS,
             **_tiles(self.along_rows),
         }
         kernel = _along_rows_kernel if self.along_rows else _along_columns_kernel
         kind = (vectors.device, is_aligned(vectors, out))
-        launch(kernel, len(self.programs), (self.programs, self.operands, vectors, out), constants, kind)
+        arguments = (self.programs, self.operands, vectors, out)
+        launch(kernel, len(self.programs), arguments, constants, kind, num_stages=num_stages)
+
+
+def precision_and_stages(is_amd: bool) -> tuple[str, int]:
+    """Return the precision of products with weights, and the depth of the pipeline.
+
+    Some AMD GPUs reject TF32, and the MI300 has shared memory for two stages only.
+    """
+    return ("ieee", 2) if is_amd else ("tf32", 3)
 
 
 def _tiles(along_rows: bool) -> dict[str, int]:

@@ -123,7 +123,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((SIZE, SIZE), dtype=tl.float64)
     for offset in range(0, tl.minimum(CHUNK, tl.load(at + 2) - first_col), BLOCK):
         values = _rows(at, first, second, first_col + offset + tl.arange(0, BLOCK), HAS_SECOND, VECTORS)
-        total = tl.dot(values, tl.trans(values), total, out_dtype=tl.float64)
+        total = tl.dot(values, tl.trans(values), total, input_precision="ieee", out_dtype=tl.float64)
     row = tl.arange(0, SIZE)
     tl.store(partials + index * SIZE * SIZE + row[:, None] * SIZE + row[None, :], total)
 
@@ -191,7 +191,7 @@ def _ritz_kernel(  # type: ignore[no-untyped-def]
     row, col = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     power = _scaled(_summed(partials, first_program, SIZE))
     for _ in range(3):
-        power = _scaled(tl.dot(power, power, out_dtype=tl.float64))
+        power = _scaled(tl.dot(power, power, input_precision="ieee", out_dtype=tl.float64))
     filtered = tl.where(row < VECTORS, power, 0.0)
     squares = tl.sum(filtered * filtered, axis=1)
     filtered = filtered / tl.sqrt(tl.where(squares == 0, 1.0, squares))[:, None]
@@ -212,7 +212,7 @@ def _ritz_kernel(  # type: ignore[no-untyped-def]
     at = better + tl.program_id(0) * VECTORS * SIZE + row * SIZE + col
     tl.store(at, filtered, mask=(row < VECTORS) & (col < SIZE))
     for _ in range(SQUARINGS - 3):
-        power = _scaled(tl.dot(power, power, out_dtype=tl.float64))
+        power = _scaled(tl.dot(power, power, input_precision="ieee", out_dtype=tl.float64))
     # Every column is now a multiple of the eigenvector, but some columns may be zero.
     squares = tl.sum(power * power, axis=0)
     largest = tl.argmax(squares, axis=0)
@@ -243,7 +243,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for offset in range(0, tl.minimum(CHUNK, length - first_col), BLOCK):
         col = first_col + offset + tl.arange(0, BLOCK)
         values = _rows(at, first, second, col, HAS_SECOND, VECTORS)
-        combined = tl.dot(factor, values, out_dtype=tl.float64).to(tl.float32)
+        combined = tl.dot(factor, values, input_precision="ieee", out_dtype=tl.float64).to(tl.float32)
         if ROUND:
             combined = rounded(combined)
         tl.store(out + start + row * length + col[None, :], combined, mask=(row < count) & (col < length)[None, :])

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.kernels import unusable
+from muon_fsdp.kernels.launch import is_aligned
 from muon_fsdp.kernels.tables import (
+    ALIGNMENT,
     FUSED_DTYPES,
     ListSpec,
     ListValues,
@@ -235,15 +237,18 @@ def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matric
     partials: list[_Partials] = []
     specs: list[ListSpec] = []
     for stage in plan.stages:
-        by_kind: dict[tuple[int, Any], list[int]] = defaultdict(list)
-        for group, positions in stage.positions_by_group:
-            for position in positions:
-                if signature[position] is not None:
-                    by_kind[(group, signature[position])].append(position)
-        members.append([(group, tuple(positions)) for (group, _), positions in by_kind.items()])
-        partials.append(_Partials.of(stage, {position for _, positions in members[-1] for position in positions}))
+        fusable = [(group, i) for group, positions in stage.positions_by_group for i in positions if signature[i]]
+        partials.append(_Partials.of(stage, {position for _, position in fusable}))
+        by_kind: dict[tuple[int, Any, bool], list[int]] = defaultdict(list)
+        for group, position in fusable:
+            # One tensor of another alignment would make its whole list load single elements.
+            numel = partials[-1].matrix_numel.get(position, shards[position].numel())
+            aligned = numel % ALIGNMENT == 0 and all(is_aligned(shards[position], inputs.gradients.get(position)))
+            by_kind[(group, signature[position], aligned)].append(position)
+        members.append([(group, tuple(positions)) for (group, _, _), positions in by_kind.items()])
         specs += [
-            _list_spec(stage, positions, kind, shards, partials[-1], device) for (_, kind), positions in by_kind.items()
+            _list_spec(stage, positions, kind, shards, partials[-1], device)
+            for (_, kind, _), positions in by_kind.items()
         ]
     step.tables = Tables(specs, device)
     tensors = iter(step.tables.lists)

@@ -54,6 +54,18 @@ def test_accuracy(shape, dtype, kind):
     assert (values - 1).abs().max() < (2.5e-3 if cols < GRAM_ASPECT_RATIO * rows else 4e-3)
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (256, 256), (768, 3072)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_row_sparse_input(shape, dtype, num_rows):
+    """With so few directions, the rounding of X weighs more than in all other matrices."""
+    matrix = torch.zeros(shape, device="cuda", dtype=dtype)
+    matrix[:num_rows] = make_matrix("gaussian", num_rows, shape[1])
+    out = orthogonalize(matrix, out=torch.empty(shape, device="cuda"))
+    expected = orthogonalize(matrix.double(), form="standard")
+    assert (out - expected).norm() / expected.norm() < 3e-2
+
+
 def test_the_largest_matrix():
     """Entries of X and of its Gram matrix would be below the normal numbers of float16 without powers of two."""
     matrix = torch.randn(16384, 53248, device="cuda", dtype=torch.bfloat16)
