@@ -156,7 +156,7 @@ def first_updates(rule: str, norms: list[float], options: dict[str, Any], dtype=
         ("muon", {"ns_steps": 4}),
         ("muon", {"orthogonalization": "exact"}),
         ("normuon", {}),
-        ("spectral_sphere", {"lambda_mode": "bracketed", "retract_mode": "dynamic"}),
+        ("spectral_sphere", {"lambda_mode": "bracketed", "retract_mode": "dynamic", "ns_steps": 1}),
         ("spectral_sphere", {"lambda_mode": "projection"}),
     ],
     ids=str,

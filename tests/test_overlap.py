@@ -167,7 +167,8 @@ def test_same_bits_by_kernels(kernels_everywhere):
         launched.append(kernels_everywhere.count("_muon_prepare_kernel"))
     assert_same(*found)
     assert cases.counts(optimizer) == (1, 0)
-    assert launched == [3, 3 + 4]  # once more for the stage that ran in backward
+    # Two lists, because 35 elements are no multiple of 16; and once more for the stage that ran in backward.
+    assert launched == [2 * 3, 2 * (3 + 4)]
 
 
 @pytest.mark.parametrize("rule", ["normuon", EarlyCounter.name])
