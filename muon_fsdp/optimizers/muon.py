@@ -123,6 +123,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
+        self._has_agreed = False  # whether ranks have agreed on a step that was not inert
         self._num_without_gradient = 0  # of the last steps
         self._looks_for_rivals = True
         self._rivals: RivalWatch | None = None  # between the first step and the second
@@ -170,18 +171,25 @@ class MuonOptimizer(GroupedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Only steps change STARTED, so all ranks branch alike. Ranks that differ here would wait for each other.
+        # Ranks that branch differently here would wait for each other. STARTED alone differs, if one rank has loaded a
+        # checkpoint and others have not.
         has_begun = any(group.get(STARTED) for group in self.param_groups)
-        if has_begun and self._still_accumulates():
+        has_agreed = has_begun and self._has_agreed
+        if has_agreed and self._still_accumulates():
             return loss
         if self._planned is not None:  # first of all: if this rank fails, others still wait for its transfers
             self._planned.complete_early()
         self._agreement.finish_report()
         planned, found = self._prepare()
-        inert, updates = not has_begun and self._is_inert(found), has_begun or self._accumulation_steps == 1
+        num_calls = self.param_groups[0].get(MICRO_STEP, 0) + 1
+        updates = has_agreed or num_calls % self._accumulation_steps == 0
+        inert = not has_begun and self._is_inert(found)
         planned, agreed = self._agree(planned, found, inert=inert, updates=updates)
         self._create_state(planned)
-        if not has_begun and (agreed.inert or self._still_accumulates()):
+        if agreed.inert:
+            return loss
+        self._has_agreed = True
+        if not has_agreed and self._still_accumulates():
             return loss
         if agreed.not_finite_on is None or self._handle_not_finite(found, agreed.not_finite_on):
             self._update(planned, found, agreed)
@@ -616,6 +624,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_routed": [],
             "_held": None,
             "_rivals": None,
+            "_has_agreed": False,
             "_versions": None,
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
