@@ -140,9 +140,9 @@ def test_an_idle_matrix_stays_where_it_is_on_its_sphere(mode, retract_mode):
 def first_updates(rule: str, norms: list[float], options: dict[str, Any], dtype=torch.float32) -> list[Tensor]:
     """Return the updates of the first step, of matrices with gradients of these norms."""
     torch.manual_seed(0)
-    params = [nn.Parameter(matrix.to(DEVICE, dtype)) for matrix in of_norms([1.0] * len(norms), 24, 40)]
+    params = [nn.Parameter(matrix.to(DEVICE, dtype)) for matrix in of_norms([1.0] * len(norms), 12, 16)]
     before = [p.detach().double().clone() for p in params]
-    for p, grad in zip(params, of_norms(norms, 24, 40), strict=True):
+    for p, grad in zip(params, of_norms(norms, 12, 16), strict=True):
         p.grad = grad.to(DEVICE, dtype)
     MuonOptimizer(params, lr=1.0, rule=rule, **options).step()
     return [old - p.detach().double() for old, p in zip(before, params, strict=True)]
@@ -163,7 +163,7 @@ def first_updates(rule: str, norms: list[float], options: dict[str, Any], dtype=
 )
 def test_kernels_damp_too(monkeypatch, kernels_everywhere, rule, options):
     monkeypatch.setattr(tangent, "unusable", lambda device: None)
-    norms = [1.0, 2 * EPS, EPS / 4, 1e-3 * EPS, 1e-36, 0.0]
+    norms = [1.0, 2 * EPS, EPS / 4, 1e-36, 0.0]
     found = first_updates(rule, norms, options)
     full = first_updates(rule, norms, {**options, "momentum_eps": 0.0})
     assert "_damp_kernel" in kernels_everywhere

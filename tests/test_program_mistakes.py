@@ -8,7 +8,8 @@ import json
 import shutil
 import socket
 import sys
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,13 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(text: Path, tmp
     assert main(flags(text, output, 8, "--resume")) == 0
 
 
-_LOCKS = []
-
-
-def locked(folder: Path) -> Path:
+@contextmanager
+def locked(folder: Path) -> Iterator[Path]:
     """As another run leaves it while it trains."""
     folder.mkdir()
-    _LOCKS.append((folder / "lock").open("w"))
-    fcntl.flock(_LOCKS[-1], fcntl.LOCK_EX)
-    return folder
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
 
 
 def test_a_manifest_that_is_json_and_nothing_else(text: Path, tmp_path: Path, capsys) -> None:
@@ -130,7 +129,8 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
     told(2, "--vocab-size 100 is too small: the data has a vocabulary of 256 tokens", "--vocab-size", "100")
     told(2, "start a multiple of 2", "--replicas", "2")
     told(2, "--cuda-graph needs a GPU", "--cuda-graph", "--optimizer", "adamw")
-    told(2, "another run is writing to", at=locked(tmp_path / "locked"))
+    with locked(tmp_path / "locked") as folder:
+        told(2, "another run is writing to", at=folder)
     told(2, "it is a file", at=text)
     told(2, "Not a directory", at=text / "out")
     if not torch.cuda.is_available():
