@@ -484,7 +484,7 @@ def test_the_plan_says_what_memory_exceeds():
 
 
 def test_small_models_are_computed_on_every_replica_and_large_ones_once():
-    """What the pages say about DDP, by `auto`."""
+    """Check what the pages say about DDP and `strategy="auto"`."""
     small, large = (plan(name, "--mesh", "8,1") for name in ("gpt2-124m", "llama-3-8b"))
     assert {row["strategy"] for row in small["shapes"]} == {"replicate"}
     assert small["num_stages"] == 1  # as on one device: nothing is sent, so stages would hide nothing

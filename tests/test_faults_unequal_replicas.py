@@ -64,9 +64,11 @@ def build(kind: str) -> tuple[nn.Module, MuonOptimizer]:
     backward(model, own)
     if kind == "weights":
         reduced(model)
-    if kind == "vector":  # an element-wise rule: each rank applies its own update
+    if kind in ("vector", "vector beside infinity"):  # an element-wise rule: each rank applies its own update
         with torch.no_grad():
             model[2].bias.mul_(1 + 0.01 * own)
+            if own == 0 and kind == "vector beside infinity":  # must not hide the difference of the other two
+                model[2].bias.fill_(torch.inf)
         reduced(model)
     return model, MuonOptimizer(model, **options, shard_state=kind == "sharded")
 
@@ -89,7 +91,12 @@ BROADCAST, REDUCE = "Broadcast the weights from one rank", "All-reduce the gradi
 )
 @pytest.mark.parametrize(
     ("kind", "world_size", "name"),
-    [("hsdp", 4, "0.weight"), ("weights", 2, "0.weight"), ("vector", 2, "2.bias")],
+    [
+        ("hsdp", 4, "0.weight"),
+        ("weights", 2, "0.weight"),
+        ("vector", 2, "2.bias"),
+        ("vector beside infinity", 3, "2.bias"),
+    ],
 )
 def test_replicas_with_other_weights_are_told(ranks: RankPool, kind, world_size, name):
     for texts in ranks.run(world_size, difference, kind, timeout=LIMIT):

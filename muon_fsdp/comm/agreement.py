@@ -96,7 +96,7 @@ class Agreed:
 
 
 class _Report:
-    """What this rank tells the others at their next agreement, without waiting for it.
+    """A message that the other ranks get at their next agreement; this rank does not wait for that.
 
     Args:
         key: of the text in the store.

@@ -13,7 +13,7 @@ from muon_fsdp.text import first_names
 
 
 class Failures:
-    """What rules have raised in one step on this rank, and updates that are not finite where that is an error.
+    """The errors of rules in one step on this rank, with updates that are not finite where that is an error.
 
     Args:
         names: the names of all parameters.
