@@ -17,7 +17,6 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.transfers import add_up
-from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
@@ -134,14 +133,12 @@ class MatrixStates:
         for values in self._per_step:
             values.fill(inputs.groups)
 
-    def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Sequence[State]) -> list[Tensor]:
+    def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Mapping[int, State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
-        slices = []
-        for place in kind.places:
-            numels = [spec.numel(*shape) for shape in self._parameters[place.position].matrices.block_shapes]
-            start = sum(numels[: place.block])
-            slices.append(states[place.position][spec.name][start : start + numels[place.block]])
-        return slices
+        views = {place.position: self._parameters[place.position].matrices for place in kind.places}
+        return [
+            states[place.position][spec.name][spec.place(views[place.position], place.block)] for place in kind.places
+        ]
 
     @property
     def is_cold(self) -> bool:
@@ -249,28 +246,19 @@ class MatrixStates:
 
     # -------------------------------------------------------------------------------------------- within the stages
 
-    def batch(
-        self,
-        options: PlannedOptions,
-        place: BatchPlace,
-        matrices: Tensor,
-        update: Tensor,
-        inverse_norms: Tensor | None,
-    ) -> MatrixBatch:
-        """Return the batch that `direction` gets for the matrices at a place."""
+    def complete(self, place: BatchPlace, batch: MatrixBatch) -> None:
+        """Give a batch the state and the statistics of its matrices, which are at a place."""
         index, where = place
         if isinstance(where, Tensor):
             self.wait()  # rows that are not adjacent are copied
         numbers, rule = self._now[index], self._rules[index]
         rows = {spec.name: _rows(numbers.state[spec.name], where) for spec in rule.matrix_state}
-        state = NamedValues(rule.name, "state", rows)
-        statistics = NamedValues(
+        batch.state = NamedValues(rule.name, "state", rows)
+        batch.statistics = NamedValues(
             rule.name, "statistics", {name: _rows(value, where) for name, value in numbers.statistics.items()}
         )
-        if not self._is_pending:
-            return MatrixBatch(matrices, update, options, state, statistics, inverse_norms)
-        awaited = _Awaited(state, self.wait), _Awaited(statistics, self.wait)
-        return MatrixBatch(matrices, update, options, *awaited, inverse_norms)
+        if self._is_pending:
+            batch.state, batch.statistics = _Awaited(batch.state, self.wait), _Awaited(batch.statistics, self.wait)
 
     def take(self, stage: Stage, number: int, place: BatchPlace, left: LeftNumbers) -> None:
         """Keep what `direction` has left for a batch, if this rank is the one that contributes these matrices."""
@@ -415,7 +403,7 @@ class _PerStepValues:
         self._values: list[list[float]] = []
         self._had_tensors = False  # whether the table holds values of tensors on the device
 
-    def fill(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def fill(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
         """Write the options of this step."""
         if not self._names:
             return
