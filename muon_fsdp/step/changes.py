@@ -1,4 +1,10 @@
-"""Note the gradients, state and options that a stage reads in backward, and find out later whether they have changed.
+"""Note what something depends on, and find out later whether it has changed.
+
+| what has changed | who must react |
+|---|---|
+| parameters (identity, dtype, device, shape), planned options of groups | the plan: `plan_key` |
+| what a stage has read in backward: gradients, state, options | the round: `Arrival`, `NotedState`, `NotedOptions` |
+| per-matrix state that a user has written | the agreement, in which ranks compare it: `NotedState` |
 
 PyTorch counts changes to a tensor, but not all of them: `torch.nn.utils.clip_grad_norm_` changes the gradients of FSDP2
 on a CPU without being counted. On a CPU values are therefore copied and compared. On a GPU a comparison would make the
@@ -7,14 +13,29 @@ host wait, so there the counts decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
+from muon_fsdp.rules import RULES
+
+
+def plan_key(groups: Sequence[Mapping[str, Any]]) -> object:
+    """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
+    rules = [RULES.get(group.get("rule", "")) for group in groups]
+    if None in rules:
+        return None
+    options = [
+        (rule, len(group["params"]), *[group.get(name) for name in rule.plan_names])
+        for rule, group in zip(rules, groups, strict=True)
+        if rule is not None
+    ]
+    return options, [(id(p), p.dtype, p.device, p.shape) for group in groups for p in group["params"]]
 
 
 class Arrival:
@@ -88,26 +109,22 @@ def _event(part: Tensor) -> Any:
 
 
 class _Seen:
-    """A tensor of state or an option, as it was when a stage has read it.
-
-    As for gradients, its values are compared later, except on a GPU.
-    """
+    """A tensor of state or an option, as it was. As for gradients, its values are compared later, except on a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._stamp = tensor, _stamp(tensor)
+        self._tensor, self._stamp = ref(tensor), _stamp(tensor)  # weak: state that is moved to the CPU frees its memory
         part = local(tensor)
-        self._values = part if part.is_cuda else part.clone()
+        self._values = None if part.is_cuda else part.clone()
 
     def is_unchanged(self, now: object) -> bool:
         """Return whether `now` is this tensor, with the values that it had."""
-        if now is not self._tensor or _stamp(self._tensor) != self._stamp:
+        if not isinstance(now, Tensor) or now is not self._tensor() or _stamp(now) != self._stamp:
             return False
-        part = local(self._tensor)
-        return part.is_cuda or _are_equal(self._values, part)
+        return self._values is None or _are_equal(self._values, local(now))
 
 
 class NotedState:
-    """The tensors of state that a stage has read, as they were then.
+    """Tensors of state as they were.
 
     Args:
         states: the stored tensors of each parameter by position.
