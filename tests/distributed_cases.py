@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.plan import outline
-from muon_fsdp.plan.staging import Staging
+from muon_fsdp.plan.costs import Staging
 from muon_fsdp.rules import RULES
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
 

@@ -22,7 +22,7 @@ from muon_fsdp.declarations.state import num_vectors
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.matrix_sets import make_sets
-from muon_fsdp.plan.outline import ParameterSpec
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.spectral import compute_spectral_norm
 from muon_fsdp.statistics import shard_products
 from muon_fsdp.statistics.top_singular import Survey

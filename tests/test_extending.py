@@ -224,7 +224,7 @@ def test_a_toy_statistic_is_one_object(ranks: RankPool):
     torch.testing.assert_close(w.detach(), start * start.sum())
 
 
-def last_rank_computes(units, holders, loads, wire_bytes):
+def last_rank_computes(units, holders, loads, bytes_per_element):
     """Assign every unit to the last rank, as a toy strategy."""
     last = max(loads)
     return [last] * len(units), {rank: float(rank == last) for rank in loads}

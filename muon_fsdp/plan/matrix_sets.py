@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from muon_fsdp.declarations.option import PlannedOptions
-from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.parts import Block, blocks_of, has_whole_rows
+from muon_fsdp.plan.units import ParameterSpec
 
 
 @dataclass(frozen=True)

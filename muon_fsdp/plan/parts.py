@@ -180,8 +180,7 @@ def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None
     Returns:
         (start, length, matrix) of every run; None if the elements of a matrix are not contiguous.
     """
-    matrices = sum(count for count, _, _ in view.block_shapes)
-    if matrices == 1:
+    if view.num_matrices == 1:
         return [(0, box.numel, 0)] if box.numel > 0 else []
     if view.transposed:
         if len(view.block_shapes) > 1 or view.stacked_heads > 1:

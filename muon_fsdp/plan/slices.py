@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from muon_fsdp.plan.layout import Box, Layout, Shape
-from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit
+from muon_fsdp.plan.outline import StageOutline
+from muon_fsdp.plan.units import ParameterSpec, Unit
 
 # A buffer holds many tensors; each begins at a multiple of this many elements, which kernels need to load vectors.
 SLOT_ALIGNMENT = 16
@@ -47,8 +48,6 @@ class UpdateSlices:
         """Return how many elements of a unit lie in the slice of its owner, which it does not send."""
         assert unit.owner is not None
         owner = self._layout.index_of[unit.owner]
-        if self.num_peers == 1 and unit.box.shape == spec.shape:  # thousands of parameters: no intersections
-            return spec.layout.boxes(spec.shape)[owner].numel
         return sum(part.intersect(unit.box).numel for part in self.parts(owner, spec))
 
     def parts(self, index: int, spec: ParameterSpec) -> Iterator[Box]:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.plan.costs import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit
+from muon_fsdp.plan.outline import StageOutline
 from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, make_packing
 from muon_fsdp.plan.slices import UpdateSlices, aligned
-from muon_fsdp.plan.staging import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
+from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec, Unit
 
 # Larger sets of ranks gather and scatter in one process group: every group has connections between all of its ranks.
 SCATTER_GROUP_RANKS = 16

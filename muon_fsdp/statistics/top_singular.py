@@ -24,7 +24,7 @@ from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.linalg.power_iteration import COLD_STEPS
 from muon_fsdp.linalg.subspaces import Refined, best_in_krylov_space, normalized_or, num_products, refine, start_vectors
 from muon_fsdp.plan.matrix_sets import MatrixSet, make_sets
-from muon_fsdp.plan.outline import ParameterSpec
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.statistics.shard_products import ShardProducts, have_kernels
 
 if TYPE_CHECKING:
