@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.comm import transfers
+from muon_fsdp.comm.dtensors import layout_of
 from muon_fsdp.comm.process_groups import make_group
-from muon_fsdp.comm.transfers import layout_of
 from muon_fsdp.declarations.state import num_vectors
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder

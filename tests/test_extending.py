@@ -236,7 +236,8 @@ def with_toy_strategy(layout: str, rule: str) -> tuple[dict[str, torch.Tensor], 
         module, optimizer = cases.make(layout, rule, "owner")
         for number in range(4):
             cases.step(module, optimizer, number)
-        return cases.results(module, optimizer), optimizer._current_plan().plan.num_matrices
+        stages = optimizer._current_plan().plan.stages
+        return cases.results(module, optimizer), sum(batch.count for stage in stages for batch in stage.batches)
     finally:
         outline._assign = assign
 

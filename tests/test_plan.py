@@ -88,7 +88,7 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
                 matrices.update((unit.position, member.block, i) for i in range(member.start, member.stop))
     assert set(matrices.values()) <= {1}
     expected = sum(spec.shape[0] for spec in specs if math.prod(spec.shape) and spec.rule == "muon")
-    assert len(matrices) == expected == plan.num_matrices
+    assert len(matrices) == expected
 
 
 @given(st.lists(st.sampled_from([(1, 4, 4), (1, 4, 8), (2, 3, 5)]), min_size=1, max_size=9), st.data())

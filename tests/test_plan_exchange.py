@@ -260,10 +260,8 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
                     )
                 )
                 assert stage.num_bytes + gathers + receives <= report.stages[number].gathering
-                before = forwarded[rank]
                 sent[rank] += scatters
                 forwarded[rank] += 2 * max(0, len(exchange.peers) - 1) * exchange.slice_numel
-                assert exchange.elements_sent() * 2 == gathers + scatters + forwarded[rank] - before
     assert report.traffic.scattered == sent
     assert report.traffic.forwarded == max(forwarded.values())
 

@@ -102,12 +102,6 @@ class Exchange:
         """
         return "scatter" if len(self.ranks) <= SCATTER_GROUP_RANKS else ""
 
-    def elements_sent(self) -> int:
-        """Return the number of elements that this rank sends to others in all transfers."""
-        lists = zip(self.gather_send, self.scatter_send, strict=True)
-        sent = (p.numel for other, all_ in enumerate(lists) if other != self.me for pieces in all_ for p in pieces)
-        return sum(sent) + max(0, len(self.peers) - 1) * self.slice_numel
-
 
 @dataclass(frozen=True)
 class Packings:
@@ -232,11 +226,6 @@ class Plan:
     """The stages of one rank, in the order in which they run."""
 
     stages: tuple[Stage, ...]
-
-    @property
-    def num_matrices(self) -> int:
-        """Return the number of matrices that this rank orthogonalizes in a step."""
-        return sum(batch.count for stage in self.stages for batch in stage.batches)
 
 
 def make_plan(outlines: Iterable[StageOutline], rank: int) -> Plan:

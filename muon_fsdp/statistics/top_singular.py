@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.comm.dtensors import layout_of, local
 from muon_fsdp.comm.process_groups import group_like, make_group, my_rank
-from muon_fsdp.comm.transfers import add_up, layout_of, local
+from muon_fsdp.comm.transfers import add_up
 from muon_fsdp.declarations.state import num_vectors, working_dtype
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels import on_device

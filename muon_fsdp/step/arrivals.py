@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.bucket_hook import Listener, listen
-from muon_fsdp.comm.transfers import is_replica, local
+from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.wrappers import ddp_wrappers

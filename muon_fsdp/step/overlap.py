@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import are_claimed, claim_groups, num_ranks
-from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings

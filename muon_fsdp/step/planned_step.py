@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
-from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
