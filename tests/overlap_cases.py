@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import are_claimed, claim_groups
-from muon_fsdp.comm.transfers import StageExchange, local
+from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step import metrics
 from muon_fsdp.step.backward import PURPOSE, Round, RoundThread

@@ -17,10 +17,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
-from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
+from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import make_report
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
+from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from muon_fsdp.step import pipeline
 from tests.comparisons import assert_same
 
@@ -256,10 +257,8 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
                     )
                 )
                 assert stage.num_bytes + gathers + receives <= report.stages[number].gathering
-                before = forwarded[rank]
                 sent[rank] += scatters
                 forwarded[rank] += 2 * max(0, len(exchange.peers) - 1) * exchange.slice_numel
-                assert exchange.elements_sent() * 2 == gathers + scatters + forwarded[rank] - before
     assert report.traffic.scattered == sent
     assert report.traffic.forwarded == max(forwarded.values())
 

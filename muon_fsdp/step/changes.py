@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.rules import RULES
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.kernels import unusable
 from muon_fsdp.kernels.launch import is_aligned
 from muon_fsdp.kernels.tables import (

@@ -21,8 +21,8 @@ from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets
-from muon_fsdp.plan.outline import ParameterSpec
 from muon_fsdp.plan.stages import Member, Stage
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
 from muon_fsdp.rules.base import NamedValues, shown
 from muon_fsdp.rules.checks import check_names, checked_factors, checked_metrics

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.bucket_hook import Listener, listen
+from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import are_claimed, claim_groups, num_ranks
-from muon_fsdp.comm.transfers import is_replica, local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.wrappers import ddp_wrappers

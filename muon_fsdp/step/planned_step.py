@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
-from muon_fsdp.comm.transfers import local
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.costs import DEVICE_MEMORY
 from muon_fsdp.plan.layout import LayoutError, local_layout
-from muon_fsdp.plan.outline import ParameterSpec, StageOutline, make_outline
+from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.plan.stages import Plan, Stage, make_plan
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
 from muon_fsdp.step.failures import Failures
@@ -327,7 +328,6 @@ def parameter_specs(
                 view=record.view,
                 options=options[record.group_index],
                 block_flops=tuple(block_flops),
-                wire_bytes=staging.itemsize,
                 is_observed=bool(record.rule.statistics),
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
                 device_memory=memory[id(record.layout)],
