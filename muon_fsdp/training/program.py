@@ -18,7 +18,7 @@ from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError
-from muon_fsdp.training.config import TrainConfig, as_json, parse
+from muon_fsdp.training.config import TrainConfig, parse
 from muon_fsdp.training.data import DataError
 from muon_fsdp.training.folder import lock_folder
 from muon_fsdp.training.inputs import (
@@ -107,7 +107,7 @@ def _assemble(
     config = inputs.config
 
     def save(step: int) -> None:
-        facts = {"config": as_json(config), "model": asdict(inputs.model_config)}
+        facts = {"config": config.as_json(), "model": asdict(inputs.model_config)}
         checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, inputs.world, config.keep)
 
     return Training(

@@ -13,13 +13,12 @@ from torch import nn
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import checkpoint
 from muon_fsdp.training.arguments import ConfigError
-from muon_fsdp.training.config import TrainConfig, as_json, json_value
+from muon_fsdp.training.config import TrainConfig, default_options, json_value
 from muon_fsdp.training.inputs import Inputs
 from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import World
 from muon_fsdp.training.plugins import find_rule
 from muon_fsdp.training.results import RunResult, read_result_until, set_metrics_aside
-from muon_fsdp.training.rule_flags import default_options
 
 
 def find_checkpoint(config: TrainConfig, world: World) -> Path | None:
@@ -116,7 +115,7 @@ def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
     """Print which settings differ from those of the checkpoint and affect the result; an empty manifest has none."""
     if not manifest:
         return
-    saved, given = manifest["config"], as_json(config)
+    saved, given = manifest["config"], config.as_json()
     matters = (
         "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "rest_weight_decay",
         "rest_betas", "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from muon_fsdp.training.config import as_json
 from muon_fsdp.training.inputs import Inputs
 from muon_fsdp.training.progress import show_progress
 from muon_fsdp.training.results import Journal, RunResult, start_line, train_line
@@ -89,7 +88,7 @@ def open_log(inputs: Inputs, result: RunResult, resumed_from: int | None, stop: 
         return
     journal = Journal(config.folder, resumed_from, config.tensorboard)
     try:
-        facts = {"config": as_json(config), "model": asdict(inputs.model_config), "world_size": world.size}
+        facts = {"config": config.as_json(), "model": asdict(inputs.model_config), "world_size": world.size}
         facts |= {"num_parameters": result.num_parameters, "device": str(world.device), "steps": pace.steps}
         facts |= {name: getattr(inputs.corpus, part).numel() for name, part in _DATA_SIZES.items()}
         journal.write("start", start_line(result, facts | {"resumed_from": resumed_from}))

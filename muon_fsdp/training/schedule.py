@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-from muon_fsdp.training.config import ScheduleName
+from typing import Literal
 
 
 def make_schedule(
-    name: ScheduleName, steps: int, warmup: float = 0.1, decay: float = 0.4, final: float = 0.05
+    name: Literal["cosine", "trapezoid"], steps: int, warmup: float = 0.1, decay: float = 0.4, final: float = 0.05
 ) -> Callable[[int], float]:
     """Make a schedule that starts with a linear warmup.
 
