@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError
 from muon_fsdp.training.config import TrainConfig, parse
 from muon_fsdp.training.data import DataError
+from muon_fsdp.training.ending import Stop, discard_stdout, stop_on_signals
 from muon_fsdp.training.folder import lock_folder
 from muon_fsdp.training.inputs import (
     Inputs,
@@ -35,10 +37,9 @@ from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
 from muon_fsdp.training.report import LOSS_PLOT, history, write_loss_plot
-from muon_fsdp.training.results import RunResult, check_tensorboard, describe_groups
-from muon_fsdp.training.run_log import RunLog, open_log, print_start
+from muon_fsdp.training.results import RunResult, describe_groups
+from muon_fsdp.training.run_log import RunLog, check_tensorboard, print_start
 from muon_fsdp.training.schedule import make_schedule
-from muon_fsdp.training.stopping import Stop, discard_stdout, stop_on_signals
 from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
@@ -73,7 +74,8 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     if inputs.world.is_main:
         resuming.print_changes(manifest, inputs.config)
         print_start(inputs, result)
-    with open_log(inputs, result, manifest.get("step"), stop) as log:
+    writes = inputs.world.is_main
+    with closing(RunLog(inputs, result, manifest.get("step"), stop)) if writes else nullcontext() as log:
         try:
             train(_assemble(inputs, model, optimizer, result, log, stop), result)
         except FloatingPointError:
