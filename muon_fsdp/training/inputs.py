@@ -9,8 +9,16 @@ import torch
 
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig
-from muon_fsdp.training.data import Corpus, DataError, open_corpus, training_batches, validation_batches
-from muon_fsdp.training.loop import Batch, Pace, check_tokens
+from muon_fsdp.training.data import (
+    Batch,
+    Corpus,
+    DataError,
+    check_tokens,
+    open_corpus,
+    training_batches,
+    validation_batches,
+)
+from muon_fsdp.training.loop import Pace
 from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import World
 
@@ -99,17 +107,12 @@ def read_training_rows(inputs: Inputs, first: int) -> Iterator[Batch]:
     mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
     generator = torch.Generator().manual_seed(config.seed)
     length = inputs.model_config.sequence_length
-    batches = training_batches(inputs.corpus.train, config.batch_size, length, generator, first, mine)
-    return _checked(batches, inputs.model_config.vocab_size)
-
-
-def _checked(batches: Iterator[Batch], vocab_size: int) -> Iterator[Batch]:
-    for inputs, targets in batches:
+    for batch in training_batches(inputs.corpus.train, config.batch_size, length, generator, first, mine):
         try:
-            check_tokens(inputs, targets, vocab_size)
+            check_tokens(batch, inputs.model_config.vocab_size)
         except DataError as error:
             raise OneRankError(str(error)) from None
-        yield inputs, targets
+        yield batch
 
 
 def read_validation(inputs: Inputs) -> list[Batch]:
@@ -125,5 +128,5 @@ def read_validation(inputs: Inputs) -> list[Batch]:
         )
     batches = validation_batches(tokens, config.batch_size // inputs.pace.num_micro_batches, length, windows)
     for batch in batches:
-        check_tokens(*batch, inputs.model_config.vocab_size)
+        check_tokens(batch, inputs.model_config.vocab_size)
     return batches

@@ -32,14 +32,13 @@ from muon_fsdp.training.inputs import (
     rows_per_rank,
 )
 from muon_fsdp.training.launcher import launch, launcher_is_gone
-from muon_fsdp.training.loop import Training, train
+from muon_fsdp.training.loop import Training, make_schedule, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
 from muon_fsdp.training.report import LOSS_PLOT, history, write_loss_plot
 from muon_fsdp.training.results import RunResult, describe_groups
 from muon_fsdp.training.run_log import RunLog, check_tensorboard, print_start
-from muon_fsdp.training.schedule import make_schedule
 from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
