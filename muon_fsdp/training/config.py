@@ -270,7 +270,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     """Make the parser of every program that trains: a flag for each field of `TrainConfig`, and a few others."""
     parser = OneLineParser(
         prog=prog,
-        allow_abbrev=False,  # the launcher could not find an abbreviated --processes
+        allow_abbrev=False,  # a new flag must not change what an abbreviation means
         description="Train a GPT on one device, or on several with DDP, FSDP2, HSDP or tensor parallelism.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
     )

@@ -18,11 +18,10 @@ from torch import nn
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
-from muon_fsdp.training.checkpoint import CheckpointError
+from muon_fsdp.training.checkpoint import CheckpointError, lock_folder
 from muon_fsdp.training.config import TrainConfig, parse
 from muon_fsdp.training.data import DataError
 from muon_fsdp.training.ending import Stop, discard_stdout, stop_on_signals
-from muon_fsdp.training.folder import lock_folder
 from muon_fsdp.training.inputs import (
     Inputs,
     OneRankError,
@@ -31,7 +30,7 @@ from muon_fsdp.training.inputs import (
     read_validation,
     rows_per_rank,
 )
-from muon_fsdp.training.launcher import launch, launcher_is_gone
+from muon_fsdp.training.launcher import is_launched, launch, launcher_is_gone
 from muon_fsdp.training.loop import Training, make_schedule, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
@@ -145,7 +144,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal can't show must not end a run
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, processes = parse(arguments, prog)
-    if processes is not None:
+    if processes is not None and not is_launched():
         return _launch(config, arguments, processes)
     try:
         result = run(config)

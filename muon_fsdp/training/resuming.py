@@ -143,7 +143,7 @@ def earlier_result(config: TrainConfig, manifest: dict[str, Any], world: World) 
     except ConfigError as error:
         problem = str(error)
     # The exchange also makes every rank read the file before rank 0 renames it.
-    problem = next(filter(None, checkpoint.gather_failures(problem, world)), "")
+    problem = checkpoint.first_failure(problem, world)
     if not problem:
         return result
     if world.is_main:
