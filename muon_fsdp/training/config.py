@@ -33,7 +33,7 @@ _SEED: Check = (lambda value: 0 <= value < 2**63, "be between 0 and 2**63 - 1")
 
 
 def _flag(default: Any, text: str, *checks: Check, section: str = "", **options: Any) -> Any:
-    """Declare a field with the help text of its flag.
+    """Make a field, with the help text of its flag.
 
     Args:
         default: the default of the field and of the flag.
