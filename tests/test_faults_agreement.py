@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from tests.comparisons import assert_changed
 from tests.distributed_cases import lay_out, make_model, train
 from tests.fault_cases import LIMIT, backward, error_of, give_gradients, net, sharded

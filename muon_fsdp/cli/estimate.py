@@ -13,10 +13,10 @@ from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
 from muon_fsdp.parameters.routing_report import RoutingRow
-from muon_fsdp.plan.costs import Speeds
+from muon_fsdp.plan.costs import run_timeline
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.report import PlanReport
-from muon_fsdp.plan.staging import run_timeline
+from muon_fsdp.plan.speeds import Speeds
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 
 
@@ -102,10 +102,10 @@ def time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds:
             if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
                 moved += 2 * parameter.element_size() * parameter.numel()
     elementwise = moved / speeds.memory_bytes
-    gather = report.traffic.busiest_gather / speeds.network_bytes
-    scatter = report.traffic.busiest_scatter / speeds.network_bytes
-    weights = report.traffic.weights / speeds.network_bytes
-    orthogonalize = report.max_flops / speeds.flops
+    gather = speeds.send(report.traffic.busiest_gather)
+    scatter = speeds.send(report.traffic.busiest_scatter)
+    weights = speeds.send(report.traffic.weights)
+    orthogonalize = speeds.compute(report.max_flops)
     timeline = run_timeline(report.stages, speeds)
     busiest = max(report.flops_by_rank, key=report.flops_by_rank.__getitem__, default=0)
     overlapped = timeline.overlap(report.stages, speeds, busiest)

@@ -140,8 +140,8 @@ def _plan(
     from muon_fsdp.cli.loading import LoadingError, load_model
     from muon_fsdp.cli.planned import PlanOutput
     from muon_fsdp.optimizers.muon import MuonOptimizer
-    from muon_fsdp.plan.costs import Speeds
     from muon_fsdp.plan.report import fsdp_layout, state_layout
+    from muon_fsdp.plan.speeds import Speeds
 
     dtype, comm_dtype = _dtype("--dtype", flags.dtype), _dtype("--comm-dtype", flags.comm_dtype)
     try:

@@ -11,8 +11,8 @@ from torch import nn
 from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.parameters.routing_report import RoutingReport
-from muon_fsdp.plan.costs import FIXED_SECONDS
 from muon_fsdp.plan.report import PlanReport, PlanRow
+from muon_fsdp.plan.speeds import FIXED_SECONDS
 from muon_fsdp.plan.staging import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
@@ -171,7 +171,7 @@ class PlanOutput:
     def _stages(self) -> str:
         """Return the number of stages, how far they overlap, and why every rank may compute everything."""
         report = self.report
-        in_flight = {stage.in_flight for stage in report.stages if stage.gathered or stage.scattered or stage.forwarded}
+        in_flight = {stage.in_flight for stage in report.stages if stage.traffic.sends}
         overlap = _OVERLAP[min(in_flight)] if in_flight else ", one after the other, as nothing is sent"
         text = f"{_numbered(report.num_stages, 'stage')}{overlap if report.num_stages > 1 else ''}."
         if self.flags.strategy == "auto" and any(row.strategy == "replicate" for row in report.rows):

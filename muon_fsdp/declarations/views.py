@@ -34,6 +34,11 @@ class MatrixView:
         return tuple((count * self.stacked_heads, height // self.stacked_heads, cols) for height in self.row_heights)
 
     @property
+    def num_matrices(self) -> int:
+        """Return the number of logical matrices."""
+        return sum(count for count, _, _ in self.block_shapes)
+
+    @property
     def in_memory_order(self) -> bool:
         """Return whether the matrices of a contiguous parameter lie one after another in memory."""
         return len(self.row_heights) == 1 and not self.transposed

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import Ranks, my_rank
-from muon_fsdp.comm.transfers import is_replica, local
 from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
 from muon_fsdp.parameters.facts import Fused
 from muon_fsdp.parameters.groups import Group

@@ -14,10 +14,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.experts import find_experts
-from muon_fsdp.parameters.facts import Facts, Fused, Layers
+from muon_fsdp.parameters.facts import Facts, Fused, Layers, vocabulary_tables
 from muon_fsdp.parameters.fused import find_fused
 from muon_fsdp.parameters.names import clean_name, plain_name
-from muon_fsdp.parameters.vocabulary import vocabulary_tables
 from muon_fsdp.rules import RULES, rule_named
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import Option, PlannedOptions, number, positive
 from muon_fsdp.declarations.state import PerMatrix
-from muon_fsdp.linalg.damping import damp
 from muon_fsdp.linalg.newton_schulz import inverse_norms, orthogonalization_flops
-from muon_fsdp.linalg.scaling import ADAMW_RATIO
+from muon_fsdp.linalg.scaling import ADAMW_RATIO, damp
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
