@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing import ProcessRaisedException
 from typer.testing import CliRunner
 
-from muon_fsdp.benchmarks import first_step, orthogonalization, pair, peers, ranks, steps, trace
+from experiments import ranks
+from muon_fsdp.benchmarks import first_step, orthogonalization, pair, peers, steps
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
 from muon_fsdp.benchmarks.one_optimizer import Gradients, PeakMemory
-from muon_fsdp.benchmarks.processes import run_on_ranks
 from muon_fsdp.cli.app import app
 from tests.cli_cases import error_of, run, subprocess_run
 
@@ -313,14 +312,3 @@ def test_steps_on_ranks_are_measured(capsys):
     header, _, row = capsys.readouterr().out.splitlines()
     assert header.split() == ["ranks", "owner", "s", "replicate", "s"]
     assert row.split()[0] == "2"
-
-
-def test_a_rank_that_fails_ends_the_run():
-    with pytest.raises(ProcessRaisedException, match="could not convert string to float"):
-        run_on_ranks(2, float, "one")
-
-
-def test_a_timeline_is_drawn(tmp_path):
-    lanes = [("host", "gather stage 1"), ("GPU, NCCL stream", "ncclKernel"), ("GPU, computing stream", "gemm")]
-    trace.draw([(lane, name, start, 1.0) for start, (lane, name) in enumerate(lanes)], str(tmp_path / "trace.png"))
-    assert (tmp_path / "trace.png").stat().st_size > 10_000

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.cli import checks, two_ranks
+from muon_fsdp.cli import checks
+from tests import multi_gpu_cases as cases
 from tests.cli_cases import run
 
 
@@ -123,28 +126,23 @@ def test_two_ranks_are_tried(no_processes, only_processes, monkeypatch):
     assert checks.check_two_ranks().status == "warning"
 
 
-def test_a_rank_sees_a_difference(tmp_path, monkeypatch):
+def test_a_rank_sees_a_difference(monkeypatch):
     """On one rank nothing is sent, and the comparison is the same."""
-    assert two_ranks.main(0, str(tmp_path / "one"), world_size=1) < 1e-6
-    rates = iter((0.02, 0.03))
-    monkeypatch.setattr(two_ranks, "MuonOptimizer", lambda p, **options: MuonOptimizer(p, lr=next(rates), **options))
-    assert two_ranks.main(0, str(tmp_path / "two"), world_size=1) > 1e-3
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert checks.sharded_difference() < 1e-6
+        rates = iter((0.02, 0.03))
+        monkeypatch.setattr(checks, "MuonOptimizer", lambda p, **options: MuonOptimizer(p, lr=next(rates), **options))
+        assert checks.sharded_difference() > 1e-3
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_fails_is_named(monkeypatch):
-    monkeypatch.setattr(checks.sys, "executable", "/bin/false")
+    monkeypatch.setattr(checks, "sharded_difference", cases.raise_on_last)
     finding = checks.check_two_ranks()
-    assert (finding.status, finding.detail) == ("wrong", "RuntimeError: rank 0 failed: exit status 1")
-
-
-def test_what_gloo_prints_is_not_the_result(tmp_path, monkeypatch):
-    """Gloo of torch 2.10 prints to stdout how many peers are connected."""
-    rank = tmp_path / "rank"
-    rank.write_text("#!/bin/sh\necho '[Gloo] Rank 0 is connected to 1 peer ranks.'\necho 'difference: 0.5'\n")
-    rank.chmod(0o755)
-    monkeypatch.setattr(checks.sys, "executable", str(rank))
-    finding = checks.check_two_ranks()
-    assert finding.detail.startswith("5.00e-01 between a sharded step")
+    assert (finding.status, finding.advice) == ("wrong", "Ranks must reach each other through the loopback interface.")
+    assert finding.detail == "RanksError: rank 1: ValueError: the last rank has a problem"
 
 
 def test_a_build_for_gpus_that_sees_none(no_processes, monkeypatch):
@@ -172,7 +170,10 @@ def test_settings_that_leave_a_gpu_unused(monkeypatch):
 def test_processes_that_do_not_end(monkeypatch):
     monkeypatch.setattr(checks, "PATIENCE_SECONDS", 0.05)
     finding = checks.check_two_ranks()
-    assert (finding.status, finding.detail) == ("wrong", "RuntimeError: the ranks did not end within 0.05 s")
+    assert (finding.status, finding.detail) == (
+        "wrong",
+        "RanksError: rank 0: it took longer than 0.05 s and was stopped",
+    )
     finding = checks.check_cpu_bf16()
     assert (finding.status, finding.detail) == ("warning", "unknown: the process did not end within 0.05 s")
 
@@ -186,7 +187,7 @@ def test_an_old_torch(monkeypatch):
 
 def test_no_path_of_the_user_is_shown(no_processes, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.setattr(checks.platform, "release", lambda: "6.1.2-somebody-s-machine")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.2-somebody-s-machine")
 
     def fails(*args: object) -> None:
         raise OSError("can't read /home/somebody/secret/file")

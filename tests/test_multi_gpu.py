@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from muon_fsdp.benchmarks.contestants import OURS
-from muon_fsdp.benchmarks.isolated import Place, RanksError
 from muon_fsdp.benchmarks.multi_gpu import MultiGpu, combine, table
+from muon_fsdp.benchmarks.ranks import Place, RanksError
 from muon_fsdp.benchmarks.sharded_contestants import OVERLAPPED, contestants
 from muon_fsdp.benchmarks.sharded_training import CPU_WORKLOADS, Workload
 from muon_fsdp.cli import multi_gpu
@@ -71,6 +71,14 @@ def test_a_contestant_that_fails_or_hangs_stops_no_other():
         assert (totals, first) == ([6, 6], 0)
     for error in cases.on_ranks(2, lambda ranks: ranks.run(cases.hang), limit=1.0):
         assert str(error)[len("rank 0: ") :] == "it took longer than 1 s and was stopped"
+
+
+def test_what_gloo_prints_is_not_on_stdout():
+    """`--json -` and `doctor --json` print JSON and nothing else."""
+    code = "from tests import multi_gpu_cases as cases; print(cases.on_ranks(1, lambda r: r.run(cases.print_as_gloo)))"
+    done = subprocess_run("-c", code)
+    assert (done.returncode, done.stdout) == (0, "[[44]]\n"), done.stderr
+    assert "[Gloo] Rank 0" in done.stderr
 
 
 class OneRank:

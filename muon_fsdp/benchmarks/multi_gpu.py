@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from muon_fsdp.benchmarks.contestants import OURS
-from muon_fsdp.benchmarks.isolated import Ranks, RanksError
 from muon_fsdp.benchmarks.live import LiveLine
+from muon_fsdp.benchmarks.ranks import Ranks, RanksError
 from muon_fsdp.benchmarks.sharded_contestants import contestants
 from muon_fsdp.benchmarks.sharded_training import Workload, measure, measure_network, workloads_on
 from muon_fsdp.text import plain_table

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.ranks import on_this_machine
 from muon_fsdp.cli.facts import ISA_VARIABLE, backends, best_device
-from muon_fsdp.cli.two_ranks import PREFIX
 from muon_fsdp.elementwise import find_other_muon_optimizer
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import (
@@ -291,40 +291,34 @@ def check_two_ranks() -> Finding:
 
 
 def _two_ranks() -> tuple[float, float, str]:
-    """Run `two_ranks.py` in two processes; see `_attempt` for what is returned."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
-    if platform.system() == "Linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        command = [sys.executable, "-m", "muon_fsdp.cli.two_ranks"]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), store],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            outputs = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in ranks]
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"the ranks did not end within {PATIENCE_SECONDS} s") from error
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill()
-                    rank.communicate()
-    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
-        if rank.returncode:
-            last = errors.strip().splitlines()[-1:] or [_exit(rank.returncode)]
-            raise RuntimeError(f"rank {number} failed: {last[0]}")
-    results = [line.removeprefix(PREFIX) for out, _ in outputs for line in out.splitlines() if line.startswith(PREFIX)]
-    return max(map(float, results)), 1e-5, "between a sharded step and one on a single device"
+    """Measure the difference on two ranks; see `_attempt` for what is returned."""
+    (found, *_) = on_this_machine(2, lambda ranks: ranks.run(sharded_difference), PATIENCE_SECONDS, "gloo")
+    return max(found), 1e-5, "between a sharded step and one on a single device"
+
+
+def sharded_difference() -> float:
+    """Compare two sharded steps with the same steps on one device. Every rank calls this function.
+
+    Returns:
+        The largest difference between the weights.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((9, 16), (16, 8), (8, 8))
+    whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    sharded = [nn.Parameter(distribute_tensor(weight.detach().clone(), mesh, [Shard(0)])) for weight in whole]
+    optimizers = [MuonOptimizer(weights, strategy="owner", nesterov=True) for weights in (whole, sharded)]
+    for _ in range(2):
+        for weight, shard in zip(whole, sharded, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            shard.grad = distribute_tensor(weight.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    worst = 0.0
+    for weight, shard in zip(whole, sharded, strict=True):
+        assert isinstance(shard.data, DTensor)
+        worst = max(worst, float((shard.data.full_tensor() - weight.detach()).abs().max()))
+    return worst
 
 
 def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: str = REPORT) -> Finding:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import typer
 
-from muon_fsdp.benchmarks.isolated import Place, Ranks
 from muon_fsdp.benchmarks.multi_gpu import SHARED_GPU, MultiGpu
+from muon_fsdp.benchmarks.ranks import Place, Ranks
 from muon_fsdp.cli import facts
 from muon_fsdp.cli.output import fail, print_json
 

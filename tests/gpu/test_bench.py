@@ -9,10 +9,10 @@ import torch
 
 from muon_fsdp.benchmarks import first_step, orthogonalization, steps
 from muon_fsdp.benchmarks.contestants import OURS
-from muon_fsdp.benchmarks.isolated import Ranks
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
 from muon_fsdp.benchmarks.multi_gpu import combine
+from muon_fsdp.benchmarks.ranks import Ranks
 from muon_fsdp.benchmarks.sharded_contestants import OVERLAPPED
 from muon_fsdp.benchmarks.sharded_training import Workload, measure, measure_network
 from muon_fsdp.training.model import GPTConfig
