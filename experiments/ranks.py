@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.benchmarks.one_optimizer import Shapes
 from muon_fsdp.benchmarks.ranks import on_this_machine
-from muon_fsdp.benchmarks.steps import MODELS
+from muon_fsdp.benchmarks.steps import MODELS, Shapes
 from muon_fsdp.text import plain_table
 from muon_fsdp.timing import seconds
 

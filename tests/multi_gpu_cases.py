@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muon_fsdp.benchmarks.multi_gpu import CPU_WORKLOADS, measure
 from muon_fsdp.benchmarks.ranks import Ranks, RanksError, on_this_machine
-from muon_fsdp.benchmarks.sharded_training import CPU_WORKLOADS, measure
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any], limit: float = 120.0) -> list[Any]:

@@ -86,7 +86,7 @@ class Ranks:
         self._backend = backend
         # A new process then starts by a fork of a process that has imported PyTorch and has not used CUDA.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["muon_fsdp.benchmarks.sharded_training"])
+        self._context.set_forkserver_preload(["muon_fsdp.benchmarks.multi_gpu"])
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun opens the store itself
         if store is None:
             is_master = place.rank == 0 and not is_hosted

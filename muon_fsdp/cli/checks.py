@@ -1,4 +1,4 @@
-"""Run the self-tests of `muon-fsdp doctor`."""
+"""Run the self-tests of `muon-fsdp doctor`, and ask which kernels compute."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.machine import ISA_VARIABLE, backends, best_device
 from muon_fsdp.benchmarks.ranks import on_this_machine
-from muon_fsdp.cli.facts import ISA_VARIABLE, backends, best_device
 from muon_fsdp.elementwise import find_other_muon_optimizer
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import (
     KERNELS_VARIABLE,
+    Product,
     gluon_unusable,
     is_hopper,
     probe_gluon,
+    select,
     unusable,
 )
 from muon_fsdp.linalg.newton_schulz import orthogonalize
@@ -341,3 +343,28 @@ def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: st
 def _name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def kernel_choices(device: torch.device) -> list[dict[str, str]]:
+    """Return which kernel computes matrix products of typical sizes, and why."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    products = [
+        Product("symmetric", 12, 768, 768, 3072, dtype),
+        Product("multiply_add", 12, 768, 3072, 768, dtype),
+        Product("symmetric", 1, 4096, 4096, 4096, dtype),
+        Product("multiply_add", 1, 4096, 14336, 4096, dtype),
+        Product("symmetric", 128, 64, 64, 128, torch.float32),
+    ]
+    found = []
+    for product in products:
+        choice = select(product, device)
+        found.append(
+            {
+                "product": f"{product.operation} {product.num_matrices} x ({product.rows} x {product.inner} x "
+                f"{product.cols})",
+                "dtype": _name(product.dtype),
+                "kernel": choice.path or "chosen by timing at the first use",
+                "why": choice.reason,
+            }
+        )
+    return found
