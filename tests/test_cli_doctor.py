@@ -32,7 +32,7 @@ def only_processes(monkeypatch):
     ok = checks.Finding("self-test", "ok", "left out")
     monkeypatch.setattr(checks, "check_torch", lambda: ok)
     monkeypatch.setattr(checks, "check_settings", list)
-    monkeypatch.setattr(checks, "check_orthogonalization", list)
+    monkeypatch.setattr(checks, "check_orthogonalization", lambda dtype: ok)
     monkeypatch.setattr(checks, "check_step", lambda device: ok)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -119,12 +119,13 @@ def test_the_bf16_product_runs_in_a_process(monkeypatch):
 def test_two_ranks_are_tried(no_processes, only_processes, monkeypatch):
     finding = checks.check_two_ranks()
     assert finding.status == "ok", finding
-    monkeypatch.setattr(checks, "_two_ranks", lambda: (1.0, 1e-5, "off"))
+    monkeypatch.setattr(checks, "on_this_machine", lambda *_: [[1e-6, 1.0]])
     result = run("doctor", code=1)
-    assert "wrong    two ranks, gloo: 1.00e+00 off" in result.stdout
+    assert "wrong    two ranks, gloo: 1.00e+00 between a sharded step" in result.stdout
     assert result.stdout.endswith("Something is wrong: two ranks, gloo\n")
     monkeypatch.setattr(checks, "backends", lambda: {"gloo": False, "nccl": False})
-    assert checks.check_two_ranks().status == "warning"
+    *_, finding = checks.findings(quick=False)
+    assert (finding.name, finding.status) == ("two ranks", "warning")
 
 
 def test_a_rank_sees_a_difference(monkeypatch):
@@ -188,10 +189,10 @@ def test_no_path_of_the_user_is_shown(no_processes, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(platform, "release", lambda: "6.1.2-somebody-s-machine")
 
-    def fails(*args: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         raise OSError("can't read /home/somebody/secret/file")
 
-    monkeypatch.setattr(checks, "_step", fails)
+    monkeypatch.setattr(checks, "MuonOptimizer", fails)
     for args in (["--json"], []):
         text = run("doctor", "--quick", *args, code=1).stdout
         assert "somebody" not in text
