@@ -9,7 +9,7 @@ import torch
 
 from muon_fsdp.benchmarks import machine, multi_gpu
 from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizers
-from muon_fsdp.benchmarks.multi_gpu import CPU_WORKLOADS, Workload, combine, compare, ours_failed, table
+from muon_fsdp.benchmarks.multi_gpu import CPU_WORKLOADS, Workload, combine, ours_failed, table
 from muon_fsdp.benchmarks.ranks import Place, RanksError
 from muon_fsdp.training.model import GPTConfig
 from tests import multi_gpu_cases as cases
@@ -102,13 +102,13 @@ class OneRank:
 def test_figures_are_saved_after_every_contestant():
     saved, shown = [], []
     failing = {"torch.optim.Muon"}
-    figures = compare(OneRank(failing), "cpu", (), 1, lambda it: saved.append(json.dumps(it)), shown.append)
+    figures = multi_gpu.run(OneRank(failing), "cpu", (), 1, lambda it: saved.append(json.dumps(it)), shown.append)
     assert len(saved) == 1 + len(sharded_optimizers("cpu"))
     assert "models" not in json.loads(saved[0])
     assert list(json.loads(saved[2])["models"][0]["optimizers"]) == [OURS, OVERLAPPED]
     assert not ours_failed(figures)
-    assert shown[-1].splitlines()[-1] == "torch.optim.Muon: fails: rank 0: no memory"
-    assert ours_failed(compare(OneRank({OURS}), "cpu", (), 1, lambda _: None, shown.append))
+    assert shown[-1].rstrip().splitlines()[-1] == "torch.optim.Muon: fails: rank 0: no memory"
+    assert ours_failed(multi_gpu.run(OneRank({OURS}), "cpu", (), 1, lambda _: None, shown.append))
 
 
 def test_the_slowest_rank_counts():

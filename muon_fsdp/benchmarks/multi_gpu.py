@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizers
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import describe, free_memory, topology, without_home
-from muon_fsdp.benchmarks.ranks import Place, Ranks, RanksError
+from muon_fsdp.benchmarks.ranks import Ranks, RanksError
 from muon_fsdp.benchmarks.steps import WARM_UP
 from muon_fsdp.text import plain_table
 from muon_fsdp.timing import seconds
@@ -162,70 +162,52 @@ def _blocks(run: Callable[[], object], device: str, repeats: int) -> list[float]
 
 
 def run(
-    place: Place,
-    models: Sequence[str],
-    repeats: int,
-    save: Callable[[Mapping[str, Any]], None],
-    show: Callable[[str], None],
-) -> dict[str, Any]:
-    """Describe this machine, measure the network and every contestant on every model. Every rank calls this.
-
-    Args:
-        place: the place of this process in its job.
-        models: short names of the models to measure; none stands for all.
-        repeats: how many steps are timed for each figure.
-        save: called with all figures so far whenever there is a new one, on the first rank.
-        show: called with a text whenever a part has been measured, on the first rank.
-
-    Returns:
-        The figures, ready for JSON.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if place.rank:
-        return compare(Ranks(place, TIME_LIMIT), device, models, repeats, ignore, ignore)
-    machine = {
-        "date": date.today().isoformat(),
-        **without_home(describe()),
-        "ranks_per_machine": place.local_size,
-        "shares_gpu": place.shares_gpu,
-        "topology": topology(),
-    }
-    show(f"{machine['date']}, {place.size} ranks, {machine['devices'][-1]}, torch {torch.__version__}")
-    show(f"{SHARED_GPU}\n" if place.shares_gpu else "")
-    return compare(Ranks(place, TIME_LIMIT), device, models, repeats, save, lambda text: show(f"{text}\n"), machine)
-
-
-def ignore(_: object) -> None:
-    """Do nothing: ranks other than the first print and save nothing."""
-
-
-def compare(
     ranks: Ranks,
     device: str,
     models: Sequence[str],
     repeats: int,
     save: Callable[[Mapping[str, Any]], None],
     show: Callable[[str], None],
-    machine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure the network and every contestant on every model, as `run` does, on ranks that are given.
+    """Measure the network and every contestant on every model. Every rank calls this; only the first saves and shows.
+
+    Args:
+        ranks: all ranks of the job.
+        device: "cuda" or "cpu".
+        models: short names of the models to measure; none stands for all.
+        repeats: how many steps are timed for each figure.
+        save: called with all figures so far whenever there is a new one.
+        show: called with a text whenever a part has been measured.
 
     Returns:
-        The figures, those of `machine` included.
+        The figures, ready for JSON, with a description of the machine of this rank.
     """
-    figures: dict[str, Any] = {"world_size": ranks.place.size, "repeats": repeats, **(machine or {})}
-    live = LiveLine(None if ranks.place.rank == 0 else io.StringIO())
+    place = ranks.place
+    if place.rank:
+        save = show = _ignore
+    live = LiveLine(io.StringIO() if place.rank else None)
+    figures = {
+        "world_size": place.size,
+        "repeats": repeats,
+        "date": date.today().isoformat(),
+        **without_home(describe()),
+        "ranks_per_machine": place.local_size,
+        "shares_gpu": place.shares_gpu,
+        "topology": topology(),
+    }
+    show(f"{figures['date']}, {place.size} ranks, {figures['devices'][-1]}, torch {torch.__version__}")
+    show(f"{SHARED_GPU}\n" if place.shares_gpu else "")
     names: list[str] = ranks.from_first(list(sharded_optimizers(device)))
     live.show("network ...")
     try:
         speeds = ranks.run(measure_network, NETWORK_BYTES[device])
     except RanksError as failure:
         figures["network_note"] = f"fails: {failure}"
-        show(f"The network could not be measured: {failure}")
+        show(f"The network could not be measured: {failure}\n")
     else:
         if None not in speeds:
             figures["network_gigabytes_per_second"] = min(speeds)
-            show(f"network: the slowest rank sends {min(speeds):.3g} GB/s in an all-to-all")
+            show(f"network: the slowest rank sends {min(speeds):.3g} GB/s in an all-to-all\n")
     save(figures)
     entries = figures["models"] = []
     workloads = {name: it for name, it in workloads_on(device).items() if not models or name.split(",")[0] in models}
@@ -243,8 +225,12 @@ def compare(
                 entry["optimizers"][name] = combine(by_rank, workload)
             save(figures)
         live.clear()
-        show(table(entry))
+        show(f"{table(entry)}\n")
     return figures
+
+
+def _ignore(_: object) -> None:
+    """Do nothing."""
 
 
 def ours_failed(figures: Mapping[str, Any]) -> bool:

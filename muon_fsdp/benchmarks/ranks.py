@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 Result = TypeVar("Result")
 
-_GRACE_SECONDS = 2.0  # that a rank has to report its own error after another rank has failed
-_DIED = "its process died without a message"
+_GRACE_SECONDS = 1.0  # before a rank reports an error, which may follow from the death of a process of another rank
 _PATIENCE_SECONDS = 60.0  # that ranks wait for each other beyond the time limit
 
 
@@ -60,14 +59,6 @@ class Place:
     def shares_gpu(self) -> bool:
         """Return whether ranks of this machine share a GPU."""
         return 0 < torch.cuda.device_count() < self.local_size
-
-
-class _Reply(NamedTuple):
-    """The result of a function on one rank, or its error."""
-
-    result: Any = None
-    error: str | None = None
-    order: int = 0  # of errors: how many ranks had failed before; 0 for a process that died, which others suffer from
 
 
 class Ranks:
@@ -117,49 +108,44 @@ class Ranks:
             RanksError: a rank raised an error, died or exceeded the time limit. Every rank raises it.
         """
         self._calls += 1
-        reply = self._run_here(function, args)
-        self._store.set(f"{self._calls}/reply/{self.place.rank}", json.dumps(reply))
-        keys = [f"{self._calls}/reply/{rank}" for rank in range(self.place.size)]
+        failed = f"{self._calls}/error"
+        result, error = self._run_here(function, args, failed)
+        if error is not None:  # the first error counts: later ones are consequences, such as closed connections
+            self._store.compare_set(failed, "", f"rank {self.place.rank}: {error}")
+        self._store.set(f"{self._calls}/result/{self.place.rank}", json.dumps(result))
+        keys = [f"{self._calls}/result/{rank}" for rank in range(self.place.size)]
         self._store.wait(keys, timedelta(seconds=self._limit + _PATIENCE_SECONDS))
-        replies = [_Reply(*json.loads(self._store.get(key))) for key in keys]
-        failures = [(one.order, rank, one.error) for rank, one in enumerate(replies) if one.error is not None]
-        if failures:
-            _, rank, error = min(failures)  # later errors are consequences, such as closed connections
-            raise RanksError(f"rank {rank}: {error}")
-        return [one.result for one in replies]
+        if self._store.check([failed]):
+            raise RanksError(self._store.get(failed).decode())
+        return [json.loads(self._store.get(key)) for key in keys]
 
-    def _run_here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Reply:
-        """Call the function in a new process of this rank, and tell the other ranks at once if it fails."""
+    def _run_here(self, function: Callable[..., Any], args: tuple[Any, ...], failed: str) -> tuple[Any, str | None]:
+        """Call the function in a new process of this rank, until the time limit or until the store has `failed`.
+
+        Returns:
+            The result, and the error if there is one.
+        """
         ours, theirs = self._context.Pipe()
         join = (self.place, f"muon_fsdp bench/{self._calls}", self._limit, self._backend)
-        arguments = (theirs, join, function, args)
-        process = self._context.Process(target=_serve, args=arguments, daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, join, function, args), daemon=True)
         process.start()
         theirs.close()
+        deadline = time.monotonic() + self._limit
         try:
-            reply = self._wait(ours)
-            if reply.error is not None:
-                order = self._store.add(f"{self._calls}/failed", 1)
-                reply = reply if reply.error == _DIED else reply._replace(order=order)
+            while not ours.poll(0.1):
+                if time.monotonic() > deadline:
+                    return None, f"it took longer than {self._limit:g} s and was stopped"
+                if self._store.check([failed]):
+                    return None, None
+            result, error = ours.recv()
+            if error is not None:
+                time.sleep(_GRACE_SECONDS)
+            return result, error
+        except EOFError:
+            return None, "its process died without a message"
         finally:
             process.kill()
             process.join()
-        return reply
-
-    def _wait(self, connection: Connection) -> _Reply:
-        """Wait for the reply of a process until the time limit, or until another rank has failed."""
-        deadline, reason = time.monotonic() + self._limit, f"it took longer than {self._limit:g} s and was stopped"
-        another_failed = False
-        while not connection.poll(0.1):
-            if time.monotonic() > deadline:
-                return _Reply(error="another rank failed" if another_failed else reason)
-            if not another_failed and self._store.check([f"{self._calls}/failed"]):
-                another_failed = True
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        try:
-            return _Reply(*connection.recv())
-        except EOFError:
-            return _Reply(error=_DIED)
 
 
 def on_this_machine(
@@ -196,13 +182,14 @@ def _serve(
 ) -> None:
     """Join a process group as one rank, call the function, send its result or its error, and end this process."""
     os.dup2(2, 1)  # gloo of torch 2.10 prints to stdout, which holds only the results of the command
+    reply: tuple[Any, str | None]
     try:
         _join(*join)
-        reply = _Reply(function(*args))
+        reply = function(*args), None
         dist.barrier()  # a rank that leaves early would close connections that others still use
     except BaseException as error:
-        reply = _Reply(error=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
-    connection.send(tuple(reply))
+        reply = None, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    connection.send(reply)
     # The caller kills this process. If it ended by itself after an error, others would report closed connections.
     time.sleep(_PATIENCE_SECONDS)
     os._exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from muon_fsdp.cli.flags import command_with, option
-from muon_fsdp.cli.output import examples, fail, print_json
+from muon_fsdp.cli.output import fail, print_json
 from muon_fsdp.training.terminal import import_torch
 
 if TYPE_CHECKING:
     from muon_fsdp.benchmarks.run import Request
 
 TABLES = "orthogonalization,step,pair"
-EPILOG = examples(
-    "muon-fsdp bench",
-    "muon-fsdp bench --tables step --models gpt2-124m --rules normuon",
-    "muon-fsdp bench --tables orthogonalization --shapes 48x768x768,8x2048x2048 --json figures.json",
-    "torchrun --standalone --nproc-per-node 8 -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json",
-)
 ALSO_ON_RANKS = ("multi_gpu", "models", "repeats", "json")  # flags that --multi-gpu uses
 
 
@@ -104,7 +98,7 @@ def _run_on_ranks(flags: BenchFlags, device: str) -> None:
     import torch
 
     from muon_fsdp.benchmarks import multi_gpu
-    from muon_fsdp.benchmarks.ranks import Place
+    from muon_fsdp.benchmarks.ranks import Place, Ranks
 
     for field in fields(flags):
         if field.name not in ALSO_ON_RANKS and getattr(flags, field.name) != field.default:
@@ -118,9 +112,14 @@ def _run_on_ranks(flags: BenchFlags, device: str) -> None:
             "--multi-gpu measures the ranks of a job, and no launcher has started one. Run: torchrun --standalone "
             f"--nproc-per-node {count} -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json"
         )
-    show: Callable[[str], None] = multi_gpu.ignore if flags.json == "-" else print
-    save = partial(_save, path=flags.json)
-    figures = multi_gpu.run(place, models, flags.repeats or _default_repeats(device), save, show)
+    figures = multi_gpu.run(
+        Ranks(place, multi_gpu.TIME_LIMIT),
+        device,
+        models,
+        flags.repeats or _default_repeats(device),
+        partial(_save, path=flags.json),
+        (lambda text: None) if flags.json == "-" else print,
+    )
     if place.rank == 0 and flags.json == "-":
         print_json(figures)
     elif place.rank == 0:

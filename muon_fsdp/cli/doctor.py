@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from muon_fsdp.cli.output import examples, print_json, status
+from muon_fsdp.cli.output import print_json, status
 from muon_fsdp.training.terminal import Color, colored, import_torch, print_table
 
-EPILOG = examples("muon-fsdp doctor", "muon-fsdp doctor --quick", "muon-fsdp doctor --json > doctor.json")
 _COLORS: dict[str, Color] = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 

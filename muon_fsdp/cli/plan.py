@@ -6,23 +6,18 @@ import math
 import re
 
 from muon_fsdp.cli.flags import DTYPES, PlanFlags, command_with
-from muon_fsdp.cli.output import examples, fail, print_json, status
+from muon_fsdp.cli.output import fail, print_json, status
 from muon_fsdp.text import format_count
 from muon_fsdp.training.terminal import import_torch, print_table
 
 MOST_RANKS = 1 << 16
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-EPILOG = (
+ABOUT_TIME = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
     "--memory-bandwidth, and 0.1 ms for every transfer. FLOPs count symmetric products in full, although only half of "
     "each is computed. Counted this way, one H200 reached 1,000 to 1,030 TFLOP/s on matrices of 4096 rows, 850 to 880 "
     "on 2048 rows, and 580 to 660 on 768 rows (docs/performance.md).\n\n"
-) + examples(
-    "muon-fsdp plan --list",
-    "muon-fsdp plan llama-3-70b --mesh 8,64",
-    "muon-fsdp plan path/to/config.json --world-size 16 --routing",
-    "muon-fsdp plan my_package.models:build --world-size 8 --rule normuon --json",
 )
 
 
