@@ -22,7 +22,7 @@ from muon_fsdp.linalg.newton_schulz import Shifted, orthogonalize, orthogonalize
 pytest.importorskip("triton")
 
 from muon_fsdp.kernels import schedule, tables, triton_norms, triton_products, triton_rows, triton_spectral
-from muon_fsdp.kernels.tiles import TileConfig
+from muon_fsdp.kernels.launch import TileConfig
 from tests.comparisons import assert_same
 from tests.kernel_cases import DEVICE, error, kernels_fixture, poisoned, random, symmetric, unpacked  # noqa: F401
 

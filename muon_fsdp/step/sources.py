@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.declarations.state import State
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Member, Stage
