@@ -108,7 +108,7 @@ class CopiesSource:
         self._copies: dict[int, tuple[Mapping[int, State], Mapping[int, Tensor]]] = {}
         self._of_matrices: dict[int, Mapping[int, State]] = {}  # per-matrix state, until the stage has ended
 
-    def begun(self, stage: Stage) -> None:
+    def kept(self, stage: Stage) -> None:
         return None
 
     def open(self, stage: Stage) -> StageInputs:
@@ -208,10 +208,14 @@ class CopiesSource:
 class KeepingSink:
     """Keeps the results of the stages that run in backward, until `step()` uses or discards them.
 
+    Stages of element-wise rules never run there.
+
     Args:
         context: what the stages of the round have in common.
         results: by number of the stage, where its result goes, with a CUDA event after which it is written.
     """
+
+    applies = False
 
     def __init__(self, context: RoundContext, results: Mapping[int, Future[tuple[StageResult, Any]]]) -> None:
         self.failures = Failures()

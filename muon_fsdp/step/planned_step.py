@@ -196,12 +196,12 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, begun: Mapping[int, Callable[[], StageResult]]) -> Failures:
+    def run(self, inputs: StepInputs, kept: Mapping[int, Callable[[], StageResult]]) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
-            begun: for stages that ran in backward, by number: waits for the result and returns it.
+            kept: for stages that ran in backward, by number: waits for the result and returns it.
 
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
@@ -233,7 +233,7 @@ class PlannedStep:
             if self.matrices is not None and not has_begun:
                 self.matrices.begin(inputs.shards, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
-            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, begun)
+            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, kept)
             run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
             if self.matrices is not None:
                 self.matrices.finish(recorder)

@@ -20,6 +20,7 @@ from muon_fsdp.step.sources import StageInputs
 class Sink(Protocol):
     """Takes what the stages of one step, or of one backward, leave."""
 
+    applies: bool  # whether `finish` applies updates, where kernels may change state
     failures: Failures
     unproven: set[int]  # the numbers of stages whose rule has not been seen to write all of its updates
     samples: TakenSamples | None  # None in most steps on a GPU
@@ -59,6 +60,8 @@ class StepSink:
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None if this step takes none.
     """
+
+    applies = True
 
     def __init__(
         self,

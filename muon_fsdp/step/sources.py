@@ -204,8 +204,8 @@ class Source(Protocol):
     settings: Settings
     recorder: Recorder  # notes what the host does between launches, for a CUDA graph
 
-    def begun(self, stage: Stage) -> Callable[[], StageResult] | None:
-        """Return what waits for the result of a stage that ran in backward, and returns it; None for other stages."""
+    def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
+        """Return what waits for the result that backward has kept, and returns it; None if the stage starts anew."""
 
     def open(self, stage: Stage) -> StageInputs:
         """Return what a stage updates. It is called once, before anything else of the stage."""
@@ -242,7 +242,7 @@ class StepSource:
         recorder: notes what the host does between launches.
         random: draws the random numbers of rules.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
-        begun: for stages that ran in backward, by number: waits for the result and returns it.
+        kept: for stages that ran in backward, by number: waits for the result and returns it.
     """
 
     def __init__(
@@ -255,14 +255,14 @@ class StepSource:
         recorder: Recorder,
         random: RandomNumbers,
         matrices: MatrixStates | None,
-        begun: Mapping[int, Callable[[], StageResult]],
+        kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
         self.settings, self.recorder = settings, recorder
         self._inputs, self._fused, self._store, self._dtypes = inputs, fused, store, dtypes
-        self._random, self._matrices, self._begun = random, matrices, begun
+        self._random, self._matrices, self._kept = random, matrices, kept
 
-    def begun(self, stage: Stage) -> Callable[[], StageResult] | None:
-        return self._begun.get(stage.number)
+    def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
+        return self._kept.get(stage.number)
 
     def open(self, stage: Stage) -> StageInputs:
         return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._dtypes)
