@@ -204,18 +204,19 @@ def _make_lists(
     assert kernels is not None
     device = shards[fusable[0][1]].device
     partials, starts = _partials(stage, {position for _, position in fusable})
+    partials = {position: (0, shards[position].numel()) for _, position in fusable} | partials
     first_partials = torch.tensor(starts, dtype=torch.int32, device=device) if starts else None
     by_kind: dict[tuple[int, Any, bool], list[int]] = defaultdict(list)
     for group, position in fusable:
         # One tensor of another alignment would make its whole list load single elements.
-        _, numel = partials.get(position, (0, shards[position].numel()))
+        _, numel = partials[position]
         aligned = numel % ALIGNMENT == 0 and all(is_aligned(shards[position], inputs.gradients.get(position)))
         by_kind[(group, signature[position], aligned)].append(position)
     lists = []
     for (group, (parameter_dtype, gradient_dtype), _), positions in by_kind.items():
         numels = [shards[position].numel() for position in positions]
-        places = [partials.get(position, (0, numel)) for position, numel in zip(positions, numels, strict=True)]
-        chunks, aligned = make_chunks(numels, [numel for _, numel in places], [first for first, _ in places], device)
+        firsts, matrix_numels = zip(*[partials[position] for position in positions], strict=True)
+        chunks, aligned = make_chunks(numels, matrix_numels, firsts, device)
         slots = torch.tensor([stage.shard_slots[i].offset for i in positions], dtype=torch.int64, device=device)
         factor_chunks = None
         if matrices is not None and matrices.factors.multiplies(positions[0]):
@@ -252,15 +253,15 @@ def _partials(stage: Stage, fused: set[int]) -> tuple[dict[int, tuple[int, int]]
         or not all(view.in_memory_order for view in views.values())
     ):
         return {}, []
-    places: dict[int, tuple[int, int]] = {}
+    partials: dict[int, tuple[int, int]] = {}
     starts: list[int] = []
     count = 0
     in_batches = dict.fromkeys(m.unit for batch in stage.batches for m in batch.members)
     for position in (stage.units[unit].position for unit in in_batches):
         ((matrices, rows, cols),) = views[position].block_shapes
         numel = rows * cols
-        places[position] = count, numel
+        partials[position] = count, numel
         each = num_chunks(numel, numel)
         starts += [count + each * index for index in range(matrices)]
         count += each * matrices
-    return places, [*starts, count]
+    return partials, [*starts, count]
