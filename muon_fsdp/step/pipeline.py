@@ -223,7 +223,7 @@ class _StageRun:
             with _profiled("forwarded", stage):
                 buffer = exchange.finish_forward()
         with _profiled("apply", stage), loan:
-            kernels = self._rule.fused if self._inputs.fused.lists and self._sink.applies else None
+            kernels = self._rule.fused if self._inputs.fused and self._sink.applies else None
             if kernels is not None and kernels.state_in_apply and self._rule.needs_matrices:
                 loan.enter_context(self._borrowed())
             self._sink.finish(stage, self._inputs, buffer, updates)
@@ -256,15 +256,21 @@ class _StageRun:
         inputs, rule = self._inputs, self._rule
         if rule.needs_matrices:
             # Shards that travel without being updated are zeroed: garbage makes some directions raise.
-            idle = inputs.positions - inputs.fused.positions - set(inputs.listed)
+            idle = inputs.positions - inputs.fused_positions - set(inputs.listed)
             if idle:
                 torch._foreach_zero_([self.stage.shard_slots[i].of(buffer) for i in idle])
-        partials = inputs.fused.new_partials()
-        for each in inputs.fused.lists:
+        first_partials = inputs.fused[0].first_partials if inputs.fused else None
+        partials = None
+        if first_partials is not None:
+            num_partials = sum(len(each.chunks) for each in inputs.fused)
+            partials = torch.empty(num_partials, 2, dtype=torch.float32, device=buffer.device)
+        for each in inputs.fused:
             assert rule.fused is not None
-            rule.fused.prepare(inputs.groups[each.group], each.tensors, buffer, partials)
-        if partials is not None:
-            self._inverse_norms = inputs.fused.inverse_norms(partials)
+            rule.fused.prepare(inputs.groups[each.group], each, buffer, partials)
+        if first_partials is not None and partials is not None:
+            from muon_fsdp.kernels import triton_norms
+
+            self._inverse_norms = triton_norms.inverse_norms_of_partials(partials, first_partials)
         for group, listed in inputs.lists:
             gradients = [each.working_gradient() for each in listed]
             given = GivenStates(rule, [states[each.position] for each in listed])
@@ -303,10 +309,13 @@ class _StageRun:
 
     def _new_buffer(self) -> Tensor:
         """Return a buffer for the shards of the stage."""
-        fused, lists = self._inputs.fused, self._inputs.lists
-        like = fused.example if fused.example is not None else lists[0][1][0].shard
-        dtype = self._source.settings.staging_dtype(like.device.type, working_dtype(like.dtype))
-        return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
+        if self._inputs.fused:  # all shards of a stage have one device and one working precision
+            device, dtype = self._inputs.fused[0].chunks.device, self._inputs.fused[0].parameter_dtype
+        else:
+            shard = self._inputs.lists[0][1][0].shard
+            device, dtype = shard.device, shard.dtype
+        staging_dtype = self._source.settings.staging_dtype(device.type, working_dtype(dtype))
+        return torch.empty(self.stage.shard_numel, dtype=staging_dtype, device=device)
 
     def _directions(self, units: Tensor) -> Tensor:
         """Orthogonalize the units of this rank; units of parameters that take no part are left out."""

@@ -120,9 +120,9 @@ class StepSink:
         if matrices is not None:  # statistics read the weights that change now
             matrices.wait()
         factors = matrices.factors if matrices is not None and rule.multiplies_weights else None
-        for each in inputs.fused.lists:
+        for each in inputs.fused:
             assert rule.fused is not None
-            tensors = each.tensors if factors is None else each.with_factor_chunks()
+            tensors = each if factors is None else each.with_factor_chunks()
             rule.fused.apply(inputs.groups[each.group], tensors, buffer, None if factors is None else factors.flat())
         for group, listed in inputs.lists:
             positions, shards = [each.position for each in listed], [each.shard for each in listed]
