@@ -81,7 +81,7 @@ def test_the_line_of_a_terminal_is_overwritten(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "20")
     live = LiveLine()
-    live.begin("step", 1, 3, "1.3b")
+    assert next(live.each("step", [("1.3b", "shapes"), ("2b", ""), ("3b", "")])) == ("1.3b", "shapes")
     for _ in range(2):
         live.running("torch.optim.Muon")
     live.note("dion", "broken")

@@ -211,8 +211,7 @@ def run(
     save(figures)
     entries = figures["models"] = []
     workloads = {name: it for name, it in workloads_on(device).items() if not models or name.split(",")[0] in models}
-    for number, (model, workload) in enumerate(workloads.items(), start=1):
-        live.begin("multi-gpu", number, len(workloads), model)
+    for model, workload in live.each("multi-gpu", workloads.items()):
         entry: dict[str, Any] = {"model": model, "optimizers": {}, "notes": {}}
         entries.append(entry)
         for name in names:
