@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.comm.transfers import StageExchange, local
+from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.transfers import StageExchange
 
 SETTINGS = ("step", "backward")
 

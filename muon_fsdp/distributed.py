@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from muon_fsdp.comm.transfers import gather_full, like, local, scatter_full
+from muon_fsdp.comm.dtensors import like, local
+from muon_fsdp.comm.transfers import gather_full, scatter_full
 
 __all__ = ["gather_full", "like", "local", "scatter_full"]

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import PerParameter
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.comm import transfers
+from muon_fsdp.comm import dtensors
 from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.distributed_cases import OPTIONS, full_state, lay_out, make_model, train
 
@@ -35,12 +35,12 @@ def missing_gradients(layout: str, missing_on: str, rule: str = "muon") -> None:
         for name in affected:
             parameters[name].grad = None
 
-    held = [name for name in affected if transfers.local(parameters[name]).numel() > 0]
+    held = [name for name in affected if dtensors.local(parameters[name]).numel() > 0]
     assert held, f"rank {dist.get_rank()} holds nothing of {affected}, so there is nothing to compare"
 
     def snapshot() -> dict[str, dict[str, Tensor]]:
         state = {name: {"weight": parameters[name].detach(), **optimizer.state[parameters[name]]} for name in held}
-        return {name: {key: transfers.local(v).clone() for key, v in one.items()} for name, one in state.items()}
+        return {name: {key: dtensors.local(v).clone() for key, v in one.items()} for name, one in state.items()}
 
     before = snapshot()
     optimizer.step()
@@ -68,7 +68,7 @@ def zero_equals_missing() -> None:
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [transfers.local(value) for state in optimizer.state.values() for value in state.values()]
+    return [dtensors.local(value) for state in optimizer.state.values() for value in state.values()]
 
 
 def not_finite_on_one_rank(policy: str) -> tuple[str, float]:
@@ -206,8 +206,8 @@ def sets_that_overlap(sets: list[tuple[Any, tuple[Placement, ...], int]]) -> Non
             for p in parameters.values():
                 p.grad = p.detach().clone()
             optimizer.step()
-    found = {name: transfers.local(p) for name, p in sharded.items()}
-    expected = {name: transfers.local_part(whole[name], p) for name, p in sharded.items()}
+    found = {name: dtensors.local(p) for name, p in sharded.items()}
+    expected = {name: dtensors.local_part(whole[name], p) for name, p in sharded.items()}
     assert_near(found, expected, atol=1e-5)
 
 

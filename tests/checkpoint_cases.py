@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from tests.comparisons import assert_same
 
 OPTIMIZERS = [MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer]

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from tests.comparisons import assert_same
 from tests.distributed_cases import batch, full_state, lay_out, make_model, shard, sharded_state, train
 
@@ -294,7 +294,7 @@ def ddp_counts() -> tuple[int, int]:
     dist.all_gather(gathered, weights)
     assert_same(gathered, [weights] * len(gathered), "weights, by rank")
     plan = optimizer._current_plan().plan
-    return plan.num_matrices, optimizer.plan_report().num_matrices
+    return sum(batch.count for stage in plan.stages for batch in stage.batches), optimizer.plan_report().num_matrices
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

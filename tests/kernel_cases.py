@@ -10,7 +10,7 @@ from torch import nn
 
 from muon_fsdp.kernels import launch, products, triton_elementwise, triton_norms, triton_products, triton_rows
 from muon_fsdp.kernels.tiles import TileConfig
-from muon_fsdp.linalg import damping, newton_schulz, rows
+from muon_fsdp.linalg import newton_schulz, scaling
 from muon_fsdp.step import fused
 
 select_module = sys.modules["muon_fsdp.kernels.select"]
@@ -52,7 +52,7 @@ def unpacked(line):
 @pytest.fixture(name="kernels_everywhere")
 def kernels_fixture(monkeypatch):
     """Use kernels for all that they can compute, on the CPU too; give the names of those launched."""
-    for module in (damping, fused, newton_schulz, rows):
+    for module in (fused, newton_schulz, scaling):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     if DEVICE == "cpu":
         choice = select_module.Choice("triton", TileConfig(64, 64, 64, 4, 2), "test")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import PerParameter
 from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.distributed_cases import OPTIONS, full_state, lay_out, make_model, train

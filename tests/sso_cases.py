@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.comm import transfers
+from muon_fsdp.comm.dtensors import layout_of
 from muon_fsdp.comm.process_groups import make_group
-from muon_fsdp.comm.transfers import layout_of
 from muon_fsdp.declarations.state import num_vectors
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.matrix_sets import make_sets
-from muon_fsdp.plan.outline import ParameterSpec
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.spectral import compute_spectral_norm
 from muon_fsdp.statistics import shard_products
 from muon_fsdp.statistics.top_singular import Survey

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.plan.costs import scratch_numel
 from muon_fsdp.plan.stages import Batch, Member, _computed_together
-from muon_fsdp.plan.staging import scratch_numel
 from muon_fsdp.rules import RULES, MatrixBatch, Muon, NorMuon, register
 from muon_fsdp.rules import muon as muon_module
 from muon_fsdp.step.pipeline import _StageRun

@@ -21,7 +21,7 @@ from muon_fsdp.cli.app import app
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.cli.loading import named_models
 from muon_fsdp.cli.planned import PlanOutput, estimate_time
-from muon_fsdp.plan import costs, outline
+from muon_fsdp.plan import outline, speeds
 from muon_fsdp.plan.report import fsdp_layout
 from muon_fsdp.plan.staging import HARDLY_LONGER
 from muon_fsdp.rules import RULES
@@ -131,7 +131,7 @@ def test_bytes_and_time_by_hand(folder):
     assert time["gather"] == pytest.approx(each / 4e9)
     assert time["elementwise"] == pytest.approx(24 * 2 * matrix / 1e9)
     whole = time["orthogonalize"] + time["elementwise"] + time["gather"] + time["scatter"]
-    late = costs.FIXED_SECONDS  # of every transfer
+    late = speeds.FIXED_SECONDS  # of every transfer
     assert time["step"] == pytest.approx(whole + 2 * late)  # one stage: there is nothing to overlap with
     assert (time["waiting"], time["overlapped"]) == (pytest.approx(2 * late), 0)
     staged = run("plan", "my_nets:squares", "--world-size", "4", "--json", *args, "--max-stage-bytes", "8KiB")
@@ -408,7 +408,7 @@ def test_experts_are_moved_only_if_that_is_faster(monkeypatch, mesh):
                 patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
             optimizer = MuonOptimizer(experts)
             report = optimizer.plan_report(mesh=mesh)
-            times[name] = estimate_time(optimizer, report, layout, costs.Speeds()).step
+            times[name] = estimate_time(optimizer, report, layout, speeds.Speeds()).step
     assert times["moved"] > 1.5 * times["kept"] or len(mesh) == 2
     assert times["chosen"] <= 1.02 * min(times.values())
 
@@ -433,7 +433,7 @@ def test_stages_are_fast_within_a_twentieth_of_the_device(name, world_size, devi
     assert chosen["assumed"]["device_memory"] == device_memory
 
 
-@pytest.mark.parametrize(("mesh", "milliseconds", "scratch"), [("8", 1.23, 125e6), ("2,4", 1.79, 125e6)])
+@pytest.mark.parametrize(("mesh", "milliseconds", "scratch"), [("8", 1.23, 125e6), ("2,4", 1.74, 125e6)])
 def test_gpt2_is_not_slowed_to_save_memory_that_nobody_lacks(mesh, milliseconds, scratch):
     """Stages that took no more than the smaller state saves made the step 1.92 and 2.27 ms long."""
     usual, small = (plan("gpt2-124m", "--mesh", mesh, "--device-memory", memory) for memory in ("80GiB", "1GiB"))
@@ -448,7 +448,7 @@ def test_stages_of_llama_overlap():
     chosen = plan("llama-3-8b", "--world-size", "64")
     fixed = plan("llama-3-8b", "--world-size", "64", "--max-stage-bytes", "256MiB")
     assert (chosen["num_stages"], fixed["num_stages"]) == (3, 1)
-    large = 2 * 14336 * 4096 / costs.BYTES_PER_SECOND  # seconds in which one large matrix reaches its owner
+    large = 2 * 14336 * 4096 / speeds.BYTES_PER_SECOND  # seconds in which one large matrix reaches its owner
     # Nothing can be computed before the first large matrix has arrived, and the last result travels alone.
     least = 2 * large * 63 / 64 + chosen["time"]["orthogonalize"] + chosen["time"]["elementwise"]
     assert least <= chosen["time"]["step"] <= 1.05 * least

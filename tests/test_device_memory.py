@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.device_memory import total_memory
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.plan import staging
-from muon_fsdp.plan.costs import DEVICE_MEMORY
+from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.step import shared_sets
 from tests.fault_cases import LIMIT, error_of, give_gradients, sharded
 from tests.pool import RankPool

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.plan.staging import Staging
+from muon_fsdp.plan.costs import Staging
 from tests import agreement_cases
 from tests import distributed_cases as cases
 from tests.pool import RankPool

@@ -224,7 +224,7 @@ def test_a_toy_statistic_is_one_object(ranks: RankPool):
     torch.testing.assert_close(w.detach(), start * start.sum())
 
 
-def last_rank_computes(units, holders, loads, wire_bytes):
+def last_rank_computes(units, holders, loads, bytes_per_element):
     """Assign every unit to the last rank, as a toy strategy."""
     last = max(loads)
     return [last] * len(units), {rank: float(rank == last) for rank in loads}
@@ -236,7 +236,8 @@ def with_toy_strategy(layout: str, rule: str) -> tuple[dict[str, torch.Tensor], 
         module, optimizer = cases.make(layout, rule, "owner")
         for number in range(4):
             cases.step(module, optimizer, number)
-        return cases.results(module, optimizer), optimizer._current_plan().plan.num_matrices
+        stages = optimizer._current_plan().plan.stages
+        return cases.results(module, optimizer), sum(batch.count for stage in stages for batch in stage.batches)
     finally:
         outline._assign = assign
 

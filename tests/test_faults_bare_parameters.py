@@ -31,7 +31,7 @@ from transformers import (
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.cli.loading import named_models
-from muon_fsdp.parameters.vocabulary import vocabulary_tables
+from muon_fsdp.parameters.facts import vocabulary_tables
 from tests.promises import promise
 from tests.routing_cases import LanguageModel, mlp, rules
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, migrate
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from tests.checkpoint_cases import FLATTENED, Make, assert_same_state, net, others, state_of, train
 from tests.comparisons import assert_near, assert_same
 from tests.pool import RankPool

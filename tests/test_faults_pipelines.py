@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from tests.comparisons import assert_changed, assert_near, assert_same
 from tests.pool import RankPool
 from tests.promises import promise

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from tests.comparisons import assert_changed, assert_same
 from tests.fault_cases import LIMIT, error_of, sharded
 from tests.fault_cases import give_gradients as give_sharded_gradients

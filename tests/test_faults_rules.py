@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
 from tests import graph_cases
 from tests.comparisons import assert_same

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.step import planned_step
 from tests.comparisons import assert_changed, assert_same
 from tests.fault_cases import LIMIT, backward, error_of, net, sharded

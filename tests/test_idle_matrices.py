@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.linalg import tangent
-from muon_fsdp.linalg.damping import damp
 from muon_fsdp.linalg.newton_schulz import inverse_norms
+from muon_fsdp.linalg.scaling import damp
 from tests import distributed_cases as cases
 from tests.comparisons import assert_same
 from tests.kernel_cases import DEVICE, kernels_fixture, random  # noqa: F401

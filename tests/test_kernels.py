@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muon_fsdp.comm.transfers import local_gradient
+from muon_fsdp.comm.dtensors import local_gradient
 from muon_fsdp.kernels import Addend, Choice, products
 from muon_fsdp.linalg import newton_schulz, sphere
 from muon_fsdp.linalg.newton_schulz import Shifted, orthogonalize, orthogonalize_shifted

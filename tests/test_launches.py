@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.linalg import damping, rows, sphere, tangent
+from muon_fsdp.linalg import scaling, sphere, tangent
 from muon_fsdp.rules import RULES, spectral_sphere
 from muon_fsdp.statistics import shard_products
 from muon_fsdp.step import fused, matrix_state
@@ -51,7 +51,7 @@ def no_samples(monkeypatch):
 def launches(monkeypatch, rule: str, **options) -> list[str]:
     """Return the names of what the third step launches, for three matrices of each of four shapes."""
     kernels: list[str] = []
-    for module in (damping, fused, rows, sphere, tangent, shard_products):
+    for module in (fused, scaling, sphere, tangent, shard_products):
         monkeypatch.setattr(module, "unusable", lambda device: None)
     for module in KERNELS:
         monkeypatch.setattr(module, "launch", lambda kernel, *args, **options: kernels.append(kernel.fn.__name__))

@@ -8,9 +8,10 @@ from torch.distributed.tensor import Shard
 
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, make_outline
+from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.packing import SHORT_RUN, Slot, make_copies, make_packing
 from muon_fsdp.plan.stages import make_plan
+from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 
 CPU = (torch.device("cpu"), torch.float32)
 

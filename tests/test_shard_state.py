@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.plan.buckets import make_buckets
+from muon_fsdp.plan.slices import make_buckets
 from tests import distributed_cases, fsdp_cases
 from tests import shard_state_cases as cases
 from tests.pool import RankPool

@@ -13,7 +13,7 @@ from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.linalg import sphere, tangent
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.parts import blocks_of
+from muon_fsdp.plan.matrix_sets import blocks_of
 from muon_fsdp.statistics import shard_products, top_singular
 from muon_fsdp.step import fused
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.linalg.subspaces import num_products
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.parts import blocks_of, segments_of
+from muon_fsdp.plan.matrix_sets import blocks_of, segments_of
 from tests import distributed_cases as cases
 from tests import sso_cases
 from tests.comparisons import assert_same

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from muon_fsdp.plan.costs import BYTES_PER_SECOND, DEVICE_MEMORY, FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
+from muon_fsdp.plan.speeds import BYTES_PER_SECOND, DEVICE_MEMORY, FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

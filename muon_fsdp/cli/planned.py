@@ -17,10 +17,11 @@ from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
 from muon_fsdp.parameters.routing_report import RoutingReport, RoutingRow
-from muon_fsdp.plan.costs import FIXED_SECONDS, Speeds
+from muon_fsdp.plan.costs import run_timeline
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.report import PlanReport, PlanRow, fsdp_layout, state_layout
-from muon_fsdp.plan.staging import SCRATCH_SHARE, run_timeline, scratch_limit
+from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
+from muon_fsdp.plan.staging import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
 from muon_fsdp.training.terminal import print_paragraph, print_table
@@ -117,10 +118,10 @@ def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout
             if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
                 moved += 2 * parameter.element_size() * parameter.numel()
     elementwise = moved / speeds.memory_bytes
-    gather = report.traffic.busiest_gather / speeds.network_bytes
-    scatter = report.traffic.busiest_scatter / speeds.network_bytes
-    weights = report.traffic.weights / speeds.network_bytes
-    orthogonalize = report.max_flops / speeds.flops
+    gather = speeds.send(report.traffic.busiest_gather)
+    scatter = speeds.send(report.traffic.busiest_scatter)
+    weights = speeds.send(report.traffic.weights)
+    orthogonalize = speeds.compute(report.max_flops)
     timeline = run_timeline(report.stages, speeds)
     busiest = max(report.flops_by_rank, key=report.flops_by_rank.__getitem__, default=0)
     overlapped = timeline.overlap(report.stages, speeds, busiest)
@@ -335,7 +336,7 @@ class PlanOutput:
     def _stages(self) -> str:
         """Return the number of stages, how far they overlap, and why every rank may compute everything."""
         report = self.report
-        in_flight = {stage.in_flight for stage in report.stages if stage.gathered or stage.scattered or stage.forwarded}
+        in_flight = {stage.in_flight for stage in report.stages if stage.traffic.sends}
         overlap = _OVERLAP[min(in_flight)] if in_flight else ", one after the other, as nothing is sent"
         text = f"{_numbered(report.num_stages, 'stage')}{overlap if report.num_stages > 1 else ''}."
         if self.flags.strategy == "auto" and any(row.strategy == "replicate" for row in report.rows):

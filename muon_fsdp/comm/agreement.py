@@ -28,6 +28,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import IntEnum
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -579,3 +580,24 @@ def _difference(first: Sequence[Any], second: Sequence[Any]) -> str:
         texts.append(f"{one[0]}: rank {rank} has {here}, rank {other_rank} has {there}")
     more = f"; and {len(texts) - 1} more" if len(texts) > 1 else ""
     return (texts[0] if texts else "no difference found") + more + remedy
+
+
+def twin(values: object, gradients: object) -> tuple[int, bool] | None:
+    """Compare values and gradients with those of one other rank: rank 0, or rank 1 on rank 0.
+
+    Returns:
+        The other rank, and whether its gradients are equal too; None if its values differ, or if it does not answer
+        within a second.
+    """
+    if is_pretended():
+        return None
+    store, me = shared_store(), my_rank()
+    number, own = next_meeting("twins"), (str(fingerprint(values)), str(fingerprint(gradients)))
+    store.set(f"twins/{number}/{me}", json.dumps(own))
+    other = 1 if me == 0 else 0
+    try:
+        store.wait([f"twins/{number}/{other}"], timedelta(seconds=1))
+    except RuntimeError:
+        return None
+    theirs = json.loads(store.get(f"twins/{number}/{other}"))
+    return (other, theirs[1] == own[1]) if theirs[0] == own[0] else None

@@ -7,7 +7,7 @@ import os
 import torch
 
 from muon_fsdp.comm.process_groups import num_ranks
-from muon_fsdp.plan.costs import DEVICE_MEMORY
+from muon_fsdp.plan.speeds import DEVICE_MEMORY
 
 
 def total_memory(device: torch.device) -> int:

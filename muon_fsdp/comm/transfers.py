@@ -18,134 +18,20 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.comm.dtensors import layout_of, local, local_part
 from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
-from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
-from muon_fsdp.plan.layout import Box, Layout, box_of, local_layout
 from muon_fsdp.plan.packing import Copies, Packing
 from muon_fsdp.plan.stages import Stage, make_gather_stage
-
-__all__ = ["gather_full", "like", "local", "scatter_full"]
 
 # A collective that is running, and its process group. `destroy_process_group` drops the group, and gloo would wait for
 # the collective, which other ranks may never join.
 _Work: TypeAlias = tuple[dist.Work, dist.ProcessGroup]
 STAGES_IN_FLIGHT = 2  # stages that use one phase's buffers in turn: a buffer is reused after this many stages
-
-
-# --------------------------------------------------------------------------------------------- tensors and layouts
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, which shares its memory; return a plain tensor unchanged."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # `to_local` makes a new view of a parameter, which takes microseconds. A step asks for thousands of parameters.
-    return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
-
-
-def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
-    """Return the layout of a parameter: its ranks, the shape of its mesh, and its placements.
-
-    A plain tensor is replicated over `replica_ranks`. Without these, or if DDP was told to ignore the parameter, it
-    belongs to this rank alone.
-    """
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
-    if replica_ranks is not None and is_replica(parameter):
-        return Layout(replica_ranks, (len(replica_ranks),), local_layout(0).placements)
-    return local_layout(my_rank())
-
-
-def is_replica(parameter: Tensor) -> bool:
-    """Return whether a replicate group, if there is one, holds replicas of a parameter."""
-    return not isinstance(parameter, DTensor) and not getattr(parameter, "_ddp_ignored", False)
-
-
-def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:
-    """Return the layout of every parameter. Equal layouts are the same object, which makes planning fast."""
-    known: dict[Layout, Layout] = {}
-    return [known.setdefault(layout, layout) for layout in (layout_of(p, replica_ranks) for p in parameters)]
-
-
-def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor with the parameter's layout whose local tensor is `part`, without communication.
-
-    Args:
-        parameter: a DTensor or a plain tensor.
-        part: a tensor of the shape of the parameter's local tensor.
-
-    Returns:
-        A DTensor that shares the memory of `part`; `part` itself if the parameter is a plain tensor.
-    """
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def can_take_part(value: Tensor, parameter: Tensor) -> bool:
-    """Return whether `local_part` can return this rank's shard of `value` without communication."""
-    if not isinstance(value, DTensor):
-        return True
-    if isinstance(parameter, DTensor):
-        return layout_of(value, None) == layout_of(parameter, None)
-    return value.device_mesh.size() == 1
-
-
-def local_part(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of `value` that belongs to this rank's shard of the parameter, without communication.
-
-    Args:
-        value: of the parameter's whole shape: a plain tensor, or a DTensor with the parameter's layout.
-        parameter: a DTensor or a plain tensor.
-    """
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return local(value)
-    return value[own_box(parameter).within(Box((0,) * parameter.ndim, tuple(parameter.shape)))]
-
-
-def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Return this rank's part of a gradient in the layout of its parameter; redistributes it if its layout differs."""
-    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        # For example partial sums under tensor parallelism, whose sum may overflow in half precision.
-        precise: DTensor = grad.to(working_dtype(grad.dtype))  # type: ignore[assignment]
-        grad = precise.redistribute(placements=parameter.placements)
-    return local_values(grad)
-
-
-def local_values(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor. If it is an AsyncCollectiveTensor, wait for its collective."""
-    part = local(tensor)
-    # An AsyncCollectiveTensor has no data pointer for kernels; cloning it waits for its collective.
-    return part if type(part) in (Tensor, nn.Parameter) else part.clone()
-
-
-def sum_over_axis(values: Tensor, mesh: DeviceMesh, axis: int) -> None:
-    """Sum values in place over the ranks along one axis of a mesh."""
-    dist.all_reduce(values, group=mesh.get_group(axis))
-
-
-def own_box(tensor: DTensor) -> Box:
-    """Return the box of the whole tensor that this rank holds, also after the process group was destroyed."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return box_of(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
-
-
-# ------------------------------------------------------------------------------------------------------- transfers
 
 
 class Transfer:
@@ -405,3 +291,8 @@ def of_all(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
     table[sorted(ranks).index(my_rank())] = numbers
     dist.all_reduce(table, group=group_of(ranks, numbers.device, purpose))
     return table
+
+
+def sum_over_axis(values: Tensor, mesh: DeviceMesh, axis: int) -> None:
+    """Sum values in place over the ranks along one axis of a mesh."""
+    dist.all_reduce(values, group=mesh.get_group(axis))

@@ -87,7 +87,7 @@ def rescale_rows(
     beta2: float,
     eps: float,
 ) -> None:
-    """Do the same as `muon_fsdp.linalg.rows.rescale_rows` with kernels."""
+    """Do the same as `muon_fsdp.linalg.scaling.rescale_rows` with kernels."""
     count, rows, cols = matrices.shape
     each = triton.cdiv(rows, ROWS)
     aligned = cols % ALIGNMENT == 0 and all(is_aligned(matrices))

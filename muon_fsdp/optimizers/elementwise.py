@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import like, local, local_gradient, local_part, sum_over_axis
+from muon_fsdp.comm.dtensors import like, local, local_gradient, local_part
+from muon_fsdp.comm.transfers import sum_over_axis
 from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, meant_name, number, suggestion
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels import on_device

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from muon_fsdp.comm.transfers import local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, meant_name, suggestion
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.parameters.names import clean_name

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from muon_fsdp.comm.dtensors import layouts_of
 from muon_fsdp.comm.process_groups import Ranks, is_destroyed
-from muon_fsdp.comm.transfers import layouts_of
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
 

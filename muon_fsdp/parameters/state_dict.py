@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.transfers import can_take_part, like, local, local_part, own_box
+from muon_fsdp.comm.dtensors import can_take_part, like, local, local_part, own_box
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others

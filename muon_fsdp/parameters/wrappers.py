@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from muon_fsdp.comm.agreement import twin
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.comm.twins import twin
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.text import first_names, warn_user

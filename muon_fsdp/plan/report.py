@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.plan.buckets import make_buckets
+from muon_fsdp.plan.costs import Load, StageCost, Staging, Traffic, load_of, peak_bytes, stage_cost
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit, make_outline
+from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.settings import Settings
-from muon_fsdp.plan.slices import UpdateSlices
-from muon_fsdp.plan.staging import StageCost, Staging, peak_bytes, smallest_bound, stage_cost
+from muon_fsdp.plan.slices import UpdateSlices, make_buckets
+from muon_fsdp.plan.staging import smallest_bound
+from muon_fsdp.plan.units import ParameterSpec, Unit
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
 
@@ -43,27 +44,6 @@ class PlanRow:
     gather_bytes: int
     scatter_bytes: int
     flops: float
-
-
-@dataclass
-class Traffic:
-    """Bytes of a step. Owners receive in a gather and send in a scatter; peers exchange results in an all-gather."""
-
-    gathered: dict[int, int] = field(default_factory=dict)  # received by each rank
-    scattered: dict[int, int] = field(default_factory=dict)  # sent by each rank
-    # What the rank with the largest shards sends in the gather and receives in the scatter, with evenly spread owners.
-    shards_sent: int = 0
-    shards_received: int = 0
-    forwarded: int = 0  # what it sends, and also receives, in all-gathers
-    weights: int = 0  # what a rank receives of weights after a step with `shard_state=True`
-
-    @property
-    def busiest_gather(self) -> int:
-        return max(self.shards_sent, *self.gathered.values(), 0)
-
-    @property
-    def busiest_scatter(self) -> int:
-        return max(self.shards_received, *self.scattered.values(), 0) + self.forwarded
 
 
 @dataclass(frozen=True)
@@ -204,41 +184,61 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
     """Plan the parameters that are orthogonalized, and sum up the plan."""
     matrices = [spec for spec in specs if spec.view is not None and math.prod(spec.shape) > 0]
     outlines = make_outline(matrices, max_stage_bytes=settings.max_stage_bytes, strategy=settings.strategy)
-    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, list[_PlannedUnit]]]] = defaultdict(list)
+    by_shape: dict[tuple[object, ...], list[tuple[ParameterSpec, Load]]] = defaultdict(list)
     layouts = {id(spec.layout): spec.layout for spec in matrices}
-    loads: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
-    traffic = Traffic(dict.fromkeys(loads, 0), dict.fromkeys(loads, 0))
-    costs = []
+    flops: dict[int, float] = {rank: 0.0 for layout in layouts.values() for rank in layout.ranks}
+    traffic = Traffic(dict.fromkeys(flops, 0), dict.fromkeys(flops, 0))
+    stages: list[StageCost] = []
     for outline in outlines:
-        units = defaultdict(list)
-        slices, of_position = UpdateSlices(outline), {spec.position: spec for spec in outline.specs}
-        if any(unit.owner is not None for unit in outline.units):
-            traffic.forwarded += (slices.num_peers - 1) * slices.slice_numel(0) * outline.specs[0].wire_bytes
-        for unit in outline.units:
-            kept = slices.kept(unit, of_position[unit.position]) if unit.owner is not None else 0
-            units[unit.position].append(_PlannedUnit(unit, kept))
-            costs.append(unit.flops)
-            for rank in outline.ranks if unit.owner is None else (unit.owner,):
-                loads[rank] += unit.flops
-        for spec in outline.specs:
-            by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, units[spec.position]))
-    rows = tuple(_row(members, traffic) for members in by_shape.values())
+        loads, cost = _exact_cost(outline)
+        stages.append(cost)
+        for spec, load in zip(outline.specs, loads, strict=True):
+            by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, load))
+        traffic.shards_sent += cost.traffic.shards_sent
+        traffic.shards_received += cost.traffic.shards_received
+        traffic.forwarded += cost.traffic.forwarded
+        for owner, work in cost.flops_by_rank.items():
+            for rank in outline.ranks if owner is None else (owner,):
+                flops[rank] += work
+                traffic.gathered[rank] += cost.traffic.gathered[owner]
+                traffic.scattered[rank] += cost.traffic.scattered[owner]
     traffic.weights, weight_buffers = _gathered_weights(specs, settings.bucket_bytes)
-    bound = balance_bound(costs, len(loads))
+    units = [unit.flops for outline in outlines for unit in outline.units]
+    bound = balance_bound(units, len(flops))
     least_scratch_bytes, neediest = _neediest(outlines)
     return PlanReport(
-        num_ranks=len(loads),
+        num_ranks=len(flops),
         num_stages=len(outlines),
-        rows=rows,
-        flops_by_rank=loads,
-        balance=max(loads.values(), default=0.0) / bound if bound else 1.0,
+        rows=tuple(_row(members) for members in by_shape.values()),
+        flops_by_rank=flops,
+        balance=max(flops.values(), default=0.0) / bound if bound else 1.0,
         traffic=traffic,
-        stages=tuple(stage_cost(outline.loads, outline.staging) for outline in outlines),
+        stages=tuple(stages),
         neediest=neediest,
         least_scratch_bytes=least_scratch_bytes,
         weight_buffers=weight_buffers,
         repeated=_repeated(specs, matrices),
     )
+
+
+def _exact_cost(outline: StageOutline) -> tuple[Sequence[Load], StageCost]:
+    """Return the cost of the parameters of a stage, and of the stage.
+
+    The planner assumes how peers divide results, because it has not cut stages yet. Here the slices are known.
+    """
+    cost = stage_cost(outline.loads, outline.staging)
+    if cost.peers == 1:
+        return outline.loads, cost
+    slices, kept = UpdateSlices(outline), defaultdict[int, list[int]](list)
+    units = defaultdict[int, list[Unit]](list)
+    of_position = {spec.position: spec for spec in outline.specs}
+    for unit in outline.units:
+        units[unit.position].append(unit)
+        kept[unit.position].append(slices.kept(unit, of_position[unit.position]))
+    loads = [load_of(spec, units[spec.position], kept[spec.position]) for spec in outline.specs]
+    cost = stage_cost(loads, outline.staging)
+    cost.traffic.forwarded = (slices.num_peers - 1) * slices.slice_numel(0) * loads[0].bytes_per_element
+    return loads, cost
 
 
 def _neediest(outlines: Iterable[StageOutline]) -> tuple[int, tuple[int, ...]]:
@@ -268,9 +268,8 @@ def _repeated(specs: Sequence[ParameterSpec], matrices: Sequence[ParameterSpec])
     num_repeated = num_matrices = 0
     once = now = 0.0
     for spec in matrices:
-        slices, blocks = times[id(spec.layout)], spec.matrices.block_shapes
-        flops = sum(count * cost for (count, _, _), cost in zip(blocks, spec.block_flops, strict=True))
-        count = sum(count for count, _, _ in blocks)
+        slices, count = times[id(spec.layout)], spec.matrices.num_matrices
+        flops = spec.flops(spec.matrices)
         num_matrices += count
         num_repeated += count if slices > 1 else 0
         once, now = once + flops, now + slices * flops
@@ -303,14 +302,6 @@ def _gathered_weights(specs: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
     return received, max(map(sum, pairwise(buffers)))
 
 
-@dataclass(frozen=True)
-class _PlannedUnit:
-    """A unit with the number of elements of its results that its owner keeps instead of sending them."""
-
-    unit: Unit
-    kept: int
-
-
 def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
     """Return a lower bound of the busiest rank's load under any assignment of these costs."""
     ordered = sorted(costs, reverse=True)
@@ -322,48 +313,19 @@ def balance_bound(costs: Sequence[float], num_ranks: int) -> float:
     return bound
 
 
-def _row(members: Sequence[tuple[ParameterSpec, list[_PlannedUnit]]], traffic: Traffic) -> PlanRow:
-    """Sum up parameters of one shape and layout, and add the bytes of their all-to-alls to `traffic`."""
-    spec = members[0][0]
-    layout = spec.layout
-    units = [planned.unit for _, many in members for planned in many]
-    gathered, scattered = 0, 0
-    for planned in (planned for _, many in members for planned in many):
-        unit = planned.unit
-        gathers = _gathered(unit, layout, spec.shape)
-        gathered += sum(gathers)
-        for rank, gather in zip(layout.ranks if unit.owner is None else (unit.owner,), gathers, strict=True):
-            traffic.gathered[rank] += gather * spec.wire_bytes
-        if unit.owner is not None:
-            scattered += layout.num_replicas * unit.box.numel - planned.kept
-            traffic.scattered[unit.owner] += (unit.box.numel - planned.kept) * spec.wire_bytes
-    owners = {unit.owner for unit in units}
-    replicated = None in owners and len(layout.ranks) > 1
-    shards = len(members) * layout.largest_box(spec.shape) * spec.wire_bytes
-    num_ranks, others = len(layout.ranks), len(layout.ranks) // layout.num_replicas - 1
-    if gathered and replicated:
-        traffic.shards_sent += shards * others
-    elif gathered:  # to the owners in its own replica, of which it is one itself
-        traffic.shards_sent += shards * others // num_ranks
-    if scattered:  # its slice, from the owners in its own replica
-        traffic.shards_received += shards * others // num_ranks
+def _row(members: Sequence[tuple[ParameterSpec, Load]]) -> PlanRow:
+    """Sum up parameters of one shape and layout."""
+    spec, loads = members[0][0], [load for _, load in members]
+    units = [unit for load in loads for unit in load.units]
+    gathered, scattered = sum(load.gathered for load in loads), sum(load.scattered for load in loads)
+    is_replicated = any(load.is_replicated for load in loads)
     return PlanRow(
         spec.shape,
         len(members),
-        sum(unit.num_matrices for unit in units),
-        "local" if gathered + scattered == 0 and not replicated else "replicate" if replicated else "owner",
-        len(spec.layout.ranks) if replicated else len(owners),
-        gathered * spec.wire_bytes,
-        scattered * spec.wire_bytes,
+        sum(spec.matrices.num_matrices for spec, _ in members),
+        "replicate" if is_replicated else "owner" if gathered + scattered else "local",
+        len(spec.layout.ranks) if is_replicated else len({unit.owner for unit in units}),
+        gathered,
+        scattered,
         sum(unit.flops for unit in units),
     )
-
-
-def _gathered(unit: Unit, layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Count the elements of a unit that each rank that computes it gathers."""
-    size = unit.box.numel
-    boxes = layout.boxes(shape)
-    if unit.owner is None:
-        return [size - box.intersect(unit.box).numel for box in boxes]
-    held = boxes[layout.index_of[unit.owner]]
-    return [size - (held.numel if unit.box.shape == shape else held.intersect(unit.box).numel)]

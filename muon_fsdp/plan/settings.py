@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from muon_fsdp.declarations.option import Option, flag, integer
+from muon_fsdp.plan.costs import ONE_DEVICE_BYTES
 from muon_fsdp.plan.outline import STRATEGIES, Strategy
-from muon_fsdp.plan.staging import ONE_DEVICE_BYTES
 
 NonFinite = Literal["propagate", "skip", "raise"]
 Overlap = Literal["step", "backward"]

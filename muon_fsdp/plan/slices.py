@@ -1,17 +1,22 @@
-"""Divide the updates of a stage into slices: one for each of the ranks that hold the same shards.
+"""Divide buffers into equal slices, one per rank, that an all-gather completes.
 
-An owner that sent its results to every replica would pack a copy for each. Instead, ranks that hold the same shards
-(peers) divide their buffer of updates into slices, one per peer. An owner sends every element of its results once, to
-the peer whose slice it lies in, and one all-gather per set of peers completes the buffers.
+Updates: an owner that sent its results to every replica would pack a copy for each. Instead, ranks that hold the same
+shards (peers) divide their buffer of updates into slices, one per peer. An owner sends every element of its results
+once, to the peer whose slice it lies in, and one all-gather per set of peers completes the buffers.
+
+Weights: with `shard_state=True` weights are whole on every rank, and each rank updates its own rows of them. After a
+step, one all-gather per bucket of weights completes these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from muon_fsdp.plan.layout import Box, Layout, Shape
-from muon_fsdp.plan.outline import ParameterSpec, StageOutline, Unit
+from muon_fsdp.plan.outline import StageOutline
+from muon_fsdp.plan.units import ParameterSpec, Unit
 
 # A buffer holds many tensors; each begins at a multiple of this many elements, which kernels need to load vectors.
 SLOT_ALIGNMENT = 16
@@ -47,8 +52,6 @@ class UpdateSlices:
         """Return how many elements of a unit lie in the slice of its owner, which it does not send."""
         assert unit.owner is not None
         owner = self._layout.index_of[unit.owner]
-        if self.num_peers == 1 and unit.box.shape == spec.shape:  # thousands of parameters: no intersections
-            return spec.layout.boxes(spec.shape)[owner].numel
         return sum(part.intersect(unit.box).numel for part in self.parts(owner, spec))
 
     def parts(self, index: int, spec: ParameterSpec) -> Iterator[Box]:
@@ -119,3 +122,54 @@ def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tup
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     for offset, size in _boxes_of_range(shape[1:], start, stop):
         yield (row, *offset), (1, *size)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one weight in the slices of a bucket.
+
+    Args:
+        position: the number of the parameter among those of all groups.
+        shape: its whole shape.
+        offset: where its rows begin in the slice of every rank.
+        rows_per_rank: rows that a rank updates; the last ranks may have fewer, or none, as with `Shard(0)`.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    offset: int
+    rows_per_rank: int
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights of one precision on one device that one all-gather completes; every rank has a slice of equal size."""
+
+    weights: tuple[Rows, ...]
+    slice_numel: int
+
+
+def make_buckets(shapes: Iterable[tuple[int, tuple[int, ...]]], num_ranks: int, max_numel: int) -> list[Bucket]:
+    """Divide weights into buckets of at most `max_numel` elements, or one weight.
+
+    Args:
+        shapes: position and whole shape of every weight.
+        num_ranks: the ranks over which rows are sharded.
+        max_numel: the elements of a bucket on all ranks, with padding.
+    """
+    buckets: list[Bucket] = []
+    weights: list[Rows] = []
+    end = 0
+    for position, shape in shapes:
+        rows_per_rank = -(-shape[0] // num_ranks)
+        numel = aligned(rows_per_rank * math.prod(shape[1:]))
+        if weights and (end + numel) * num_ranks > max_numel:
+            buckets.append(Bucket(tuple(weights), end))
+            weights, end = [], 0
+        weights.append(Rows(position, shape, end, rows_per_rank))
+        end += numel
+    return [*buckets, Bucket(tuple(weights), end)] if weights else buckets

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.plan.costs import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
 from muon_fsdp.plan.layout import Box, Layout
-from muon_fsdp.plan.outline import NO_OPTIONS, ParameterSpec, StageOutline, Unit
+from muon_fsdp.plan.outline import StageOutline
 from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, make_packing
 from muon_fsdp.plan.slices import UpdateSlices, aligned
-from muon_fsdp.plan.staging import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
+from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec, Unit
 
 # Larger sets of ranks gather and scatter in one process group: every group has connections between all of its ranks.
 SCATTER_GROUP_RANKS = 16
@@ -101,12 +102,6 @@ class Exchange:
         """
         return "scatter" if len(self.ranks) <= SCATTER_GROUP_RANKS else ""
 
-    def elements_sent(self) -> int:
-        """Return the number of elements that this rank sends to others in all transfers."""
-        lists = zip(self.gather_send, self.scatter_send, strict=True)
-        sent = (p.numel for other, all_ in enumerate(lists) if other != self.me for pieces in all_ for p in pieces)
-        return sum(sent) + max(0, len(self.peers) - 1) * self.slice_numel
-
 
 @dataclass(frozen=True)
 class Packings:
@@ -142,6 +137,11 @@ class Stage:
         """Return what a profiler shows: the stage's number, its rule, and the shapes it orthogonalizes on this rank."""
         shapes = ", ".join(f"{batch.count}x{batch.rows}x{batch.cols}" for batch in self.batches)
         return f"stage {self.number} {self.rule} [{shapes}]"
+
+    @cached_property
+    def positions(self) -> frozenset[int]:
+        """Return the positions of all of its parameters."""
+        return frozenset(position for _, positions in self.positions_by_group for position in positions)
 
     @cached_property
     def packings(self) -> Packings:
@@ -231,11 +231,6 @@ class Plan:
     """The stages of one rank, in the order in which they run."""
 
     stages: tuple[Stage, ...]
-
-    @property
-    def num_matrices(self) -> int:
-        """Return the number of matrices that this rank orthogonalizes in a step."""
-        return sum(batch.count for stage in self.stages for batch in stage.batches)
 
 
 def make_plan(outlines: Iterable[StageOutline], rank: int) -> Plan:

@@ -12,7 +12,6 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, fraction, integer, number
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.kernels.tables import MUON_LAYOUT
-from muon_fsdp.linalg.damping import damp
 from muon_fsdp.linalg.newton_schulz import (
     ORTHOGONALIZATIONS,
     Request,
@@ -20,7 +19,7 @@ from muon_fsdp.linalg.newton_schulz import (
     orthogonalize,
     orthogonalize_together,
 )
-from muon_fsdp.linalg.scaling import DEFAULT_SCALE, SCALE_MEANINGS, SCALE_NAMES, scale_named, update_scale
+from muon_fsdp.linalg.scaling import DEFAULT_SCALE, SCALE_MEANINGS, SCALE_NAMES, damp, scale_named, update_scale
 from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
 
 if TYPE_CHECKING:

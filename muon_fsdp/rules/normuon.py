@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from muon_fsdp.declarations.option import Option, fraction, number
 from muon_fsdp.declarations.state import PerMatrix
-from muon_fsdp.linalg.damping import damp
-from muon_fsdp.linalg.rows import rescale_rows
+from muon_fsdp.linalg.scaling import damp, rescale_rows
 from muon_fsdp.rules.base import MatrixBatch
 from muon_fsdp.rules.muon import Muon, orthogonalize_batches
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muon_fsdp.kernels import unusable
 from muon_fsdp.kernels.tables import FUSED_DTYPES, refuse_capture
-from muon_fsdp.plan.parts import Block
+from muon_fsdp.plan.matrix_sets import Block
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.triton_spectral import Multiplication, Operand

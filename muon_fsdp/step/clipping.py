@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, make_group, my_rank
-from muon_fsdp.comm.transfers import add_up, largest_of, local
+from muon_fsdp.comm.transfers import add_up, largest_of
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.linalg.fingerprints import NUM_SUMS, random_sums

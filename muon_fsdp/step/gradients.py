@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from muon_fsdp.comm.dtensors import layout_of, local, local_gradient, local_values
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.comm.transfers import layout_of, local, local_gradient, local_values
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.text import first_names

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group
-from muon_fsdp.comm.transfers import largest_of, local, of_all
+from muon_fsdp.comm.transfers import largest_of, of_all
 from muon_fsdp.declarations.state import PerMatrix, working_dtype
 from muon_fsdp.linalg.fingerprints import NUM_SUMS, hash_of, random_sums
 from muon_fsdp.parameters.records import ParameterRecord

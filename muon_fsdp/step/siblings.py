@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from muon_fsdp.comm.dtensors import is_replica
 from muon_fsdp.comm.process_groups import Ranks, is_pretended
-from muon_fsdp.comm.transfers import is_replica, largest_of, of_all
+from muon_fsdp.comm.transfers import largest_of, of_all
 from muon_fsdp.parameters.records import ParameterRecord
 
 

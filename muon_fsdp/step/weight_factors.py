@@ -12,9 +12,8 @@ from torch import Tensor
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.kernels.tables import cut_into_chunks
 from muon_fsdp.plan.layout import Box
-from muon_fsdp.plan.matrix_sets import MatrixClass
-from muon_fsdp.plan.outline import ParameterSpec
-from muon_fsdp.plan.parts import local_parts, segments_of
+from muon_fsdp.plan.matrix_sets import MatrixClass, local_parts, segments_of
+from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import RULES
 
 FactorKind: TypeAlias = Literal["matrix", "rows", "columns", "elements"]

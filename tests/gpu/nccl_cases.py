@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.comm.transfers import StageExchange, local
+from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.kernels.recorder import CudaSegments
 from muon_fsdp.plan import outline
+from muon_fsdp.plan.costs import Staging
 from muon_fsdp.plan.settings import CudaGraph
-from muon_fsdp.plan.staging import Staging
 from muon_fsdp.rules import RULES, MatrixBatch
 from tests.fault_cases import error_of
 
@@ -127,7 +128,7 @@ def once(cuda_graph: CudaGraph) -> tuple[list[float], int, dict[str, Tensor]]:
     weights = {name: p.full_tensor().detach().cpu() for name, p in repeated.items() if isinstance(p, DTensor)}
     assert len(weights) == 4, weights.keys()
     _alive.append(optimizer)
-    return losses, planned.plan.num_matrices, weights
+    return losses, sum(batch.count for stage in planned.plan.stages for batch in stage.batches), weights
 
 
 def replicas_that_differ(what: str) -> str:

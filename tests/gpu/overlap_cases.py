@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.comm.transfers import StageExchange, local
+from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.transfers import StageExchange
 from tests.comparisons import assert_same
 from tests.gpu.nccl_cases import Net, backward, sharded_net
 

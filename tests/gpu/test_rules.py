@@ -72,7 +72,7 @@ def test_statistics_on_a_stream_of_their_own_are_the_same(monkeypatch, cuda_grap
 @pytest.mark.parametrize("shape", [(4, 768, 3072), (3, 2304, 768), (2, 100, 333)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rows_are_rescaled_as_in_float64(shape, dtype):
-    from muon_fsdp.linalg.rows import rescale_rows
+    from muon_fsdp.linalg.scaling import rescale_rows
 
     sizes = torch.logspace(-2, 0, shape[1], device="cuda")[:, None]
     matrices = (torch.randn(shape, device="cuda") * sizes).to(dtype)
