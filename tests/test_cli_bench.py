@@ -81,7 +81,7 @@ def test_the_line_of_a_terminal_is_overwritten(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "20")
     live = LiveLine()
-    live.begin("step", 1, 3, "1.3b")
+    assert next(live.each("step", [("1.3b", "shapes"), ("2b", ""), ("3b", "")])) == ("1.3b", "shapes")
     for _ in range(2):
         live.running("torch.optim.Muon")
     live.note("dion", "broken")
@@ -175,7 +175,7 @@ def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(small, monkeypatch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_a_run_that_is_stopped_keeps_the_figures_so_far(small, monkeypatch, tmp_path):
+def test_a_run_that_is_stopped_has_saved_and_printed_the_figures_so_far(small, monkeypatch, tmp_path):
     file = tmp_path / "figures.json"
     real = steps.measure_pair
 
@@ -185,7 +185,9 @@ def test_a_run_that_is_stopped_keeps_the_figures_so_far(small, monkeypatch, tmp_
 
     monkeypatch.setattr(steps, "measure_pair", stopped)
     args = ["bench", "--repeats", "1", "--shapes", "1x8x8", "--rules", "", "--json", str(file)]
-    assert isinstance(CliRunner().invoke(app, args).exception, RuntimeError)
+    result = CliRunner().invoke(app, args)
+    assert isinstance(result.exception, RuntimeError)
+    assert "\n\nOne step; the floor is at the sustained rate\n" in result.stdout
     figures = json.loads(file.read_text())
     assert [len(figures[table]) for table in ("orthogonalization", "step", "pair")] == [1, 1, 1]
     assert list(tmp_path.iterdir()) == [file]

@@ -124,16 +124,15 @@ class PretendedWatch(Watch):
 
 
 def test_every_part_of_a_report_has_its_clocks():
-    saved = []
-    report = run.Report(PretendedWatch(None), lambda figures: saved.append(dict(figures)))
-    report.add("part", "title: ", iter([5]), str)
-    report.note("the end")
+    saved, shown = [], []
+    report = run.Report(PretendedWatch(None), lambda figures: saved.append(dict(figures)), shown.append)
+    report.add("part", "title", iter([5]), str)
     assert report.figures["part"] == [5]
     assert [figures["part"] for figures in saved] == [[5]] * len(saved)
     assert "gpu" in saved[-1]  # the last save has everything
     assert report.figures["gpu"]["part"]["max_power_watts"] == 699.9
     line = "GPU: SM clock 1755 MHz (lowest 1755), at most 700 W, at most 64 C, throttled: none"
-    assert report.text() == f"title: [5]\n{line}\n\nthe end"
+    assert shown == [f"title\n[5]\n{line}"]
 
 
 def test_the_program_ends_if_the_measurement_fails(fake_smi, monkeypatch):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TextIO
+from collections.abc import Iterable, Iterator
+from typing import TextIO, TypeVar
+
+Subject = TypeVar("Subject")
 
 
 class LiveLine:
@@ -20,12 +23,15 @@ class LiveLine:
         self._place = ""
         self._shown: set[str] = set()
 
-    def begin(self, table: str, number: int, count: int, subject: str) -> None:
-        """Set which part of a table is measured next, such as the third of nine shapes."""
-        self._place = f"{table} {number}/{count}: {subject}"
+    def each(self, table: str, subjects: Iterable[tuple[str, Subject]]) -> Iterator[tuple[str, Subject]]:
+        """Yield what a table measures, such as nine shapes with their names; the line says how far it is."""
+        all_subjects = list(subjects)
+        for number, (name, subject) in enumerate(all_subjects, start=1):
+            self._place = f"{table} {number}/{len(all_subjects)}: {name}"
+            yield name, subject
 
     def running(self, name: str) -> None:
-        """Show that this contestant is being measured on the subject of the last `begin`."""
+        """Show that this contestant is being measured on what `each` has yielded."""
         self.show(f"{self._place}, {name} ...")
 
     def show(self, text: str) -> None:

@@ -180,23 +180,18 @@ def run(
         show: called with a text whenever a part has been measured.
 
     Returns:
-        The figures, ready for JSON, with a description of the machine of this rank.
+        The figures, ready for JSON; on the first rank with a description of its machine.
     """
     place = ranks.place
+    figures: dict[str, Any] = {"world_size": place.size, "repeats": repeats}
     if place.rank:
-        save = show = _ignore
-    live = LiveLine(io.StringIO() if place.rank else None)
-    figures = {
-        "world_size": place.size,
-        "repeats": repeats,
-        "date": date.today().isoformat(),
-        **without_home(describe()),
-        "ranks_per_machine": place.local_size,
-        "shares_gpu": place.shares_gpu,
-        "topology": topology(),
-    }
-    show(f"{figures['date']}, {place.size} ranks, {figures['devices'][-1]}, torch {torch.__version__}")
-    show(f"{SHARED_GPU}\n" if place.shares_gpu else "")
+        live, save, show = LiveLine(io.StringIO()), _ignore, _ignore
+    else:
+        live = LiveLine()
+        figures |= {"date": date.today().isoformat(), **without_home(describe())}
+        figures |= {"ranks_per_machine": place.local_size, "shares_gpu": place.shares_gpu, "topology": topology()}
+        show(f"{figures['date']}, {place.size} ranks, {figures['devices'][-1]}, torch {torch.__version__}")
+        show(f"{SHARED_GPU}\n" if place.shares_gpu else "")
     names: list[str] = ranks.from_first(list(sharded_optimizers(device)))
     live.show("network ...")
     try:
@@ -211,8 +206,7 @@ def run(
     save(figures)
     entries = figures["models"] = []
     workloads = {name: it for name, it in workloads_on(device).items() if not models or name.split(",")[0] in models}
-    for number, (model, workload) in enumerate(workloads.items(), start=1):
-        live.begin("multi-gpu", number, len(workloads), model)
+    for model, workload in live.each("multi-gpu", workloads.items()):
         entry: dict[str, Any] = {"model": model, "optimizers": {}, "notes": {}}
         entries.append(entry)
         for name in names:

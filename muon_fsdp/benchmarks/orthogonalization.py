@@ -87,9 +87,8 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
     columns = [name + mode for name in contestants for mode in modes]
     shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
     failed_captures: dict[str, str] = {}
-    for number, (count, rows, cols) in enumerate(shapes, start=1):
-        shape = f"{count} x {rows} x {cols}"
-        setup.live.begin("orthogonalization", number, len(shapes), shape)
+    named = [(" x ".join(map(str, shape)), shape) for shape in shapes]
+    for name, (count, rows, cols) in setup.live.each("orthogonalization", named):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         matrices = torch.randn(count, rows, cols, device=device, dtype=dtype)
         all_series, notes = _prepare(contestants, modes, matrices, setup, failed_captures)
@@ -100,7 +99,7 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
         del all_series, matrices
         free_memory(device)
         yield {
-            "shape": shape,
+            "shape": name,
             "milliseconds": {column: times.get(column) for column in columns},
             "notes": notes,
             "floor_milliseconds": floor,

@@ -1,4 +1,4 @@
-"""Run the tables of `muon-fsdp bench` and return them as figures and as text."""
+"""Run the tables of `muon-fsdp bench`: figures for JSON, and texts as they are measured."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from muon_fsdp.benchmarks.throttling import Sample, Watch
 TABLES = ("orthogonalization", "step", "pair")
 
 Save = Callable[[Mapping[str, Any]], None]
+Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -34,91 +35,91 @@ class Request:
 
 
 class Report:
-    """The results of a run so far, as figures for JSON and as text; on a GPU with its clocks during each part.
+    """The results of a run, as figures for JSON and as text; on a GPU with its clocks during each part.
 
     Args:
         watch: samples the clocks of a GPU; None on a CPU.
         save: called with all figures so far whenever there are new ones, so that a run that is stopped loses little.
+        show: called with the text of each part once it has been measured.
     """
 
-    def __init__(self, watch: Watch | None, save: Save) -> None:
+    def __init__(self, watch: Watch | None, save: Save, show: Show) -> None:
         self.figures: dict[str, Any] = {}
-        self._texts: list[str] = []
-        self._watch, self._save = watch, save
+        self._watch, self._save, self._show = watch, save, show
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record what the GPU does while the body measures a part and adds its text, then add that, and save."""
+    def part(self, name: str) -> Iterator[list[str]]:
+        """Record what the GPU does while the body measures a part and adds its text to the list that is yielded."""
+        lines: list[str] = []
         watching: AbstractContextManager[list[Sample]] = self._watch.samples() if self._watch else nullcontext([])
         with watching as samples:
-            yield
+            yield lines
         if self._watch:
             summary = self._watch.summarize(samples)
             self.figures.setdefault("gpu", {})[name] = summary
-            self._texts[-1] += f"\n{throttling.show(summary)}"
+            lines.append(throttling.show(summary))
         self._save(self.figures)
+        self._show("\n".join(lines))
 
-    def add(self, name: str, title: str, entries: Iterator[Any], show: Callable[[Any], str]) -> None:
+    def add(self, name: str, title: str, entries: Iterator[Any], text: Callable[[Any], str]) -> None:
         """Measure one table and add it to the report.
 
         Args:
             name: the key of the table among the figures.
-            title: the text before it.
+            title: the line above it.
             entries: measures one part of the table after the other.
-            show: returns all parts as text.
+            text: returns all parts as text.
         """
-        with self.part(name):
+        with self.part(name) as lines:
             found = self.figures[name] = []
             for entry in entries:
                 found.append(entry)
                 self._save(self.figures)
-            self.note(title + show(found).rstrip())
-
-    def note(self, text: str) -> None:
-        """Add a text."""
-        self._texts.append(text)
-
-    def text(self) -> str:
-        """Return everything that was added, as text."""
-        return "\n\n".join(self._texts)
+            lines += [title, text(found).rstrip()]
 
 
-def run(device: str, request: Request, save: Save) -> tuple[dict[str, Any], str]:
-    """Measure the requested tables on a device, "cuda" or "cpu".
+def run(device: str, request: Request, save: Save, show: Show) -> dict[str, Any]:
+    """Measure the requested tables on a device.
 
     Args:
         device: "cuda" or "cpu".
         request: what to measure.
         save: called with the figures so far whenever there are new ones.
+        show: called with a text whenever a part has been measured.
 
     Returns:
-        The figures, ready for JSON, and the same figures as text tables.
+        The figures, ready for JSON.
     """
     if device == "cpu":
         torch.set_num_threads(request.threads)
-    live, report = LiveLine(), Report(Watch.of_gpu() if device == "cuda" else None, save)
+    live = LiveLine()
+
+    def show_part(text: str) -> None:
+        live.clear()
+        show(f"{text}\n")
+
+    report = Report(Watch.of_gpu() if device == "cuda" else None, save, show_part)
     machine = describe_run(device, request.threads)
     report.figures.update(machine, repeats=request.repeats)
-    report.note(show_run(machine))
+    show_part(show_run(machine))
     live.show("ceilings ...")
-    with report.part("ceilings"):
+    with report.part("ceilings") as lines:
         ceilings = Ceilings.measure(device)
         report.figures["ceilings"] = asdict(ceilings)
-        report.note(f"ceilings: {ceilings.show()}")
+        lines.append(f"ceilings: {ceilings.show()}")
     setup = Setup(device, ceilings, request.repeats, live)
     models = steps.models_on(device, request.models)
     if "orthogonalization" in request.tables:
-        title = "Orthogonalization, five steps; the floor is at the sustained rate\n"
+        title = "Orthogonalization, five steps; the floor is at the sustained rate"
         report.add("orthogonalization", title, orthogonalization.measure(setup, request.shapes), orthogonalization.show)
     if "step" in request.tables:
-        title = "One step; the floor is at the sustained rate\n"
+        title = "One step; the floor is at the sustained rate"
         report.add("step", title, steps.measure(setup, models, request.rules), steps.show)
     if "pair" in request.tables:
-        report.add("pair", "The element-wise pair\n", steps.measure_pair(setup), steps.show_pair)
+        report.add("pair", "The element-wise pair", steps.measure_pair(setup), steps.show_pair)
     if request.first_step and device == "cuda":
-        title = "The first step of a new process\n"
+        title = "The first step of a new process"
         report.add("first_step", title, steps.measure_first(setup, models), steps.show_first)
     elif request.first_step:
-        report.note("The first step of a new process: not measured, because no kernels are compiled on a CPU")
-    live.clear()
-    return report.figures, report.text()
+        show_part("The first step of a new process: not measured, because no kernels are compiled on a CPU")
+    return report.figures

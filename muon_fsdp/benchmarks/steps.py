@@ -211,8 +211,7 @@ def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = (
     """
     own, others = ours(setup.device, rules), optimizers(setup.device)
     other_rules = own.keys() - ours(setup.device).keys()
-    for number, (model, shapes) in enumerate(models.items(), start=1):
-        setup.live.begin("step", number, len(models), model)
+    for model, shapes in setup.live.each("step", models.items()):
         elements, flops = sum(r * c for r, c in shapes), sum(least_flops(r, c) for r, c in shapes)
         figures, notes = _measure_each(setup, {**own, **others}, shapes, may_fail=list(others))
         for name, one in figures.items():
@@ -269,8 +268,7 @@ def measure_pair(setup: Setup) -> Iterator[dict[str, Any]]:
         copy of the bytes that a step has to move.
     """
     sizes = PAIR_SIZES if setup.device == "cuda" else CPU_PAIR_SIZES
-    for number, (name, shapes) in enumerate(sizes.items(), start=1):
-        setup.live.begin("pair", number, len(sizes), name)
+    for name, shapes in setup.live.each("pair", sizes.items()):
         parameters = sum(rows * cols for rows, cols in shapes)
         figures, _ = _measure_each(setup, PAIR, shapes)
         for one in figures.values():
@@ -308,8 +306,7 @@ def measure_first(setup: Setup, models: Mapping[str, Shapes]) -> Iterator[dict[s
     Yields:
         One entry per model: its name, and the times of the first process ("cold") and of the second ("warm").
     """
-    for number, (model, shapes) in enumerate(models.items(), start=1):
-        setup.live.begin("first step", number, len(models), model)
+    for model, shapes in setup.live.each("first step", models.items()):
         free_memory(setup.device)
         entry: dict[str, Any] = {"model": model}
         with tempfile.TemporaryDirectory() as cache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -86,11 +86,9 @@ def bench(flags: BenchFlags) -> None:
     if flags.multi_gpu:
         _run_on_ranks(flags, device)
         return
-    figures, text = run(device, _request(flags, device), partial(_save, path=flags.json))
+    figures = run(device, _request(flags, device), partial(_save, path=flags.json), _show(flags))
     if flags.json == "-":
         print_json(figures)
-    else:
-        print(text)
 
 
 def _run_on_ranks(flags: BenchFlags, device: str) -> None:
@@ -118,7 +116,7 @@ def _run_on_ranks(flags: BenchFlags, device: str) -> None:
         models,
         flags.repeats or _default_repeats(device),
         partial(_save, path=flags.json),
-        (lambda text: None) if flags.json == "-" else print,
+        _show(flags),
     )
     if place.rank == 0 and flags.json == "-":
         print_json(figures)
@@ -137,6 +135,11 @@ def _save(figures: Mapping[str, Any], path: str | None) -> None:
     partial = Path(f"{path}.partial")
     partial.write_text(dumps(figures, indent=1) + "\n")
     partial.replace(path)
+
+
+def _show(flags: BenchFlags) -> Callable[[str], None]:
+    """Return what prints a table as soon as it is measured, or nothing if stdout is for JSON alone."""
+    return (lambda text: None) if flags.json == "-" else partial(print, flush=True)
 
 
 def _default_repeats(device: str) -> int:

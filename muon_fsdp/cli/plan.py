@@ -46,12 +46,12 @@ def plan(flags: PlanFlags) -> None:
             fail(f"--{option.replace('_', '-')} {getattr(flags, option)} is not one of {', '.join(DTYPES)}")
     import_torch("muon-fsdp plan")
     from muon_fsdp.cli.loading import LoadingError
-    from muon_fsdp.cli.planned import PlanOutput
+    from muon_fsdp.cli.planned import PlannedStep
 
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
         try:
-            planned = PlanOutput.of(flags, mesh, rule, stage_bytes, device_memory)
+            planned = PlannedStep(flags, mesh, rule, stage_bytes, device_memory)
         except LoadingError as error:
             fail(str(error))
         except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters

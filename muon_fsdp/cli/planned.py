@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from muon_fsdp.cli.loading import load_model
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
-from muon_fsdp.parameters.routing_report import RoutingReport, RoutingRow
+from muon_fsdp.parameters.routing_report import RoutingRow
 from muon_fsdp.plan.costs import run_timeline
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.report import PlanReport, PlanRow, fsdp_layout, state_layout
@@ -34,32 +34,9 @@ _OVERLAP = {
 }
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the rank that holds the most, compared with AdamW for all parameters."""
-
-    weights: int
-    gradients: int
-    state: int
-    scratch: int  # an upper bound
-    least_scratch: int  # that of the parameter that needs the most, in a stage of its own
-    adamw_state: int
-    mean_weights: float  # mean over all ranks
-
-    @property
-    def total(self) -> int:
-        """Return the sum for the planned optimizer."""
-        return self.weights + self.gradients + self.state + self.scratch
-
-    @property
-    def adamw_total(self) -> int:
-        """Return the sum if AdamW updated every parameter."""
-        return self.weights + self.gradients + self.adamw_state
-
-
 def count_memory(
     model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout, of_state: Layout
-) -> Memory:
+) -> dict[str, float]:
     """Count the memory of the first rank, which has the largest shard of every parameter.
 
     Args:
@@ -68,42 +45,39 @@ def count_memory(
         report: its plan.
         layout: the layout of all parameters.
         of_state: the layout of their state.
+
+    Returns:
+        Bytes for JSON, beside those with AdamW for all parameters.
     """
-    weights = gradients = state = adamw_state = total = 0
+    weights = gradients = state = adamw_state = everywhere = 0
     for parameter in model.parameters():
         bytes_held = held_elements(parameter, layout) * parameter.element_size()
         weights += bytes_held
         gradients += bytes_held if parameter.requires_grad else 0
-        total += parameter.numel() * parameter.element_size() * layout.num_replicas
+        everywhere += parameter.numel() * parameter.element_size() * layout.num_replicas
     for record in optimizer._records():
         state += state_bytes(record.rule, record.tensor, record.view, of_state)
         adamw_state += state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
-    mean = total / len(layout.ranks)
-    return Memory(weights, gradients, state, report.scratch_bytes, report.least_scratch_bytes, adamw_state, mean)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "state": state,
+        "scratch": report.scratch_bytes,  # an upper bound
+        "least_scratch": report.least_scratch_bytes,  # of the parameter that needs the most, in a stage of its own
+        "adamw_state": adamw_state,
+        "mean_weights": everywhere / len(layout.ranks),  # over all ranks
+        "total": weights + gradients + state + report.scratch_bytes,
+        "adamw_total": weights + gradients + adamw_state,
+    }
 
 
-@dataclass(frozen=True)
-class Time:
-    """Seconds that the busiest rank spends in each part of a step, and in the whole step.
-
-    The step is the sum of its parts, less what overlaps.
-    """
-
-    orthogonalize: float
-    elementwise: float  # momentum, AdamW and weights, limited by device memory
-    gather: float
-    scatter: float
-    weights: float  # all-gather of the weights that other ranks have updated
-    waiting: float  # for other ranks that compute, send or receive more, and for transfers to start
-    overlapped: float  # the time of transfers in which the rank computes
-    step: float
-    num_stages: int
-
-
-def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds: Speeds) -> Time:
+def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds: Speeds) -> dict[str, float]:
     """Estimate the time of a step on the busiest rank.
 
     `of_state` is the layout of state and of what a rank updates.
+
+    Returns:
+        Seconds for JSON of each part of a step, and of the whole: the sum of its parts, less what overlaps.
     """
     moved = 0
     for group in optimizer.param_groups:
@@ -125,17 +99,18 @@ def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout
     timeline = run_timeline(report.stages, speeds)
     busiest = max(report.flops_by_rank, key=report.flops_by_rank.__getitem__, default=0)
     overlapped = timeline.overlap(report.stages, speeds, busiest)
-    return Time(
-        orthogonalize=orthogonalize,
-        elementwise=elementwise,
-        gather=gather,
-        scatter=scatter,
-        weights=weights,
-        waiting=timeline.seconds + overlapped - orthogonalize - gather - scatter,
-        overlapped=overlapped,
-        step=elementwise + timeline.seconds + weights,
-        num_stages=report.num_stages,
-    )
+    return {
+        "orthogonalize": orthogonalize,
+        "elementwise": elementwise,  # momentum, AdamW and weights, limited by device memory
+        "gather": gather,
+        "scatter": scatter,
+        "weights": weights,  # all-gather of the weights that other ranks have updated
+        # For other ranks that compute, send or receive more, and for transfers to start.
+        "waiting": timeline.seconds + overlapped - orthogonalize - gather - scatter,
+        "overlapped": overlapped,  # the time of transfers in which the rank computes
+        "step": elementwise + timeline.seconds + weights,
+        "num_stages": report.num_stages,
+    }
 
 
 def routing_summary(rows: Sequence[RoutingRow]) -> list[dict[str, Any]]:
@@ -150,61 +125,42 @@ def routing_summary(rows: Sequence[RoutingRow]) -> list[dict[str, Any]]:
     return sorted(summary, key=lambda routed: -routed["elements"])
 
 
-@dataclass(frozen=True)
-class PlanOutput:
-    """The optimizer step of a model on a mesh of ranks: its plan, and what it costs in memory and time."""
+class PlannedStep:
+    """The optimizer step of a model on a mesh of ranks: its plan, and what it costs in memory and time.
 
-    flags: PlanFlags
-    mesh: tuple[int, ...]  # (shards,) or (replicas, shards)
-    rule: str
-    max_stage_bytes: int | None  # None: chosen by the planner
-    device_memory: int  # total bytes of a device
-    model: nn.Module  # on the meta device
-    report: PlanReport
-    routes: RoutingReport
-    memory: Memory
-    time: Time
+    Args:
+        flags: all flags; those that are texts have been parsed, and follow.
+        mesh: (shards,) or (replicas, shards).
+        rule: the name of the rule for matrices.
+        max_stage_bytes: None means that the planner chooses.
+        device_memory: the total bytes of a device.
 
-    @classmethod
-    def of(cls, flags: PlanFlags, mesh: tuple[int, ...], rule: str, stage_bytes: int | None, memory: int) -> PlanOutput:
-        """Build the model on the meta device, plan its step, and estimate memory and time.
+    Raises:
+        LoadingError: the model can't be built.
+        ValueError, TypeError: the optimizer refuses an option, or a model without parameters.
+    """
 
-        Args:
-            flags: the others are those that have been parsed.
-            mesh: (shards,) or (replicas, shards).
-            rule: the name of the rule for matrices.
-            stage_bytes: the value of --max-stage-bytes.
-            memory: the total memory of a device.
-
-        Raises:
-            LoadingError: the model can't be built.
-            ValueError, TypeError: the optimizer refuses an option, or a model without parameters.
-        """
-        model = load_model(flags.model or "", _dtype(flags.dtype))
+    def __init__(
+        self, flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int | None, device_memory: int
+    ) -> None:
+        self.flags, self.mesh, self.rule = flags, mesh, rule
+        self.max_stage_bytes, self.device_memory = max_stage_bytes, device_memory
+        self.model = load_model(flags.model or "", _dtype(flags.dtype))
         optimizer = MuonOptimizer(
-            model,
+            self.model,
             rule=rule,
             strategy=flags.strategy,  # type: ignore[arg-type]  # checked by the optimizer
-            max_stage_bytes=stage_bytes,
+            max_stage_bytes=max_stage_bytes,
             comm_dtype=_dtype(flags.comm_dtype),
             shard_state=flags.shard_state,
         )
-        report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=memory)
+        self.report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=device_memory)
+        self.routes = optimizer.routing_report(full=True)
         layout = fsdp_layout(math.prod(mesh), mesh)
         of_state = state_layout(layout, shard_state=flags.shard_state)
         speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
-        return cls(
-            flags=flags,
-            mesh=mesh,
-            rule=rule,
-            max_stage_bytes=stage_bytes,
-            device_memory=memory,
-            model=model,
-            report=report,
-            routes=optimizer.routing_report(full=True),
-            memory=count_memory(model, optimizer, report, layout, of_state),
-            time=estimate_time(optimizer, report, of_state, speeds),
-        )
+        self.memory = count_memory(self.model, optimizer, self.report, layout, of_state)
+        self.time = estimate_time(optimizer, self.report, of_state, speeds)
 
     @property
     def num_elements(self) -> int:
@@ -250,8 +206,8 @@ class PlanOutput:
             "assumed": self.assumed,
             "routing": routing_summary(self.routes.rows),
             "warnings": self.routes.warnings,
-            "memory": {**asdict(self.memory), "total": self.memory.total, "adamw_total": self.memory.adamw_total},
-            "time": asdict(self.time),
+            "memory": self.memory,
+            "time": self.time,
             "shapes": [asdict(row) for row in report.rows],
             "num_stages": report.num_stages,
             "balance": report.balance,
@@ -354,31 +310,31 @@ class PlanOutput:
         """Print the memory of the fullest rank, with a note if some ranks hold much less."""
         memory = self.memory
         rows = [
-            ("weights", format_bytes(memory.weights), format_bytes(memory.weights)),
-            ("gradients", format_bytes(memory.gradients), format_bytes(memory.gradients)),
-            ("optimizer state", format_bytes(memory.state), format_bytes(memory.adamw_state)),
-            ("scratch, at most", format_bytes(memory.scratch), "0 B"),
-            ("sum", format_bytes(memory.total), format_bytes(memory.adamw_total)),
+            ("weights", format_bytes(memory["weights"]), format_bytes(memory["weights"])),
+            ("gradients", format_bytes(memory["gradients"]), format_bytes(memory["gradients"])),
+            ("optimizer state", format_bytes(memory["state"]), format_bytes(memory["adamw_state"])),
+            ("scratch, at most", format_bytes(memory["scratch"]), "0 B"),
+            ("sum", format_bytes(memory["total"]), format_bytes(memory["adamw_total"])),
         ]
         everywhere = f"{RULES[DEFAULT_OTHER_RULE].display_name} for all"
         print_table("Memory of the fullest rank", ("", "as planned", everywhere), rows)
         notes = []
-        if memory.total > memory.adamw_total:
-            notes.append(f"the sum is {format_bytes(memory.total - memory.adamw_total)} more than with AdamW.")
+        if memory["total"] > memory["adamw_total"]:
+            notes.append(f"the sum is {format_bytes(memory['total'] - memory['adamw_total'])} more than with AdamW.")
             if self.max_stage_bytes is None:
                 notes[0] += " Steps that need less scratch take longer: pass --max-stage-bytes to see one."
         limit = scratch_limit(self.device_memory)
-        if self.max_stage_bytes is None and memory.scratch > limit:
+        if self.max_stage_bytes is None and memory["scratch"] > limit:
             notes.append(
                 f"scratch exceeds its limit of {format_bytes(limit)}, {SCRATCH_SHARE:.0%} of --device-memory: a "
                 f"parameter of shape {format_shape(self.report.neediest)} alone needs "
-                f"{format_bytes(memory.least_scratch)}."
+                f"{format_bytes(memory['least_scratch'])}."
             )
-        if memory.weights > 1.2 * memory.mean_weights:
+        weights, mean = memory["weights"], memory["mean_weights"]
+        if weights > 1.2 * mean:
             notes.append(
-                f"the first rank holds {memory.weights / memory.mean_weights:.1f} times the mean of weights, as some "
-                "parameters have fewer rows (or experts) than there are shards. Fewer shards are more even: --mesh "
-                "REPLICAS,SHARDS."
+                f"the first rank holds {weights / mean:.1f} times the mean of weights, as some parameters have fewer "
+                "rows (or experts) than there are shards. Fewer shards are more even: --mesh REPLICAS,SHARDS."
             )
         for note in notes:
             print_paragraph(f"note: {note}")
@@ -386,18 +342,18 @@ class PlanOutput:
 
     def _show_time(self) -> None:
         """Print the estimated time of each part of a step, and the speeds that were assumed."""
-        rows = [
-            ("orthogonalize", format_seconds(self.time.orthogonalize)),
-            ("element-wise", format_seconds(self.time.elementwise)),
-            ("gather", format_seconds(self.time.gather)),
-            ("scatter", format_seconds(self.time.scatter)),
-        ]
-        if self.time.weights:
-            rows.append(("all-gather of weights", format_seconds(self.time.weights)))
-        rows.append(("waiting", format_seconds(self.time.waiting)))
-        if self.time.overlapped:
-            rows.append(("transfers during computation", format_seconds(-self.time.overlapped)))
-        rows.append(("step", format_seconds(self.time.step)))
+        time = self.time
+        parts = {
+            "orthogonalize": time["orthogonalize"],
+            "element-wise": time["elementwise"],
+            "gather": time["gather"],
+            "scatter": time["scatter"],
+            "all-gather of weights": time["weights"] or None,
+            "waiting": time["waiting"],
+            "transfers during computation": -time["overlapped"] or None,
+            "step": time["step"],
+        }
+        rows = [(name, format_seconds(seconds)) for name, seconds in parts.items() if seconds is not None]
         print_table("Time of the busiest rank, estimated", ("", "per step"), rows)
         assumed = self.assumed
         print_paragraph(
