@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import threading
+import time
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -256,6 +257,26 @@ def test_a_step_that_failed_before_backward_leaves_neither_zeros_nor_a_warning(m
         found.append(cases.contents(model, optimizer))
     assert_same(*found)
     assert cases.counts(optimizer) == (3, 1)
+
+
+def test_a_round_and_its_gradients_are_freed_at_once():
+    """Python looks for cycles too rarely: GPU memory does not count there."""
+    model, optimizer = cases.train_alone("backward")
+    gc.collect()
+    gc.disable()
+    try:
+        known = []
+        for step in range(5, 8):
+            backward(model, step)
+            known.append([weakref.ref(optimizer._planned.overlap._round), weakref.ref(model[0].weight.grad)])
+            optimizer.step()
+            optimizer.zero_grad()
+        deadline = time.monotonic() + 20  # the thread drops a round when it has ended
+        while any(each() is not None for pair in known for each in pair) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [[each() for each in pair] for pair in known] == [[None, None]] * 3
+    finally:
+        gc.enable()
 
 
 def test_hooks_and_thread_end_with_the_optimizer():

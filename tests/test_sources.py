@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import Counter
@@ -20,6 +21,7 @@ from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Stage
+from muon_fsdp.rules import RULES
 from muon_fsdp.rules.muon import MuonKernels
 from muon_fsdp.step import planned_step
 from muon_fsdp.step.sources import StateStore
@@ -57,34 +59,38 @@ class ToyStore(StateStore):
         """Do something to a working tensor that was taken back."""
 
     def stored(self, position: int, state: State) -> State:
-        return {**state, **{name: self._moment(position, name) for name in self._names(position)}}
+        return {**state, **{name: self._moment(position, name, state) for name in self._names(position)}}
 
-    def lend(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+    def lend(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
         assert not fused
         assert stage.number not in self.lent, "lent twice"
         self.lent.add(stage.number)
-        return self._decoded(stage, listed)
+        return self._decoded(stage, states, listed)
 
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
         self.lent.remove(stage.number)
         for position, state in lent.items():
             for name in self._names(position):
                 assert state[name].isfinite().all(), "used before it was fetched"
-                self._moment(position, name).copy_(self.encode(state[name]))
+                self._moment(position, name, states[position]).copy_(self.encode(state[name]))
                 self.return_lent(state[name])
 
-    def copies(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+    def copies(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
         assert not fused
-        decoded = self._decoded(stage, listed)
+        decoded = self._decoded(stage, states, listed)
         return {i: {name: value.clone() if name not in self._names(i) else value for name, value in state.items()}
                 for i, state in decoded.items()}  # fmt: skip
 
-    def _decoded(self, stage: Stage, positions: Sequence[int]) -> dict[int, State]:
+    def _decoded(self, stage: Stage, states: Mapping[int, State], positions: Sequence[int]) -> dict[int, State]:
         found = {}
         for position in positions:
-            found[position] = {name: local(value) for name, value in self.states[position].items()}
+            found[position] = {name: local(value) for name, value in states[position].items()}
             for name in self._names(position):
-                working = found[position][name] = self.decode(self._moment(position, name))
+                working = found[position][name] = self.decode(self._moment(position, name, states[position]))
                 with self._lock:
                     self._working[stage.number] += 1
                 weakref.finalize(working, self._forget, stage.number)
@@ -99,9 +105,9 @@ class ToyStore(StateStore):
     def _names(self, position: int) -> list[str]:
         return [spec.name for spec in self._records[position].rule.all_state if spec.is_sharded]
 
-    def _moment(self, position: int, name: str) -> Tensor:
+    def _moment(self, position: int, name: str, state: State) -> Tensor:
         if (position, name) not in self.moments:
-            live = local(self.states[position][name])
+            live = local(state[name])
             self.moments[position, name] = self.encode(live)
             live.fill_(torch.nan)
         return self.moments[position, name]
@@ -193,14 +199,16 @@ class LoggedStore(StateStore):
     log: ClassVar[list[tuple[str, int]]] = []
     open_loans: ClassVar[list[int]] = []
 
-    def lend(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+    def lend(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
         assert not listed
         assert fused
         self.open_loans.append(stage.number)
         self.log.append((stage.rule, len(self.open_loans)))
-        return super().lend(stage, listed, fused)
+        return super().lend(stage, states, listed, fused)
 
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
         self.open_loans.remove(stage.number)
 
 
@@ -223,3 +231,34 @@ def test_state_is_lent_to_apply_if_kernels_declare_it(monkeypatch, kernels_every
         assert sorted(LoggedStore.log) == [("adamw", 1), *[("muon", 1)] * (1 + in_apply)]
         assert not LoggedStore.open_loans
     assert optimizer.metrics().get("overlapped_stages", 0) == (overlap == "backward")
+
+
+def test_a_loan_ends_when_a_rule_raises(monkeypatch):
+    """Alone, step() raises at once; the state is taken back before that."""
+    monkeypatch.setattr(planned_step, "make_store", HostStore)
+    stores.clear()
+    optimizer = MuonOptimizer([nn.Parameter(torch.randn(8, 16))], lr=0.05)
+
+    def prepare(*_: object) -> None:
+        raise ArithmeticError("no momentum")
+
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    monkeypatch.setattr(type(RULES["muon"]), "prepare", prepare)
+    with pytest.raises(ArithmeticError, match="no momentum"):
+        optimizer.step()
+    assert not stores[0].lent
+
+
+def test_replaced_state_is_freed():
+    """Nothing keeps the state of the last step alive: users replace it to free memory."""
+    params = [nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16))]
+    optimizer = MuonOptimizer(params, lr=0.05, rule="normuon")
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    moments = [weakref.ref(optimizer.state[param]["momentum_buffer"]) for param in params]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    gc.collect()
+    assert [moment() for moment in moments] == [None, None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -57,6 +57,7 @@ class RoundContext:
         random: draws the random numbers of rules.
         store: keeps the state.
         inputs: those of the last step, without gradients; groups are live.
+        states: the optimizer's state by position.
         fused: the fused lists of the last step.
         device: where the stages run.
         stream: the CUDA stream on which they run; None on a CPU.
@@ -70,6 +71,7 @@ class RoundContext:
     random: RandomNumbers
     store: StateStore
     inputs: StepInputs
+    states: Mapping[int, State]
     fused: FusedStep
     device: torch.device
     stream: Any = None
@@ -83,30 +85,50 @@ class _Read(NamedTuple):
     options: Mapping[int, NotedOptions]
 
 
+class _Arrivals(dict[int, Arrival]):
+    """The gradients that have arrived, by position.
+
+    Args:
+        context: what stages need besides gradients; None if there are no stages.
+    """
+
+    def __init__(self, context: RoundContext | None) -> None:
+        super().__init__()
+        self._context = context
+
+    def has_readable(self, position: int) -> bool:
+        """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
+        assert self._context is not None
+        arrival, kinds = self.get(position), self._context.fused.signature[position]
+        return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
+
+    def read(self, position: int) -> Tensor | None:
+        """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
+        if not self.has_readable(position):
+            self.pop(position, None)  # `step()` finds that it was not used
+            return None
+        assert self._context is not None
+        return self._context.records[position].rows_of(self[position].read())
+
+
 class CopiesSource:
     """Lends stages copies of the state in backward, and notes what they have read.
 
     Args:
         context: what stages need besides gradients.
-        gradient: returns the local gradient of a parameter that has arrived; None, which stands for zeros, if none has.
+        arrivals: the gradients.
         sink: is told about a stage that can't read its state.
         changed: guards what `step()` asks for while a stage reads.
     """
 
-    def __init__(
-        self,
-        context: RoundContext,
-        gradient: Callable[[int], Tensor | None],
-        sink: KeepingSink,
-        changed: Condition,
-    ) -> None:
+    def __init__(self, context: RoundContext, arrivals: _Arrivals, sink: KeepingSink, changed: Condition) -> None:
         self.settings, self.recorder = context.settings, Recorder()
-        self._context, self._gradient, self._sink, self._changed = context, gradient, sink, changed
+        self._context, self._arrivals, self._sink, self._changed = context, arrivals, sink, changed
         self.started: set[int] = set()  # the stages that have read what they found, by number
         self._read: dict[int, _Read] = {}
         # Copies of state, and gradients, until the stage has prepared: tables of kernels know only addresses.
         self._copies: dict[int, tuple[Mapping[int, State], Mapping[int, Tensor]]] = {}
-        self._of_matrices: dict[int, Mapping[int, State]] = {}  # per-matrix state, until the stage has ended
+        self._of_matrices: dict[tuple[int, int], State] = {}  # per-matrix state by numbers of stage and batch
 
     def kept(self, stage: Stage) -> None:
         return None
@@ -124,10 +146,10 @@ class CopiesSource:
         context, rule, number = self._context, RULES[stage.rule], stage.number
         store, positions = context.store, sorted(stage.positions)
         # Noted before it is copied: a change between would go unnoticed.
-        state = NotedState({i: store.stored(i, store.states[i]) for i in positions})
+        state = NotedState({i: store.stored(i, context.states[i]) for i in positions})
         fused = {position for position in positions if context.fused.signature[position] is not None}
         listed = [position for position in positions if position not in fused]
-        copies = store.copies(stage, listed, fused)
+        copies = store.copies(stage, context.states, listed, fused)
         for position in positions:
             for spec in rule.all_state:
                 if spec.name not in copies[position]:
@@ -135,7 +157,7 @@ class CopiesSource:
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for noted in options.values():
             noted.get(NUM_UPDATES)  # random numbers depend on it
-        found = {position: self._gradient(position) for position in positions}
+        found = {position: self._arrivals.read(position) for position in positions}
         gradients = {i: grad.contiguous() if i in fused else grad for i, grad in found.items() if grad is not None}
         inputs = replace(context.inputs, groups=options, states=copies, gradients=gradients, updated=stage.positions)
         inputs_of_stage = stage_inputs(stage, inputs, context.fused.with_tables(stage, inputs), context.dtypes)
@@ -144,8 +166,8 @@ class CopiesSource:
             noted.forget("lr", "weight_decay")
         self._copies[number] = copies, gradients
         if rule.matrix_state and not rule.needs_weights:
-            names = [spec.name for spec in rule.matrix_state]
-            self._of_matrices[number] = {i: {name: copies[i][name] for name in names} for i in positions}
+            for index in range(len(stage.batches)):
+                self._of_matrices[number, index] = self._rows(stage, index, copies)
         self._read[number] = _Read(state, options)
         return inputs_of_stage
 
@@ -164,21 +186,25 @@ class CopiesSource:
         """Drop the copies."""
         del self._copies[stage.number]
 
+    def _rows(self, stage: Stage, number: int, states: Mapping[int, State]) -> State:
+        """Return the per-matrix state of a batch by name, given that of its parameters."""
+        batch, rows = stage.batches[number], {}
+        for spec in RULES[stage.rule].matrix_state:
+            parts = []
+            for member in batch.members:
+                unit = stage.units[member.unit]
+                view = self._context.records[unit.position].view
+                assert view is not None
+                first = unit.first_matrix(view, member.block)
+                span = spec.span(view, member.block, first + member.start, first + member.stop)
+                parts.append(states[unit.position][spec.name][span])
+            rows[spec.name] = torch.cat(parts).view(-1, *spec.shape_of_matrix(batch.rows, batch.cols))
+        return rows
+
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> None:
         """Give a batch copies of its per-matrix state. All of its members take part: else the stage is discarded."""
-        if stage.number in self._of_matrices:
-            states, rows = self._of_matrices[stage.number], {}
-            for spec in RULES[stage.rule].matrix_state:
-                parts = []
-                for member in members:
-                    unit = stage.units[member.unit]
-                    view = self._context.records[unit.position].view
-                    assert view is not None
-                    first = unit.first_matrix(view, member.block)
-                    span = spec.span(view, member.block, first + member.start, first + member.stop)
-                    parts.append(states[unit.position][spec.name][span])
-                shape = spec.shape_of_matrix(*batch.matrices.shape[1:])
-                rows[spec.name] = torch.cat(parts).view(-1, *shape)
+        rows = self._of_matrices.pop((stage.number, number), None)
+        if rows is not None:
             batch.state = NamedValues(stage.rule, "state", rows)
         group = stage.positions_by_group[0][0]
         of_step = self._context.inputs.groups[group].get(NUM_UPDATES, 0)
@@ -193,7 +219,7 @@ class CopiesSource:
                 same_groups = all(groups[g] is context.inputs.groups[g] for g, _ in stage.positions_by_group)
                 names = {spec.name for spec in RULES[stage.rule].all_state}
                 return same_groups and all(
-                    state is store.states[position] and names <= state.keys() for position, state in now.items()
+                    state is context.states[position] and names <= state.keys() for position, state in now.items()
                 )
             read = self._read.get(stage.number)
         if read is None:  # it could not read its state
@@ -266,12 +292,12 @@ class Round:
         self._context = context
         self._stage_of = {position: stage for stage in stages for position in stage.positions}
         self._changed = Condition()  # guards all that follows
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals = _Arrivals(context)
         self._is_complete = self._is_cancelled = False
         self._results: dict[int, Future[tuple[StageResult, Any]]] = {stage.number: Future() for stage in stages}
-        if context is not None:
+        if context is not None:  # what these objects know about the round must not be the round, which is freed at once
             self._sink = KeepingSink(context, self._results)
-            self._source = CopiesSource(context, self._gradient, self._sink, self._changed)
+            self._source = CopiesSource(context, self._arrivals, self._sink, self._changed)
         self._world = world_reference()
 
     @property
@@ -331,12 +357,12 @@ class Round:
     def has_read(self, position: int, grad: Tensor | None) -> bool:
         """Return whether a stage has used, or will use, the present gradient of a parameter."""
         with self._changed:
-            return self._is_readable(position) and self._arrivals[position].is_unchanged(grad)
+            return self._arrivals.has_readable(position) and self._arrivals[position].is_unchanged(grad)
 
     def has_arrived(self, position: int) -> bool:
         """Return whether the gradient of a parameter has arrived in time to be read."""
         with self._changed:
-            return self._is_readable(position)
+            return self._arrivals.has_readable(position)
 
     def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
         """Return whether a stage has read the present state and options, or will read them."""
@@ -422,20 +448,6 @@ class Round:
                 if self._is_cancelled:
                     return
             yield stage
-
-    def _is_readable(self, position: int) -> bool:
-        """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
-        assert self._context is not None
-        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
-        return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
-
-    def _gradient(self, position: int) -> Tensor | None:
-        """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
-        assert self._context is not None
-        if not self._is_readable(position):
-            self._arrivals.pop(position, None)  # `step()` finds that it was not used
-            return None
-        return self._context.records[position].rows_of(self._arrivals[position].read())
 
 
 class RoundThread:

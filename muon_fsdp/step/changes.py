@@ -153,12 +153,12 @@ def _event(part: Tensor) -> Any:
 
 
 class _Seen:
-    """A tensor of state or an option, as it was. As for gradients, its values are compared later, except on a GPU."""
+    """A tensor of state or an option, as it was. As for gradients, its values are compared later on a CPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._stamp = ref(tensor), _stamp(tensor)  # weak: state that is moved to the CPU frees its memory
         part = local(tensor)
-        self._values = None if part.is_cuda else part.clone()
+        self._values = part.clone() if part.device.type == "cpu" else None
 
     def is_unchanged(self, now: object) -> bool:
         """Return whether `now` is this tensor, with the values that it had."""

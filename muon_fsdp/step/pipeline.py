@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,16 +44,22 @@ def run_stages(stages: Iterable[Stage], source: Source, sink: Sink) -> None:
         source: lends each what it reads.
         sink: takes what each leaves.
     """
-    travelling = _Travelling()
-    for stage in stages:
-        run = _StageRun(stage, source, sink, travelling.count)
-        if run.travels:
-            travelling.add(run)
-        else:  # there is no transfer to overlap with: finish at once, which frees its memory
-            travelling.end_scatter()
-            for _ in range(4):
-                run.advance()
-    travelling.finish()
+    travelling, run = _Travelling(), None
+    try:
+        for stage in stages:
+            run = _StageRun(stage, source, sink, travelling.count)
+            if run.travels:
+                travelling.add(run)
+            else:  # there is no transfer to overlap with: finish at once, which frees its memory
+                travelling.end_scatter()
+                for _ in range(4):
+                    run.advance()
+        travelling.finish()
+    except BaseException:  # their buffers would stay until Python looks for cycles
+        for each in (run, *travelling.runs):
+            if each is not None:
+                each.close()
+        raise
 
 
 class _Travelling:
@@ -64,6 +70,11 @@ class _Travelling:
         self._gathering: _StageRun | None = None
         self._scattering: _StageRun | None = None
         self._forwarding: _StageRun | None = None
+
+    @property
+    def runs(self) -> tuple[_StageRun | None, ...]:
+        """Return the stages on their way."""
+        return self._gathering, self._scattering, self._forwarding
 
     def add(self, run: _StageRun) -> None:
         """Start a stage, compute the one that was gathered before, and pass on those before that."""
@@ -168,20 +179,28 @@ class _StageRun:
         self.in_flight = stage.in_flight
         self._is_proven = stage.number not in sink.unproven
         self._inverse_norms: Tensor | None = None
-        self._phases = self._run()
+        self._phases = self._start()
 
     def advance(self) -> None:
         """Run the next phase: up to the start of the gather, of the scatter, of the forward, and to the end."""
         next(self._phases, None)
 
-    def _run(self) -> Iterator[None]:
+    def close(self) -> None:
+        """Drop what the stage holds, because another one has failed."""
+        self._phases.close()
+
+    def _start(self) -> Generator[None, None, None]:
+        """Return the phases of the stage. State that was lent is taken back when it ends, in whatever way."""
+        with ExitStack() as loan:
+            yield from self._run(loan)
+
+    def _run(self, loan: ExitStack) -> Iterator[None]:
         """Take the stage through its phases; each but the last ends with a transfer that was started."""
         stage, exchange, starts_anew = self.stage, None, self._kept is None
         # A stage that ran in backward has read the state too: its result comes before `prepare` changes that.
         kept = self._kept() if self._kept is not None else None
         buffer = self._new_buffer() if self._rule.needs_matrices else torch.empty(0)
         updates: dict[int, Tensor] = {}  # of an element-wise rule
-        loan = ExitStack()
 
         def prepare() -> None:
             self._prepare(loan.enter_context(self._borrowed()), buffer, updates)
@@ -221,8 +240,8 @@ class _StageRun:
 
         if exchange is not None:
             with _profiled("forwarded", stage):
-                buffer = exchange.finish_forward()
-        with _profiled("apply", stage), loan:
+                buffer, exchange = exchange.finish_forward(), None
+        with _profiled("apply", stage):
             kernels = self._rule.fused if self._inputs.fused and self._sink.applies else None
             if kernels is not None and kernels.state_in_apply and self._rule.needs_matrices:
                 loan.enter_context(self._borrowed())

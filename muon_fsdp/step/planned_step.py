@@ -210,15 +210,15 @@ class PlannedStep:
         """
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
         self.random.fill(inputs.num_updates)
-        self.store.bind(inputs.states)
-        inputs = replace(inputs, states={i: self.store.stored(i, state) for i, state in inputs.states.items()})
+        states = inputs.states
+        inputs = replace(inputs, states={i: self.store.stored(i, state) for i, state in states.items()})
         has_begun = False
         if self.matrices is not None:
             self.matrices.fill(inputs)
             if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
                 self.matrices.begin(inputs.shards, Recorder(), failures)
                 has_begun, self._fused = True, None
-        fused = self._fuse(inputs)
+        fused = self._fuse(inputs, states)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
@@ -235,7 +235,8 @@ class PlannedStep:
             if self.matrices is not None and not has_begun:
                 self.matrices.begin(inputs.shards, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
-            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, kept)
+            shared = (self._dtypes, settings, recorder, random, matrices, kept)
+            source = StepSource(inputs, states, fused, self.store, *shared)
             run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
@@ -258,7 +259,7 @@ class PlannedStep:
             taken.has_residuals &= self.overlap.took_residuals
         self.samples.end_step(inputs.groups, taken)
         if self.overlap is not None:
-            self.overlap.begin(inputs, fused)
+            self.overlap.begin(inputs, states, fused)
         return failures
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
@@ -272,10 +273,10 @@ class PlannedStep:
         """Return the positions whose weights kernels can't multiply by factors, and why."""
         return self.matrices.factors.unfusable if self.matrices is not None else {}
 
-    def _fuse(self, inputs: StepInputs) -> FusedStep:
+    def _fuse(self, inputs: StepInputs, states: Mapping[int, State]) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs) or self.state_tensors.have_changed(inputs.states):
-            self.store.check(inputs.shards)
+            self.store.check(states, inputs.shards)
             rules = [record.rule for record in self.records]
             signature = signature_of(rules, inputs, self._fused, self._unfusable())
             self.state_tensors.accept(inputs.states)

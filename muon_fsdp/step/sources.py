@@ -103,9 +103,9 @@ def stage_inputs(
 class StateStore:
     """Keeps the `PerParameter` state of an optimizer, and lends it to one stage after another.
 
-    This one stores state as rules use it, in `optimizer.state`. Another way to store it is a subclass that overrides
-    all methods but `bind`, and `make_store` chooses it. Two threads may borrow at once, `step()` and backward, never
-    the same stage.
+    This one stores state as rules use it, in `optimizer.state`, which all methods get by position. Another way to store
+    it is a subclass that overrides all methods, and `make_store` chooses it. Two threads may borrow at once, `step()`
+    and backward, never the same stage.
 
     Args:
         records: one per parameter.
@@ -113,11 +113,6 @@ class StateStore:
 
     def __init__(self, records: Sequence[ParameterRecord]) -> None:
         self._records = records
-        self.states: Mapping[int, State] = {}  # `optimizer.state` of every parameter, by position
-
-    def bind(self, states: Mapping[int, State]) -> None:
-        """Take this as the state of every parameter from now on."""
-        self.states = states
 
     def stored(self, position: int, state: State) -> State:
         """Return the tensors that are stored for a parameter, given its `optimizer.state`.
@@ -126,11 +121,11 @@ class StateStore:
         """
         return state
 
-    def check(self, shards: Sequence[Tensor]) -> None:
+    def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
         """Raise if state is not on the device of its shard or has another shape; kernels would write elsewhere."""
         for record, shard in zip(self._records, shards, strict=True):
             for spec in record.rule.all_state:
-                state = local(self.states[record.position][spec.name])
+                state = local(states[record.position][spec.name])
                 shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
                 if state.shape != shape:
                     raise RuntimeError(
@@ -143,20 +138,25 @@ class StateStore:
                         f"{shard.device}: move the state back before step()"
                     )
 
-    def lend(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+    def lend(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
         """Lend a stage its state, until `take_back`.
 
         Args:
             stage: the stage.
+            states: the optimizer's state.
             listed: the parameters whose working tensors are returned: local tensors, which the stage changes.
             fused: the parameters whose stored tensors kernels change, at the addresses in their tables.
         """
-        return {i: _local_state(self._records[i], self.states[i]) for i in listed}
+        return {i: _local_state(self._records[i], states[i]) for i in listed}
 
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
         """Store what a stage has left in the tensors that were lent."""
 
-    def copies(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+    def copies(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
         """Return copies that a stage may change and nobody stores: of working tensors, and of stored ones if fused.
 
         They are on the device of their parameter, though somebody may have moved the state elsewhere.
@@ -164,7 +164,7 @@ class StateStore:
         found = {}
         for position in (*listed, *fused):
             # A copy of the dict: the user may clear it in another thread.
-            state = {n: value for n, value in dict(self.states[position]).items() if isinstance(value, Tensor)}
+            state = {n: value for n, value in dict(states[position]).items() if isinstance(value, Tensor)}
             device = local(self._records[position].tensor).device
             found[position] = {name: _copied(local(value), device) for name, value in state.items()}
         return found
@@ -244,6 +244,7 @@ class StepSource:
 
     Args:
         inputs: the tensors and options of the step.
+        states: the optimizer's state by position.
         fused: the fused lists of every stage; their tables are filled.
         store: keeps the state.
         dtypes: the working precision of every parameter.
@@ -257,6 +258,7 @@ class StepSource:
     def __init__(
         self,
         inputs: StepInputs,
+        states: Mapping[int, State],
         fused: FusedStep,
         store: StateStore,
         dtypes: Sequence[torch.dtype],
@@ -267,7 +269,7 @@ class StepSource:
         kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
         self.settings, self.recorder = settings, recorder
-        self._inputs, self._fused, self._store, self._dtypes = inputs, fused, store, dtypes
+        self._inputs, self._states, self._fused, self._store, self._dtypes = inputs, states, fused, store, dtypes
         self._random, self._matrices, self._kept = random, matrices, kept
 
     def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
@@ -277,10 +279,10 @@ class StepSource:
         return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._dtypes)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._store.lend(stage, inputs.listed, inputs.fused_positions)
+        return self._store.lend(stage, self._states, inputs.listed, inputs.fused_positions)
 
     def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        self._store.take_back(stage, lent)
+        self._store.take_back(stage, self._states, lent)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None
