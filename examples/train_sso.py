@@ -16,7 +16,7 @@ from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.linalg.sphere import RADIUS_MODES
 from muon_fsdp.linalg.tangent import LAMBDA_MODES
 from muon_fsdp.spectral import compute_spectral_norm, target_radius
-from muon_fsdp.training.data import load_tokens, split_tokens, training_batches
+from muon_fsdp.training.data import open_corpus, training_batches
 from muon_fsdp.training.model import GPT, preset
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         model, lr=args.lr, nesterov=True, radius_mode=radius_mode, lambda_mode=args.lambda_mode, adamw_lr=0.01
     )
     print(optimizer.routing_report())
-    tokens, _ = split_tokens(load_tokens(args.data), config.sequence_length)
+    tokens = open_corpus(args.data, config.sequence_length, byte_budget=8_000_000).train
     batches = training_batches(tokens, args.batch_size, config.sequence_length, torch.Generator().manual_seed(0))
     loss = torch.tensor(torch.inf)
     for step in range(1, args.steps + 1):

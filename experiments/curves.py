@@ -22,10 +22,10 @@ from pathlib import Path
 
 from experiments.plots import Curve, draw_curves
 from muon_fsdp.text import format_bytes
-from muon_fsdp.training.plugins import find_rule, load_plugins, plugins_in
+from muon_fsdp.training.config import default_options, parse
+from muon_fsdp.training.plugins import find_rule
 from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
-from muon_fsdp.training.rule_flags import default_options
 
 RATES = {"muon": ("0.01", "0.02", "0.04"), "adamw": ("0.001", "0.002", "0.004"), "sso": ("0.01", "0.02")}
 RATES["normuon"] = RATES["muon"]
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     more = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     args = parser.parse_args(arguments[: len(arguments) - len(more) - 1] if "--" in arguments else arguments)
-    load_plugins(plugins_in(more, "muon-fsdp train"))
+    parse(more, "muon-fsdp train")  # imports the plugins, and reports a mistake before the first run
     shared = ["--model", args.model, "--steps", str(args.steps), *more]
     args.output.mkdir(parents=True, exist_ok=True)
     runs = []

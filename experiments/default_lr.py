@@ -25,10 +25,9 @@ from torch import nn
 
 import muon_fsdp
 from muon_fsdp.text import plain_table
-from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
-from muon_fsdp.training.loop import evaluate
+from muon_fsdp.training.data import open_corpus, training_batches, validation_batches
+from muon_fsdp.training.loop import evaluate, make_schedule
 from muon_fsdp.training.model import GPT, preset
-from muon_fsdp.training.schedule import make_schedule
 
 FILE = Path("docs/experiments/default_lr.csv")
 ADAMW_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -99,9 +98,9 @@ def train(model: Model, line: str, seed: int) -> float:
     torch.manual_seed(seed)
     config = replace(preset(model.preset), tie_embeddings=model.tied)
     network = GPT(config)
-    training, validation = split_tokens(load_tokens(), config.sequence_length)
+    corpus = open_corpus(None, config.sequence_length, byte_budget=8_000_000)
     generator = torch.Generator().manual_seed(seed)
-    batches = training_batches(training, model.batch_size, config.sequence_length, generator)
+    batches = training_batches(corpus.train, model.batch_size, config.sequence_length, generator)
     optimizer = make_optimizer(line, network)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, make_schedule("cosine", model.steps))
     for _, (inputs, targets) in zip(range(model.steps), batches, strict=False):
@@ -110,7 +109,7 @@ def train(model: Model, line: str, seed: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    result = evaluate(network, validation_batches(validation, 32, config.sequence_length, 64))
+    result = evaluate(network, validation_batches(corpus.validation, 32, config.sequence_length, 64))
     return result if math.isfinite(result) else math.inf
 
 

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.plots import Panel, curve_over_seeds, draw_panels
-from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
-from muon_fsdp.training.schedule import make_schedule
+from muon_fsdp.training.data import Corpus, open_corpus, training_batches, validation_batches
+from muon_fsdp.training.loop import make_schedule
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Transformers reads this at import; nothing has to be downloaded
 
@@ -125,9 +125,9 @@ def device_and_threads() -> str:
 
 
 @cache
-def text() -> Tensor:
-    """Return the bytes of the standard library, loaded once per process."""
-    return load_tokens()
+def corpus(sequence_length: int) -> Corpus:
+    """Return the first 8 MB of the standard library, loaded once per process."""
+    return open_corpus(None, sequence_length, byte_budget=8_000_000)
 
 
 @cache
@@ -147,8 +147,7 @@ def pairs() -> tuple[list[Example], list[Example]]:
 @torch.no_grad()
 def text_loss(model: LlamaForCausalLM, size: Size, device: str) -> float:
     """Return the loss on text that was held out of pre-training."""
-    _, held_out = split_tokens(text(), size.sequence_length)
-    losses = []
+    held_out, losses = corpus(size.sequence_length).validation, []
     for inputs, targets in validation_batches(held_out, size.pretraining_batch, size.sequence_length, size.num_windows):
         losses.append(float(next_byte_loss(model, inputs, targets, device)))
     return statistics.mean(losses)
@@ -185,7 +184,7 @@ def pretrain(size: Size, name: str, seed: int, folder: str) -> dict[str, Any]:
     model = size.model().to(device)
     lr, rest_lr = PRETRAINING_RATES[name]
     optimizer = make_optimizer(model, name.lower(), lr, "v2", rest_lr)
-    tokens, _ = split_tokens(text(), size.sequence_length)
+    tokens = corpus(size.sequence_length).train
     generator = torch.Generator().manual_seed(seed)
     batches = training_batches(tokens, size.pretraining_batch, size.sequence_length, generator)
     train(model, optimizer, size.pretraining_steps, lambda: next_byte_loss(model, *next(batches), device))

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from experiments.plots import Panel, curve_over_seeds, draw_panels
 from muon_fsdp import SpectralSphereOptimizer, create_hybrid_optimizer
-from muon_fsdp.training.data import load_tokens, split_tokens, training_batches, validation_batches
-from muon_fsdp.training.loop import evaluate
+from muon_fsdp.training.data import open_corpus, training_batches, validation_batches
+from muon_fsdp.training.loop import evaluate, make_schedule
 from muon_fsdp.training.model import GPT, CausalSelfAttention, GPTConfig
-from muon_fsdp.training.schedule import make_schedule
 
 # Without normalization of queries and keys attention logits can grow without bound, which is part of the comparison.
 CONFIG = GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256, qk_norm=False)
@@ -114,17 +113,17 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
-    train_tokens, validation_tokens = split_tokens(load_tokens(), config.sequence_length)
+    corpus = open_corpus(None, config.sequence_length, byte_budget=8_000_000)
     validation = [
         (x.to(device), y.to(device))
-        for x, y in validation_batches(validation_tokens, batch_size, config.sequence_length, 2 * batch_size)
+        for x, y in validation_batches(corpus.validation, batch_size, config.sequence_length, 2 * batch_size)
     ]
     torch.manual_seed(seed)
     model = GPT(config).to(device)
     optimizer = OPTIMIZERS[name](model, lr, device == "cuda")
     factor = make_schedule("cosine", steps)
     initial = [group["lr"] for group in optimizer.param_groups]
-    batches = training_batches(train_tokens, batch_size, config.sequence_length, torch.Generator().manual_seed(seed))
+    batches = training_batches(corpus.train, batch_size, config.sequence_length, torch.Generator().manual_seed(seed))
     losses, calls, largest = [], [], {"spectral_norm": 0.0, "activation": 0.0, "attention_logit": 0.0}
     start = time.perf_counter()
     diverged = False

@@ -24,7 +24,7 @@ from muon_fsdp.comm.process_groups import are_claimed, claim_groups
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.step import metrics
-from muon_fsdp.step.early_round import PURPOSE, Round, RoundThread
+from muon_fsdp.step.backward import PURPOSE, Round, RoundThread
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from tests.comparisons import assert_same
@@ -562,7 +562,7 @@ def broken_claim() -> list[bool]:
     for kind in (Ended, Failed):
         thread = RoundThread()
         thread.claim = claim_groups(PURPOSE)
-        thread.begin(kind([SimpleNamespace(number=0, positions_by_group=())]))
+        thread.begin(kind([SimpleNamespace(number=0, positions=frozenset())]))
         thread.start()
         thread.claim = None
         thread.leave()

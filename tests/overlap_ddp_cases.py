@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm.bucket_hook import listen
 from muon_fsdp.comm.transfers import StageExchange
-from muon_fsdp.step.arrivals import Arrival, _stamp
+from muon_fsdp.step.changes import Arrival, _stamp
 from tests.comparisons import assert_same
 from tests.distributed_cases import OPTIONS, make_model
 from tests.overlap_cases import CASES, Case, backward, changed_in_step_3, contents, counts

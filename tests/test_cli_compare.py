@@ -91,10 +91,10 @@ def test_every_help_has_examples_in_one_style(command: list[str]) -> None:
 
 def test_the_help_of_train_has_every_flag(folder: Path) -> None:
     printed = run("train", "--help").stdout
-    for flag in ("--model", "--processes", "--no-nesterov", "--betas", "--lambda-mode", "-h, --help"):
+    for flag in ("--model", "--processes", "--no-nesterov", "--betas", "--lambda-mode", "--set", "-h, --help"):
         assert f"│ {flag}" in printed
     assert "[default: small]" in printed
     assert "(default:" not in printed
     assert "%(default)s" not in printed
     (folder / "mine.py").write_text("x = 1\n")
-    assert "registers no rule" in run("train", "--help", "--plugin", "mine.py", code=2).stderr
+    assert "registers no rule" in run("train", "--plugin", "mine.py", code=2).stderr

@@ -16,8 +16,8 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.step import overlap
-from muon_fsdp.step.arrivals import Arrival, NotedOptions
-from muon_fsdp.step.early_round import Round
+from muon_fsdp.step.backward import Round
+from muon_fsdp.step.changes import Arrival, NotedOptions
 from tests import overlap_cases as cases
 from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT, backward
@@ -80,16 +80,14 @@ def fake_stages(generator: random.Random) -> list[SimpleNamespace]:
     cuts = sorted(generator.sample(range(1, 12), generator.randint(1, 5)))
     parts = [positions[a:b] for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
     return [
-        SimpleNamespace(number=number, positions_by_group=((0, tuple(part)),), exchange=None)
-        for number, part in enumerate(parts)
+        SimpleNamespace(number=number, positions=frozenset(part), exchange=None) for number, part in enumerate(parts)
     ]
 
 
 def started_by_a_rank(stages: list[SimpleNamespace], generator: random.Random) -> list[int]:
     """Return the order in which a rank starts stages whose gradients arrive in a random order, and some never."""
     round_ = Round(stages)
-    round_._load = lambda stage: None
-    round_._single, round_._inputs = {}, SimpleNamespace(gradients={}, states=[None] * 12)
+    round_._source = SimpleNamespace(started=set())
     started: list[int] = []
     arrived: set[int] = set()
     completed = threading.Event()
@@ -97,8 +95,8 @@ def started_by_a_rank(stages: list[SimpleNamespace], generator: random.Random) -
     def consume() -> None:
         for stage in round_._when_due():
             started.append(stage.number)
-            assert completed.is_set() or set(stage.positions_by_group[0][1]) <= arrived
-            round_._loaded[stage.number] = SimpleNamespace(state=SimpleNamespace(copies={}))
+            round_._source.started.add(stage.number)
+            assert completed.is_set() or stage.positions <= arrived
 
     thread = threading.Thread(target=consume, daemon=True)
     thread.start()
@@ -218,8 +216,8 @@ def test_metrics_sample_what_was_computed_in_backward():
 def test_a_gradient_in_a_precision_that_kernels_cannot_read_will_not_be_read():
     """The stage has not started when step() asks, and sends zeros afterwards."""
     kinds = (torch.float32, torch.float32)
-    stage = SimpleNamespace(number=0, positions_by_group=((0, (0,)),), exchange=None)
-    context = SimpleNamespace(records=(), fused=SimpleNamespace(signature=[kinds]))
+    stage = SimpleNamespace(number=0, positions=frozenset({0}), exchange=None)
+    context = SimpleNamespace(records=(), settings=None, stream=None, fused=SimpleNamespace(signature=[kinds]))
     for dtype in (torch.float32, torch.float16):
         round_, grad = Round([stage], context), torch.ones(2, 3, dtype=dtype)
         arrival = Arrival(grad)
@@ -233,10 +231,10 @@ def test_options_count_by_their_values():
     options = NotedOptions(group)
     assert options["momentum"] == 0.9
     group["lr"] = 0.2  # nobody has read it
-    assert options.are_current(group)
-    assert not options.are_current(dict(group))
+    assert options.is_current(group)
+    assert not options.is_current(dict(group))
     group["momentum"].data.fill_(0.8)  # PyTorch does not count this
-    assert not options.are_current(group)
+    assert not options.is_current(group)
 
 
 def test_a_step_that_failed_before_backward_leaves_neither_zeros_nor_a_warning(monkeypatch):

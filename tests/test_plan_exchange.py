@@ -16,7 +16,6 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muon_fsdp.declarations.views import matrix_view
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
 from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import make_report
@@ -24,8 +23,6 @@ from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from muon_fsdp.step import pipeline
-from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.random_numbers import RandomNumbers
 from tests.comparisons import assert_same
 
 CPU = torch.device("cpu"), torch.float32
@@ -298,15 +295,19 @@ def test_an_owner_sends_each_result_once(mesh_shape, placements, shape):
 class LoggedRun:
     """A stage that notes the calls of `run_stages` instead of running, with the process group of every transfer."""
 
-    def __init__(self, stage, context):
+    def __init__(self, stage, source, sink, number):
         self.name, self.ranks, self.peers, self.in_flight, self.log = stage
         self.travels, self.positions, self.forwards = True, {0}, len(self.peers) > 1
         self.group = (self.ranks, "")
         exchange = Exchange(self.ranks, 0, (), (), (), (), True, True, self.peers, 1)
         self.scatter_group = (self.ranks, exchange.scatter_purpose)
         self.forward_group = (self.peers, exchange.forward_purpose)
+        self.phases = iter((self.start, self.compute, self.forward, self.finish))
 
-    def start(self, _):
+    def advance(self):
+        next(self.phases)()
+
+    def start(self):
         self.log.append(("start", "gather", self.name, self.group))
 
     def compute(self):
@@ -354,9 +355,7 @@ def test_no_order_of_sets_and_stages_is_a_circle(sets):
                 for name, ranks, replicas, in_flight in stages
                 if rank in ranks
             ]
-            whole = Settings("propagate", 1, False, "auto", None)
-            inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
-            pipeline.run_stages(mine, pipeline.StepContext(inputs, (), {}, whole, Recorder(), RandomNumbers(())))
+            pipeline.run_stages(mine, None, None)
     for group in {event[3] for log in logs.values() for event in log}:
         orders = {tuple(e for e in logs[rank] if e[0] == "start" and e[3] == group) for rank in group[0]}
         assert len(orders) == 1
@@ -392,9 +391,7 @@ def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():
     log = []
     with patch.object(pipeline, "_StageRun", Applied):
         stages = [(number, (0, 1), (0,), 2, log) for number in range(4)]
-        inputs = StepInputs((), (), (), {}, updated={0}, divisor=1)
-        whole = Settings("propagate", 1, False, "auto", None)
-        pipeline.run_stages(stages, pipeline.StepContext(inputs, (), {}, whole, Recorder(), RandomNumbers(())))
+        pipeline.run_stages(stages, None, None)
     order = [f"{what} {kind} {name}" for what, kind, name, _ in log]
     for first in range(2):
         begin = order.index(f"wait scatter {first}")

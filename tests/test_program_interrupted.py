@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from muon_fsdp.training import checkpoint, launcher, model, stopping
+from muon_fsdp.training import checkpoint, ending, launcher, model
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from tests.pool import RankPool
@@ -123,7 +123,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
 
 def test_the_second_ctrl_c_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with stopping.stop_on_signals() as stop:
+    with ending.stop_on_signals() as stop:
         assert not stop.wanted
         signal.raise_signal(signal.SIGINT)
         assert stop.wanted

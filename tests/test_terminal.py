@@ -14,8 +14,8 @@ import pytest
 
 from muon_fsdp.text import plain_table
 from muon_fsdp.training import report, terminal
-from muon_fsdp.training.progress import Progress, fit, show_progress
 from muon_fsdp.training.results import Evaluation, RunResult
+from muon_fsdp.training.run_log import fit, show_progress
 from tests.cli_cases import ROOT
 
 
@@ -116,18 +116,17 @@ def test_a_command_prints_before_it_imports_torch(tmp_path: Path) -> None:
         assert done.returncode == 3
 
 
-def progress(**changes: object) -> Progress:
-    values = {
-        "name": "Muon",
-        "step": 120,
-        "steps": 200,
-        "loss": 1.5661,
-        "validation_loss": 1.6021,
-        "tokens_per_second": 8321.0,
-        "optimizer_share": 0.2,
-        "seconds_left": 32.0,
-    }
-    return Progress(**{**values, **changes})
+def run_at(step: int, seconds_per_step: float, name: str = "Muon") -> RunResult:
+    """A run that was resumed ten steps ago, a fifth of whose time is the optimizer's."""
+    return RunResult(
+        name,
+        train_losses=[1.5661] * 10,
+        evaluations=[Evaluation(0, 5.5), Evaluation(step, 1.6021)],
+        step_seconds=[seconds_per_step] * 10,
+        optimizer_seconds=[seconds_per_step / 5] * 10,
+        num_steps_before=step - 10,
+        num_steps_lost=step - 10,
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def progress(**changes: object) -> Progress:
     ],
 )
 def test_the_line_of_progress_fits(width: int, name: str, figures: str) -> None:
-    found = fit(progress(), width)
+    found = fit(run_at(120, 0.4), 200, 0.4 * 8321, width)
     assert (found[0], found[2]) == (name, figures)
     assert found[1] >= 6
     assert len("  ".join(filter(None, (found[0], found[1] * "-", found[2])))) <= width
@@ -147,14 +146,15 @@ def test_the_line_of_progress_fits(width: int, name: str, figures: str) -> None:
 
 def test_the_line_of_progress_never_wraps() -> None:
     """A long run of a large model: the bar goes first, and the five figures stay down to 60 columns."""
-    large = progress(name="spectral sphere", step=123_456, steps=1_000_000, tokens_per_second=1.2e6, seconds_left=9e5)
+    large = run_at(123_456, 9e5 / 876_544, name="spectral sphere")
     for width in range(20, 160):
-        name, bar, figures = fit(large, width)
+        name, bar, figures = fit(large, 1_000_000, 1.2e6, width)
         assert len("  ".join(filter(None, (name, bar * "-", figures)))) <= width
         if width >= 60:
             assert all(part in figures for part in ("123456/1000000", "1.566", "20%", " 10.4 days"))
-    for seconds, says in ((0.0, "0 s left"), (119.0, "119 s left"), (3600.0, "60 min left"), (36e3, "10 h left")):
-        assert progress(seconds_left=seconds).long().endswith(says)
+    for left, says in ((119.0, "119 s left"), (3600.0, "60 min left"), (36e3, "10 h left")):
+        assert fit(run_at(100, left / 100), 200, 1000, 160)[2].endswith(says)
+    assert fit(run_at(100, 1.0), 100, 1000, 160)[2].endswith("  0 s left")
 
 
 def run_of(losses: list[float], steps_each: int = 10) -> RunResult:

@@ -47,17 +47,19 @@ def test_a_folder_is_read_in_sorted_order_without_binaries_and_hidden_files(tmp_
     assert bytes(data.load_tokens(tmp_path, byte_budget=8).tolist()) == b"first se"
 
 
-def test_split_keeps_every_byte_once_and_holds_out_the_end() -> None:
-    tokens = (torch.arange(10_007) % 251).to(torch.uint8)
-    train, validation = data.split_tokens(tokens, sequence_length=16)
-    assert validation.numel() == 1000
-    assert torch.equal(torch.cat((train, validation)), tokens)
-    # No storage location is in both: a window cut from one can't reach into the other.
-    assert train.data_ptr() + train.numel() <= validation.data_ptr()
+def test_split_keeps_every_byte_once_and_holds_out_the_end(tmp_path: Path) -> None:
+    text = bytes(1 + number % 250 for number in range(10_007))
+    (tmp_path / "text.txt").write_bytes(text)
+    corpus = data.open_corpus(tmp_path / "text.txt", sequence_length=16)
+    assert (corpus.train.numel(), corpus.validation.numel(), corpus.vocab_size) == (9007, 1000, 256)
+    # A window cut from one part can't reach into the other.
+    assert bytes([*corpus.train.read(0, 9007).tolist(), *corpus.validation.read(0, 1000).tolist()]) == text
+    part = data.open_corpus(tmp_path / "text.txt", 16, byte_budget=1000)
+    assert (part.train.numel(), part.validation.read(99, 1).item()) == (900, text[999])
 
 
 def test_training_batches_are_shifted_windows_and_follow_the_seed() -> None:
-    tokens = (torch.arange(5000) % 256).to(torch.uint8)
+    tokens = Tokens([(torch.arange(5000) % 256).to(torch.uint8)])
 
     def draw(seed: int) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -73,7 +75,7 @@ def test_training_batches_are_shifted_windows_and_follow_the_seed() -> None:
 
 
 def test_training_windows_reach_the_first_and_the_last_byte() -> None:
-    tokens = torch.arange(20).to(torch.uint8)
+    tokens = Tokens([torch.arange(20).to(torch.uint8)])
     batches = data.training_batches(tokens, 64, 16, torch.Generator().manual_seed(0))
     inputs, targets = next(batches)
     assert inputs.min() == 0
@@ -82,7 +84,7 @@ def test_training_windows_reach_the_first_and_the_last_byte() -> None:
 
 @pytest.mark.parametrize("num_tokens", [17, 100, 1000])
 def test_validation_windows_do_not_overlap(num_tokens: int) -> None:
-    tokens = torch.arange(num_tokens)
+    tokens = Tokens([torch.arange(num_tokens)])
     batches = data.validation_batches(tokens, 4, 16, num_windows=10)
     targets = torch.cat([targets.flatten() for _, targets in batches])
     assert targets.unique().numel() == targets.numel() == 16 * min(10, (num_tokens - 1) // 16)
@@ -97,7 +99,9 @@ def test_tokens_in_pieces_read_as_one_text() -> None:
     assert tokens.numel() == 100
     for start, length in [(0, 100), (5, 3), (6, 60), (57, 1), (99, 1), (50, 20)]:
         assert torch.equal(tokens.read(start, length), text[start : start + length])
-    assert torch.equal(tokens.windows(torch.tensor([0, 40]), 30), torch.stack((text[:30], text[40:70])))
+    inputs, targets = tokens.windows(torch.tensor([0, 40]), 30)
+    assert torch.equal(inputs, torch.stack((text[:30], text[40:70])))
+    assert torch.equal(targets, torch.stack((text[1:31], text[41:71])))
     for cut in (0, 3, 57, 100):
         before, after = tokens.split(cut)
         assert before.numel() == cut
@@ -176,7 +180,7 @@ def test_bad_shards_say_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_and_a_rank_see_their_part_of_the_same_batches() -> None:
-    tokens = (torch.arange(5000) % 256).to(torch.uint8)
+    tokens = Tokens([(torch.arange(5000) % 256).to(torch.uint8)])
 
     def draw(**options: object) -> Iterator[tuple[Tensor, Tensor]]:
         return data.training_batches(tokens, 4, 16, torch.Generator().manual_seed(0), **options)
@@ -194,15 +198,18 @@ def test_data_errors_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"empty\.txt contains no text"):
         data.load_tokens(tmp_path / "empty.txt")
-    with pytest.raises(DataError, match="has 100 bytes, but sequence_length=16 needs at least 171"):
-        data.split_tokens(torch.zeros(100, dtype=torch.uint8), 16)
-    data.split_tokens(torch.zeros(171, dtype=torch.uint8), 16)
-    with pytest.raises(ValueError, match="byte_budget must be positive, got 0"):
+    short = tmp_path / "short.txt"
+    short.write_bytes(b"x" * 169)
+    with pytest.raises(
+        DataError, match=r"short.txt has only 16 validation tokens, but a sequence needs 16 \+ 1; pass a"
+    ):
+        data.open_corpus(short, 16)
+    short.write_bytes(b"x" * 170)
+    corpus = data.open_corpus(short, 16)
+    next(data.training_batches(corpus.train, 1, 16, torch.Generator()))
+    assert len(data.validation_batches(corpus.validation, 1, 16, 1)) == 1
+    with pytest.raises(DataError, match="contains no text"):
         data.load_tokens(byte_budget=0)
-    with pytest.raises(DataError, match="too few"):
-        next(data.training_batches(torch.zeros(16), 1, 16, torch.Generator()))
-    with pytest.raises(DataError, match="too few"):
-        data.validation_batches(torch.zeros(16), 1, 16, 1)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="no Python sources under"):
         data.load_tokens()

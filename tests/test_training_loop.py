@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from muon_fsdp.training import loop, report
-from muon_fsdp.training.loop import Pace
+from muon_fsdp.training.loop import Pace, make_schedule
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.parallel import World
 from muon_fsdp.training.results import Evaluation, OptimizerGroup, RunResult, describe_groups
-from muon_fsdp.training.schedule import make_schedule
 from tests.training_cases import tiny_gpt
 
 

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from muon_fsdp.rules import BUILT_IN, RULES, Option, Rule, register
-from muon_fsdp.training import model, plugins, program, resuming
-from muon_fsdp.training.config import TrainConfig, as_json, make_parser, parse
+from muon_fsdp.training import model, plugins, program
+from muon_fsdp.training.config import COMMON_OPTIONS, TrainConfig, default_options, make_parser, parse
 from muon_fsdp.training.model import GPT, GPTConfig
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
 from muon_fsdp.training.program import main
-from muon_fsdp.training.rule_flags import default_options
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -87,16 +86,11 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # ------------------------------------------------------------------------------------------------- flags of options
 
 
-def test_flags_follow_from_the_declarations() -> None:
-    flags = {flag.flag: {rule.name for rule in flag.rules} for flag in make_parser("x")[1]}
-    declared = {
-        "--" + name.replace("_", "-"): {rule.name for rule in RULES.values() if name in rule.all_options}
-        for rule in RULES.values()
-        for name in rule.all_options
-        if name not in ("lr", "weight_decay", "view", "num_heads", "split_sizes", "transposed")
-    }
-    assert flags == declared
-    shown = " ".join(make_parser("x")[0].format_help().split())
+def test_flags_of_common_options_follow_from_the_declarations() -> None:
+    shown = " ".join(make_parser("x").format_help().split())
+    for name in COMMON_OPTIONS:
+        owners = [rule for rule in RULES.values() if name in rule.all_options]
+        assert len({(rule.all_options[name].doc, default_options(rule)[name]) for rule in owners}) == 1  # one help text
     assert (
         "--nesterov, --no-nesterov use Nesterov momentum: orthogonalize grad + momentum * buffer (default: true; muon, "
         in shown
@@ -110,12 +104,14 @@ def test_flags_follow_from_the_declarations() -> None:
     ("arguments", "optimizer", "options"),
     [
         ([], "muon", {}),
-        (["--momentum", "0.9", "--no-nesterov", "--ns-steps", "3"], "muon",
+        (["--momentum", "0.9", "--no-nesterov", "--set", "ns_steps=3"], "muon",
          {"momentum": 0.9, "nesterov": False, "ns_steps": 3}),
-        (["--scale", "0.5", "--nesterov"], "muon", {"scale": 0.5, "nesterov": True}),
-        (["--scale", "v4", "--optimizer", "normuon", "--beta2", "0.9"], "normuon", {"scale": "v4", "beta2": 0.9}),
+        (["--set", "scale=0.5", "--nesterov"], "muon", {"scale": 0.5, "nesterov": True}),
+        (["--set", "scale=v4", "--optimizer", "normuon", "--beta2", "0.9"], "normuon", {"scale": "v4", "beta2": 0.9}),
+        (["--momentum", "0.9", "--set", "momentum=0"], "muon", {"momentum": 0.0}),
         (["--optimizer", "sso", "--lambda-mode", "zero"], "spectral_sphere", {"lambda_mode": "zero"}),
-        (["--optimizer", "adamw", "--betas", "0.8,0.9", "--eps", "1e-6"], "adamw", {"betas": (0.8, 0.9), "eps": 1e-6}),
+        (["--optimizer", "adamw", "--betas", "0.8,0.9", "--set", "eps=1e-6"], "adamw",
+         {"betas": (0.8, 0.9), "eps": 1e-6}),
     ],
 )  # fmt: skip
 def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, options: dict[str, Any]) -> None:
@@ -124,7 +120,7 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
     assert config.folder == Path(f"runs/small-{optimizer}")
     assert config.label == RULES[optimizer].display_name
     assert hash(config) == hash(TrainConfig(optimizer=optimizer, options=options))
-    saved = as_json(config)
+    saved = config.as_json()
     assert json.loads(json.dumps(saved)) == saved
     assert config.matrix_options == default_options(RULES[optimizer]) | options
 
@@ -132,20 +128,23 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--lambda-mode", "zero"], "--lambda-mode is not an option of rule 'muon': only 'spectral_sphere' has it"),
-        (["--betas", "0,0"], "--betas is not an option of rule 'muon': only 'adamw' has it; leave it out"),
-        (["--scale", "v2", "--optimizer", "sso"], "--scale: rule 'spectral_sphere' has no scale: the radius of each"),
-        (["--momentum", "1.5"], "--momentum: Invalid momentum: 1.5 (option 'momentum' must be a finite number in [0"),
-        (["--momentum", "high"], "--momentum: must be a number, got 'high'"),
-        (["--ns-steps", "2.5"], "--ns-steps: must be a whole number, got '2.5'"),
-        (["--ns-steps", "0"], "--ns-steps: Invalid ns_steps: 0"),
-        (["--scale", "v9"], "--scale: must be one of original, match_rms_adamw, spectral, size, v2, v4, v3, v1, or a"),
-        (["--orthogonalization", "x"], "--orthogonalization: Unknown orthogonalization 'x'; valid names are default"),
-        (["--betas", "0.9", "--optimizer", "adamw"], "--betas: Invalid betas: (0.9,)"),
+        (["--lambda-mode", "zero"], "option 'lambda_mode' is not an option of rule 'muon': only 'spectral_sphere' has"),
+        (["--betas", "0,0"], "option 'betas' is not an option of rule 'muon': only 'adamw' has it; leave it out"),
+        (["--set", "scale=v2", "--optimizer", "sso"], "option 'scale': rule 'spectral_sphere' has no scale: the rad"),
+        (["--set", "momentun=0.9"], "option 'momentun' is not an option of rule 'muon': no rule has it; did you mean"),
+        (["--set", "lr=0.9"], "'lr' is a field of TrainConfig, not an option: pass lr=0.9, or --lr 0.9"),
+        (["--set", "momentum"], "argument --set: must be NAME=VALUE, got 'momentum'"),
+        (["--momentum", "1.5"], "Invalid momentum: 1.5 (option 'momentum' must be a finite number in [0"),
+        (["--momentum", "high"], "Invalid momentum: 'high' (option 'momentum' must be a number in [0"),
+        (["--set", "ns_steps=2.5"], "Invalid ns_steps: 2.5 (option 'ns_steps' must be an int"),
+        (["--set", "ns_steps=0"], "Invalid ns_steps: 0"),
+        (["--set", "scale=v9"], "Unknown scale 'v9'; valid names are"),
+        (["--set", "orthogonalization=x"], "Unknown orthogonalization 'x'; valid names are "),
+        (["--betas", "0.9", "--optimizer", "adamw"], "Invalid betas: 0.9"),
         (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), adamw; "
          "pass --plugin FILE to load a rule of your own"),
         (["--optimizer", "nomuon"], "unknown rule 'nomuon'; did you mean 'normuon'? Available rules: muon"),
-        (["--cuda-graph", "--orthogonalization", "exact"], "--cuda-graph cannot capture this optimizer's step: orthog"),
+        (["--cuda-graph", "--set", "orthogonalization=exact"], "--cuda-graph cannot capture this optimizer's step: or"),
     ],
 )  # fmt: skip
 def test_options_that_can_not_be(arguments: list[str], says: str, capsys) -> None:
@@ -164,7 +163,7 @@ def test_options_without_a_command_line() -> None:
         TrainConfig(options={"momentum": 2.0})
 
 
-def test_options_of_every_kind() -> None:
+def test_options_of_every_kind(capsys) -> None:
     @register
     class Odd(Rule):
         name = "odd"
@@ -177,16 +176,20 @@ def test_options_of_every_kind() -> None:
             Option("seed", 0, "a name that the program has"),
         )
 
-    def options(*arguments: str) -> Any:
-        return parse(["--optimizer", "odd", *arguments], "x")[0].options
+    def options(*settings: str) -> Any:
+        return parse(["--optimizer", "odd", "--seed", "1", *(f"--set={setting}" for setting in settings)], "x")[
+            0
+        ].options
 
-    assert options("--momentum", "false", "--word", "b", "--pair", "3,4", "--odd-seed", "7", "--seed", "1") == {
-        "momentum": False, "word": "b", "pair": (3, 4), "seed": 7,
+    assert options("momentum=false", "word=5", "pair=3,4", "seed=7") == {
+        "momentum": False, "word": "5", "pair": (3, 4), "seed": 7,
     }  # fmt: skip
-    for text, value in (("none", None), ("3", 3), ("-1", -1), ("0.5", 0.5), ("1,x", (1, "x"))):
-        assert options(f"--limit={text}") == {"limit": value}
-    with pytest.raises(SystemExit):
-        options("--momentum", "0.9")
+    for text, value in (("none", None), ("3", 3), ("-1", -1), ("0.5", 0.5), ("1,x", (1, "x")), ("a=b", "a=b")):
+        assert options(f"limit={text}") == {"limit": value}
+    for wrong in ("momentum=0.9", "seed=0.5", "pair=3"):
+        with pytest.raises(SystemExit):
+            options(wrong)
+        assert "must be like its default" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- groups and their rules
@@ -263,7 +266,7 @@ def flags(tmp_path: Path) -> list[str]:
 def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     plugin: Path, flags: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = ["--optimizer", "rs", "--plugin", str(plugin), "--row-beta", "0.5", "--row-sign-steps", "4"]
+    own = ["--optimizer", "rs", "--plugin", str(plugin), "--set", "row_beta=0.5", "--set", "steps=4"]
     command = [sys.executable, "-m", "muon_fsdp.training", *flags, *own, "--steps", "3", "--processes", "2", "--fsdp"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0
@@ -280,7 +283,7 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     assert capsys.readouterr().err == f"error: the checkpoint was trained {expected}"
     made = []
     monkeypatch.setattr(program, "make_optimizer", lambda *of: made.append(make_optimizer(*of)) or made[-1])
-    changed = ["0.25" if flag == "0.5" else flag for flag in own]
+    changed = ["row_beta=0.25" if flag == "row_beta=0.5" else flag for flag in own]
     assert main([*flags, *changed, "--resume", "--steps", "4", "--rest-lr", "0.001"]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -292,13 +295,6 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     assert (hidden["row_beta"], hidden["steps"], rest["rule"]) == (0.25, 4, "adamw")  # and not the checkpoint's
 
 
-def test_options_that_older_runs_saved_beside_the_others(capsys) -> None:
-    config = TrainConfig(options={"momentum": 0.95})
-    saved = {name: value for name, value in as_json(config).items() if name not in ("options", "plugin")}
-    resuming.print_changes({"config": saved | {"scale": "v4", "lambda_mode": "bracketed"}}, config)
-    assert capsys.readouterr().out == "note: settings that differ from the checkpoint's: scale v4 -> original\n"
-
-
 def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsys) -> None:
     text = (ROOT / "docs" / "training.md").read_text()
     (command,) = re.findall(r"^muon-fsdp train (.* --plugin .*) --processes", text, flags=re.MULTILINE)
@@ -308,17 +304,14 @@ def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsy
     assert "sign on 12 tensors, 24,576 parameters, lr 0.002, weight decay 0.1" in capsys.readouterr().out
 
 
-def test_help_shows_the_options_of_a_plugin(plugin: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_plugin_by_file_and_by_module(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name of a module in the current folder, too, and as often as one likes."""
     monkeypatch.chdir(plugin.parent)
-    for argument in (f"--plugin={plugin}", f"--plugin={plugin}", "--plugin=my_plugin", "--plugin=my_plugin"):
-        with pytest.raises(SystemExit, match="0"):
-            main(["--help", argument])
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "--row-beta X decay of the sum, 100% of it at 1 (default: 0.9; row_sign)" in shown
-        assert "0.003 for row_sign" in shown
+    for name in (str(plugin), str(plugin), "my_plugin", "my_plugin"):
+        config, _ = parse(["--plugin", name, "--optimizer", "rs", "--set", "row_beta=0.5"], "x")
+        assert (config.label, config.options) == ("RowSign", {"row_beta": 0.5})
+        assert config.matrix_options["lr"] == 0.003
         RULES.pop("row_sign")  # as another notebook cell may do
-    assert parse(["--plugin", "my_plugin", "--optimizer", "rs"], "x")[0].label == "RowSign"
     assert TrainConfig(optimizer="rs", plugin=["my_plugin"]).plugin == ("my_plugin",)
 
 

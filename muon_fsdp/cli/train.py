@@ -8,7 +8,7 @@ import typer
 
 from muon_fsdp.training.terminal import import_torch
 
-# --help is passed on as well, because the flags of rules are known only after their plugins have been imported.
+# --help is passed on as well, because the flags are those of the training program.
 OPTIONS: dict[str, Any] = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
@@ -21,7 +21,7 @@ def train(context: typer.Context) -> None:
     if {"-h", "--help"}.intersection(context.args):
         from muon_fsdp.cli.train_help import print_help
 
-        print_help(context.args)
+        print_help()
         return
     from muon_fsdp.training.program import main
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,23 +11,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from muon_fsdp.cli.output import examples, fail
-from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.cli.output import examples
 from muon_fsdp.training.config import make_parser
-from muon_fsdp.training.plugins import load_plugins, plugins_in
 
 PROG = "muon-fsdp train"
 _DEFAULT = re.compile(r"\s*\((default: [^()]*)\)")
 _WIDEST_VALUE = 22  # columns for what a flag takes; longer lists of choices are broken
 
 
-def print_help(arguments: Sequence[str]) -> None:
-    """Print every flag, also those of rules that `--plugin` registers, and examples."""
-    try:
-        load_plugins(plugins_in(arguments, PROG))
-    except ConfigError as error:
-        fail(str(error))
-    parser, _ = make_parser(PROG)
+def print_help() -> None:
+    """Print every flag, and examples."""
+    parser = make_parser(PROG)
     console = Console(highlight=False)
     console.print(Text.assemble("\n ", ("Usage: ", "yellow"), (PROG, "bold"), " [OPTIONS]\n"))
     console.print(Padding(f"{parser.description}\n", (0, 1)))

@@ -102,6 +102,13 @@ class PerMatrix:
         """Return the number of elements in the state of `count` (rows, cols) matrices."""
         return count * prod(self.shape_of_matrix(rows, cols))
 
+    def place(self, view: MatrixView, block: int, start: int = 0, stop: int | None = None) -> slice:
+        """Return where the state of some matrices of a block of the view is in the flat tensor of a parameter."""
+        before = sum(self.numel(*shape) for shape in view.block_shapes[:block])
+        count, rows, cols = view.block_shapes[block]
+        each = self.numel(1, rows, cols)
+        return slice(before + start * each, before + (count if stop is None else stop) * each)
+
     def shape(self, parameter: Tensor, view: MatrixView | None) -> torch.Size:
         """Return the shape of the flat tensor that holds the state of all matrices of a parameter."""
         assert view is not None

@@ -39,7 +39,8 @@ from muon_fsdp.plan.outline import Strategy
 from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
 from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, STARTED, CudaGraph, NonFinite, Overlap, Settings
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
-from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE
+from muon_fsdp.step.changes import plan_key
 from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
@@ -219,11 +220,11 @@ class MuonOptimizer(GroupedOptimizer):
         codes = planned.shared.by_position(agreed.codes)
         gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
         planned.make_groups()
-        early = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
+        begun = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
-            groups=self.param_groups,
+            groups=dict(enumerate(self.param_groups)),
             shards=[record.part() for record in planned.records],
-            states=[self.state[record.tensor] for record in planned.records],
+            states={record.position: self.state[record.tensor] for record in planned.records},
             gradients=gradients,
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
@@ -232,7 +233,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            failures = planned.run(inputs, early)
+            failures = planned.run(inputs, begun)
             planned.written.note(self.state)
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1
@@ -452,12 +453,12 @@ class MuonOptimizer(GroupedOptimizer):
 
     def _current_plan(self) -> PlannedStep:
         """Return the plan, made anew if parameters or planned options have changed since the last step."""
-        key = self._plan_key()
+        key = plan_key(self.param_groups)
         agreed_memory = self._agreement.device_memory
         planned = self._planned
         if key is None or planned is None or planned.key != key or not planned.shared.is_planned_for(agreed_memory):
             self._complete_groups()
-            key = self._plan_key()
+            key = plan_key(self.param_groups)
             before = planned
             if before is not None:
                 before.abandon()
@@ -475,18 +476,6 @@ class MuonOptimizer(GroupedOptimizer):
                 planned.compares_replicas = before.compares_replicas
         self._check_new_keys()
         return planned
-
-    def _plan_key(self) -> object:
-        """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
-        rules = [RULES.get(group.get("rule", "")) for group in self.param_groups]
-        if None in rules:
-            return None
-        options = [
-            (rule, len(group["params"]), *[group.get(name) for name in rule.plan_names])
-            for rule, group in zip(rules, self.param_groups, strict=True)
-            if rule is not None
-        ]
-        return options, [(id(p), p.dtype, p.device, p.shape) for p in self._parameters()]
 
     def plan_report(
         self,

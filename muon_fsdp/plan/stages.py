@@ -139,6 +139,11 @@ class Stage:
         return f"stage {self.number} {self.rule} [{shapes}]"
 
     @cached_property
+    def positions(self) -> frozenset[int]:
+        """Return the positions of all of its parameters."""
+        return frozenset(position for _, positions in self.positions_by_group for position in positions)
+
+    @cached_property
     def packings(self) -> Packings:
         """Return how shards and units lie in the messages of its transfers."""
         assert self.exchange is not None

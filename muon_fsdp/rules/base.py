@@ -169,6 +169,7 @@ class FusedKernels:
     """Kernels that compute `prepare` and `apply` of a rule for many tensors in one launch."""
 
     layout: ClassVar[TableLayout]
+    state_in_apply: ClassVar[bool] = False  # whether `apply` changes state
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
         """Return the scalars of `layout` for a group, except those that all layouts have."""

@@ -88,7 +88,7 @@ class FusedStep:
     kinds: Sequence[object] = ()  # devices, dtypes and sizes of these tensors
     sharded: Sequence[int] = ()  # the indices of DTensors among them
     tables: Tables | None = None
-    _early_tables: dict[int, Tables] = field(default_factory=dict)  # by number of the stage
+    _own_tables: dict[int, Tables] = field(default_factory=dict)  # of single stages, by number
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +114,7 @@ class FusedStep:
         # Assigning to `data` moves a tensor or changes its size. A DTensor does not notice this of its local tensor.
         return self._kinds_of(now) == self.kinds
 
-    def accept(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def accept(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Remember the tensors of state, which `fits` compares."""
         now = self._tensors(states)
         self.sharded = [index for index, value in enumerate(now) if isinstance(value, DTensor)]
@@ -128,25 +128,25 @@ class FusedStep:
         return list(map(Tensor.get_device, tensors)), [t.dtype for t in tensors], list(map(Tensor.numel, tensors))
 
     @staticmethod
-    def _tensors(states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    def _tensors(states: Mapping[int, Mapping[str, Any]]) -> list[Tensor]:
         """Return all tensors of state; others may keep numbers there."""
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
 
     def fill_tables(self, inputs: StepInputs) -> None:
         """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device."""
         if self.tables is not None:
             self.tables.fill([_values_of(each, inputs) for each in self.lists])
 
-    def early_stage(self, stage: Stage, inputs: StepInputs) -> FusedStage:
-        """Return the fused lists of one stage with tables of their own, for kernels that run beside backward."""
+    def with_tables(self, stage: Stage, inputs: StepInputs) -> FusedStage:
+        """Return the fused lists of one stage with tables of their own, filled from the inputs of the stage alone."""
         own = self.stages[stage.number]
         if self.tables is None or not own.lists:
             return own
-        if stage.number not in self._early_tables:
+        if stage.number not in self._own_tables:
             first = sum(len(other.lists) for other in self.stages[: stage.number])
             specs = self.tables.specs[first : first + len(own.lists)]
-            self._early_tables[stage.number] = Tables(specs, self.tables.device)
-        tables = self._early_tables[stage.number]
+            self._own_tables[stage.number] = Tables(specs, self.tables.device)
+        tables = self._own_tables[stage.number]
         tables.fill([_values_of(each, inputs) for each in own.lists])
         lists = [replace(each, tensors=tensors) for each, tensors in zip(own.lists, tables.lists, strict=True)]
         return replace(own, lists=tuple(lists))

@@ -47,7 +47,7 @@ class Samples:
         numbers = {"orthogonality_residual": max(residuals)} if residuals else {}
         return numbers | ({"update_rms": sum(sizes) / len(sizes)} if sizes else {})
 
-    def end_step(self, groups: Sequence[Mapping[str, Any]], taken: TakenSamples | None) -> None:
+    def end_step(self, groups: Mapping[int, Mapping[str, Any]], taken: TakenSamples | None) -> None:
         """Count a step with these parameter groups, and keep the samples that it has taken."""
         self._steps += 1
         if taken is None:

@@ -5,31 +5,34 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from threading import Lock
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.bucket_hook import Listener, listen
+from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import are_claimed, claim_groups, num_ranks
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.wrappers import ddp_wrappers
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, Rule
-from muon_fsdp.step.arrivals import Arrival, is_usable, watch, watch_replicas
-from muon_fsdp.step.early_results import EarlyResult
-from muon_fsdp.step.early_round import PURPOSE, EarlyContext, Round, RoundThread, positions_of
+from muon_fsdp.step.backward import PURPOSE, Round, RoundContext, RoundThread
+from muon_fsdp.step.changes import Arrival
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.random_numbers import RandomNumbers
+from muon_fsdp.step.sources import StageResult, StateStore
 from muon_fsdp.text import warn_user
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
@@ -50,6 +53,7 @@ class BackwardOverlap:
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
         random: draws the random numbers of rules.
+        store: keeps the state.
         dtypes: the working precision of every parameter.
         counts: counts the stages whose results are used, and those that are discarded, for `metrics()`.
     """
@@ -61,11 +65,12 @@ class BackwardOverlap:
         settings: Settings,
         samples: Samples,
         random: RandomNumbers,
+        store: StateStore,
         dtypes: Sequence[torch.dtype],
         counts: Counter[str],
     ) -> None:
         self._records, self._settings, self._samples, self._dtypes = records, settings, samples, dtypes
-        self._random = random
+        self._random, self._store = random, store
         self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
         replicas = [record for record in records if record.view is not None and record.is_plain and num_ranks() > 1]
         self._positions = {id(record.tensor): record.position for record in replicas}  # of what DDP may reduce
@@ -76,7 +81,7 @@ class BackwardOverlap:
             if _device_of(stage, records) != _device_of(able[0], records):
                 self._obstacles[stage.number] = "it lies on another device than the first stage"
         self._stages = [stage for stage in stages if self._obstacles[stage.number] is None]
-        watched = {position for stage in self._stages for position in positions_of(stage)}
+        watched = {position for stage in self._stages for position in stage.positions}
         self._lock = Lock()  # the reductions of DDP may end in several threads
         self._thread = RoundThread()
         self._is_excluded = False  # another optimizer has the process groups of these stages
@@ -193,9 +198,7 @@ class BackwardOverlap:
         # Another rank may be able to start a stage that this one can't.
         numbers = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
-            of_stage = {
-                position: self._objection(position, stage.number in running) for position in positions_of(stage)
-            }
+            of_stage = {position: self._objection(position, stage.number in running) for position in stage.positions}
             if stage.number in running and not self._round.is_current(stage, groups, states):
                 of_stage = {position: max(number, CHANGED) for position, number in of_stage.items()}
             numbers |= {position: number + self._order.get(position, 0) for position, number in of_stage.items()}
@@ -217,7 +220,7 @@ class BackwardOverlap:
             self._found_changes = True
         return CHANGED
 
-    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], EarlyResult]]:
+    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], StageResult]]:
         """Finish the round, and choose the stages that start in the next backward.
 
         Args:
@@ -227,16 +230,13 @@ class BackwardOverlap:
             For the stages whose results are used, by number: a function that waits for the result and returns it.
         """
         round_ = self._round
-        largest = {stage.number: max(numbers[position] for position in positions_of(stage)) for stage in self._stages}
+        largest = {stage.number: max(numbers[position] for position in stage.positions) for stage in self._stages}
         used = [stage for stage in round_.stages if largest[stage.number] < CHANGED]
         self._stage_counts["overlapped_stages"] += len(used)
         self._stage_counts["discarded_stages"] += len(round_.stages) - len(used)
         self._next = early_order(
             [stage for stage in self._stages if largest[stage.number] < UNREADY],
-            {
-                stage.number: max(numbers[position] % CHANGED for position in positions_of(stage))
-                for stage in self._stages
-            },
+            {stage.number: max(numbers[position] % CHANGED for position in stage.positions) for stage in self._stages},
         )
         self._expected, self._arrivals = dict(self._arrivals), Counter()
         self._num_arrivals, self._order = 0, {}
@@ -263,12 +263,13 @@ class BackwardOverlap:
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             written = torch.cuda.current_stream(device).record_event()
-        context = EarlyContext(
+        context = RoundContext(
             self._records,
             self._dtypes,
             self._settings,
             self._samples,
             self._random,
+            self._store,
             replace(inputs, gradients={}),
             fused,
             device,
@@ -286,6 +287,82 @@ class BackwardOverlap:
             "there is discarded and computed again. Clip only other parameters, with "
             "optimizer.clip_grad_norm_(max_norm, rules=('adamw',)), or pass overlap='step'"
         )
+
+
+class Receiver(Listener, Protocol):
+    """An object that is told about gradients, by FSDP2 or autograd one by one, and by DDP bucket by bucket."""
+
+    def arrived(self, position: int, parameter: Tensor) -> None:
+        """Note that backward has written the gradient of a parameter."""
+
+
+def watch(records: Iterable[ParameterRecord], receiver: Receiver) -> None:
+    """Call `receiver.arrived` in backward whenever the gradient of a parameter is complete, as long as it exists.
+
+    FSDP2 calls these hooks after it has reduced the gradient, on the stream of the reduction. They must not launch
+    anything there, because later reductions would wait for it.
+    """
+    known = weakref.ref(receiver)
+
+    def hook_of(position: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            alive = known()
+            if alive is not None:
+                alive.arrived(position, parameter)
+
+        return hook
+
+    handles = []
+    for record in records:
+        hook = hook_of(record.position)
+        handles.append(record.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    weakref.finalize(receiver, _remove, handles)
+
+
+def watch_replicas(records: Sequence[ParameterRecord], receiver: Receiver) -> dict[int, str]:
+    """Tell the receiver about the gradients of plain tensors in a job of several ranks, which DDP reduces.
+
+    A hook on such a parameter is called before its gradient is reduced.
+
+    Returns:
+        By position, why the receiver is not told about a gradient.
+    """
+    if not records:
+        return {}
+    found: dict[int, str | None] = dict.fromkeys(
+        (record.position for record in records),
+        "no DistributedDataParallel wraps a plain tensor, so its gradient may be reduced after backward",
+    )
+    for wrapper, ids in ddp_wrappers(record.tensor for record in records):
+        obstacle = listen(wrapper, receiver)
+        for record in records:
+            if id(record.tensor) in ids:
+                found[record.position] = obstacle or _unlike_bucket(record.tensor)
+    return {position: reason for position, reason in found.items() if reason is not None}
+
+
+def _unlike_bucket(parameter: Tensor) -> str | None:
+    """Return why a bucket of DDP does not have the gradient of a parameter as `p.grad` will have it; None if it does.
+
+    `GradBucket.gradients` returns the elements in the order of memory.
+    """
+    if not is_replica(parameter):
+        return "DistributedDataParallel was told to ignore a parameter"
+    return None if parameter.is_contiguous() else "a parameter is not contiguous"
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def is_usable(parameter: Tensor, grad: Tensor | None) -> bool:
+    """Return whether a gradient can be read in backward: dense, complete, and in the layout of its parameter."""
+    if grad is None or grad.layout != torch.strided:
+        return False
+    if isinstance(parameter, DTensor) and not (isinstance(grad, DTensor) and grad.placements == parameter.placements):
+        return False
+    return type(local(grad)) in (Tensor, nn.Parameter)  # an AsyncCollectiveTensor is still being reduced
 
 
 def early_order(stages: Sequence[Stage], completed: Mapping[int, int]) -> list[Stage]:
@@ -320,7 +397,7 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mappi
         return ""
     if rule.needs_weights and (stage.exchange is None or not stage.exchange.gathers):
         return f"{_after_weights(rule)}, and there is nothing to gather before"
-    members = [records[position] for position in positions_of(stage)]
+    members = [records[position] for position in stage.positions]
     if not members:
         return ""
     for record in members:
@@ -342,7 +419,7 @@ def _any_travels(stages: Sequence[Stage]) -> bool:
 
 
 def _device_of(stage: Stage, records: Sequence[ParameterRecord]) -> torch.device:
-    return next((records[position].tensor.device for position in positions_of(stage)), torch.device("cpu"))
+    return next((records[position].tensor.device for position in stage.positions), torch.device("cpu"))
 
 
 def refuse_grad_scaler() -> None:

@@ -26,20 +26,21 @@ from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
-from muon_fsdp.step.early_results import EarlyResult
-from muon_fsdp.step.early_round import PURPOSE
+from muon_fsdp.step.backward import PURPOSE
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
-from muon_fsdp.step.inputs import SingleUpdate, StepInputs
+from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
-from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.pipeline import run_stages
 from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.siblings import Siblings
+from muon_fsdp.step.sinks import StepSink
+from muon_fsdp.step.sources import StageResult, StepSource, make_store
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.written_state import WrittenState
 
@@ -99,6 +100,7 @@ class PlannedStep:
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
         self.random = RandomNumbers(records)
+        self.store = make_store(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -107,16 +109,12 @@ class PlannedStep:
         self.overlap: BackwardOverlap | None = None
         if settings.overlap == "backward":
             self.overlap = BackwardOverlap(
-                records, self.plan.stages, settings, self.samples, self.random, self._dtypes, stage_counts
+                records, self.plan.stages, settings, self.samples, self.random, self.store, self._dtypes, stage_counts
             )
         self.written = WrittenState(records)
         self._names = [record.name for record in records]
         self._failures = Failures()  # of the present step; a captured step finds them here
         self._unproven = {stage.number for stage in self.plan.stages}  # stages that have not run yet
-        self._positions = [
-            frozenset(position for _, positions in stage.positions_by_group for position in positions)
-            for stage in self.plan.stages
-        ]
 
     @property
     def graph(self) -> GraphRecorder | None:
@@ -159,7 +157,7 @@ class PlannedStep:
         """Return what this rank objects to about stages that started in backward, by position of their parameters."""
         return self.overlap.objections(groups, states) if self.overlap is not None else {}
 
-    def early_results(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], EarlyResult]]:
+    def early_results(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], StageResult]]:
         """Return, for the stages whose results from backward all ranks use, by number, what returns the result."""
         return self.overlap.settle(agreed) if self.overlap is not None else {}
 
@@ -198,18 +196,20 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, early: Mapping[int, Callable[[], EarlyResult]]) -> Failures:
+    def run(self, inputs: StepInputs, begun: Mapping[int, Callable[[], StageResult]]) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
-            early: for stages that ran in backward, by number: returns their result.
+            begun: for stages that ran in backward, by number: waits for the result and returns it.
 
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
         self.random.fill(inputs.num_updates)
+        self.store.bind(inputs.states)
+        inputs = replace(inputs, states={i: self.store.stored(i, state) for i, state in inputs.states.items()})
         has_begun = False
         if self.matrices is not None:
             self.matrices.fill(inputs)
@@ -217,11 +217,12 @@ class PlannedStep:
                 self.matrices.begin(inputs.shards, Recorder(), failures)
                 has_begun, self._fused = True, None
         fused = self._fuse(inputs)
-        for position, grad in inputs.gradients.items():
-            if fused.signature[position] is not None and not grad.is_contiguous():
-                inputs.gradients[position] = grad.contiguous()
+        gradients = {
+            i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
+            for i, grad in inputs.gradients.items()
+        }
+        inputs = replace(inputs, gradients=gradients)
         fused.fill_tables(inputs)
-        single = self._single_updates(fused, inputs)
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
         taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due)
@@ -231,19 +232,9 @@ class PlannedStep:
             found = Failures(self._names, is_recorded=True) if is_recorded else failures
             if self.matrices is not None and not has_begun:
                 self.matrices.begin(inputs.shards, recorder, found)
-            shared = (inputs, fused.stages, single, self._settings, recorder)
-            run_stages(
-                stages,
-                StepContext(
-                    *shared,
-                    random=self.random,
-                    failures=found,
-                    unproven=self._unproven,
-                    matrices=self.matrices,
-                    samples=None if is_recorded else taken,
-                    early=early,
-                ),
-            )
+            settings, matrices, random = self._settings, self.matrices, self.random
+            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, begun)
+            run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
             self.weights.run(buckets, recorder)
@@ -272,11 +263,7 @@ class PlannedStep:
 
         `updated` is agreed on, so all ranks of a stage leave it out together; one alone would leave the others waiting.
         """
-        return [
-            stage
-            for stage, positions in zip(self.plan.stages, self._positions, strict=True)
-            if not positions.isdisjoint(inputs.updated)
-        ]
+        return [stage for stage in self.plan.stages if not stage.positions.isdisjoint(inputs.updated)]
 
     def _unfusable(self) -> dict[int, str]:
         """Return the positions whose weights kernels can't multiply by factors, and why."""
@@ -285,7 +272,7 @@ class PlannedStep:
     def _fuse(self, inputs: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs):
-            _check_state(self.records, inputs)
+            self.store.check(inputs.shards)
             rules = [record.rule for record in self.records]
             signature = signature_of(rules, inputs, self._fused, self._unfusable())
             if self._fused is not None and self._fused.signature == signature:
@@ -297,19 +284,6 @@ class PlannedStep:
                     obstacle = "overlap='backward' runs a part of the step in backward"
                 self.captured.start_over(obstacle)
         return self._fused
-
-    def _single_updates(self, fused: FusedStep, inputs: StepInputs) -> dict[int, SingleUpdate]:
-        """Return the updated parameters that are not fused, by position."""
-        updates = {}
-        for record, shard in zip(self.records, inputs.shards, strict=True):
-            position = record.position
-            if fused.signature[position] is None and position in inputs.updated:
-                state = inputs.states[position]
-                if not record.is_plain or record.shards_state:
-                    state = {name: local(value) for name, value in state.items()}
-                grad = inputs.gradients.get(position)
-                updates[position] = SingleUpdate(shard, state, self._dtypes[position], grad, inputs.divisor)
-        return updates
 
 
 def parameter_specs(
@@ -391,26 +365,6 @@ def _check_placed(record: ParameterRecord) -> None:
             f"parameter {name!r} lies on a mesh whose ranks do not ascend: {mesh.tolist()}. "
             "Build the mesh from ascending ranks"
         )
-
-
-def _check_state(records: Sequence[ParameterRecord], inputs: StepInputs) -> None:
-    """Raise if state is not on the device of its parameter or has another shape; kernels would write elsewhere."""
-    for record in records:
-        shard = inputs.shards[record.position]
-        device = shard.device
-        for spec in record.rule.all_state:
-            state = local(inputs.states[record.position][spec.name])
-            shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
-            if state.shape != shape:
-                raise RuntimeError(
-                    f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
-                    f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
-                )
-            if state.device != device and state.ndim > 0:  # PyTorch accepts a number on the CPU anywhere
-                raise RuntimeError(
-                    f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
-                    f"{device}: move the state back before step()"
-                )
 
 
 def _where(record: ParameterRecord) -> str:

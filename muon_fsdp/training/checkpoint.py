@@ -1,16 +1,18 @@
-"""Save and load checkpoints, on any number of ranks.
+"""Lock the folder of a run, and save and load its checkpoints, on any number of ranks.
 
 A checkpoint is written under another name and renamed when it is complete, so that a kill never leaves half of one.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
+import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from muon_fsdp.text import format_bytes
+from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.parallel import World
 from muon_fsdp.training.unpickling import Planner, Reader
 
@@ -75,59 +78,47 @@ def save(
     final = folder / f"step-{step:08d}"
     aside = folder / f"{final.name}.partial"
     world.note(f"saving step {step}")
-    failures = gather_failures(_make_folder(folder) if world.is_main else "", world)
-    if not any(failures):  # a rank that failed alone would leave the others waiting in the collectives of the save
-        failures = gather_failures(_write(aside, model, optimizer, world), world)
-    if not any(failures):
-        manifest = {"step": step, **run, "world_size": world.size}
-        failures = gather_failures(_publish(aside, final, manifest, keep) if world.is_main else "", world)
-    if any(failures):
+
+    def write() -> None:
+        with _quiet():
+            state_dict_saver.save(_state(model, optimizer), checkpoint_id=aside, no_dist=world.size == 1)
+
+    def publish() -> None:
+        _publish(aside, final, {"step": step, **run, "world_size": world.size}, keep)
+
+    # After each part ranks compare: one that failed alone would leave the others waiting in collectives of the next.
+    failure = _attempt(lambda: _make_folder(folder), world, world.is_main)
+    failure = failure or _attempt(write, world)
+    failure = failure or _attempt(publish, world, world.is_main)
+    if failure:
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
         good, free = checkpoints(folder), shutil.disk_usage(folder.parent).free
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {next(filter(None, failures))} "
+            f"the checkpoint of step {step} could not be written to {folder}: {failure} "
             f"({format_bytes(free)} are free there); "
             + (f"the newest complete checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint")
         )
     return final
 
 
-def _make_folder(folder: Path) -> str:
-    """Create the folder and delete what a killed run left in it; return the failure, "" for none."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*.partial"):
-            shutil.rmtree(leftover)
-    except OSError as error:
-        return _cause(error)
-    return ""
+def _make_folder(folder: Path) -> None:
+    """Create the folder and delete what a killed run left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob("*.partial"):
+        shutil.rmtree(leftover)
 
 
-def _write(aside: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> str:
-    """Write this rank's part of the checkpoint; return the failure, "" for none."""
-    try:
-        with _quiet():
-            state_dict_saver.save(_state(model, optimizer), checkpoint_id=aside, no_dist=world.size == 1)
-    except (Exception, CheckpointException) as error:
-        return _cause(error)
-    return ""
-
-
-def _publish(aside: Path, final: Path, manifest: dict[str, Any], keep: int) -> str:
-    """Add the manifest, give the checkpoint its final name and delete old ones; return the failure, "" for none."""
-    try:
-        files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
-        text = json.dumps({**manifest, "files": files}, indent=1)
-        (aside / _MANIFEST).write_text(text, encoding="utf-8")
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
-        for old in checkpoints(final.parent)[:-keep]:
-            shutil.rmtree(old)
-    except OSError as error:
-        return _cause(error)
-    return ""
+def _publish(aside: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
+    """Add the manifest, give the checkpoint its final name and delete old ones."""
+    files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
+    text = json.dumps({**manifest, "files": files}, indent=1)
+    (aside / _MANIFEST).write_text(text, encoding="utf-8")
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    for old in checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old)
 
 
 def read_manifest(path: Path, world: World) -> dict[str, Any]:
@@ -148,8 +139,7 @@ def read_manifest(path: Path, world: World) -> dict[str, Any]:
                 failure = f"{name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         failure = f"{_MANIFEST}: {_cause(error)}"
-    failure = next(filter(None, gather_failures(failure, world)), "")
-    if failure:
+    if failure := first_failure(failure, world):
         earlier = [other.name for other in checkpoints(path.parent) if other.name < path.name]
         advice = f"delete it to resume from {earlier[-1]}" if earlier else "there is no earlier checkpoint: start again"
         raise CheckpointError(f"{path} is damaged ({failure}); {advice}")
@@ -158,19 +148,17 @@ def read_manifest(path: Path, world: World) -> dict[str, Any]:
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Load a checkpoint into a model and its optimizer, on any number of ranks; all ranks call it."""
-    failure = ""
     world.note(f"loading {path.name}")
-    try:
+
+    def read() -> None:
         with _quiet():
             state = _state(model, optimizer)
             state_dict_loader.load(state, storage_reader=Reader(path), planner=Planner(), no_dist=world.size == 1)
             set_model_state_dict(model, state["model"])
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    except (Exception, CheckpointException) as error:
-        failure = _cause(error)
-    failures = gather_failures(failure, world)
-    if any(failures):
-        raise CheckpointError(f"{path} could not be loaded: {next(filter(None, failures))}")
+
+    if failure := _attempt(read, world):
+        raise CheckpointError(f"{path} could not be loaded: {failure}")
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -186,13 +174,23 @@ def _fingerprint(file: Path) -> list[int]:
     return [file.stat().st_size, checksum]
 
 
-def gather_failures(failure: str, world: World) -> list[str]:
-    """Return the failure of every rank, "" for none, so that either all ranks raise or none does."""
-    if world.size == 1:
-        return [failure]
-    found: list[str] = [""] * world.size
-    dist.all_gather_object(found, failure)
-    return found
+def first_failure(failure: str, world: World) -> str:
+    """Return the failure of the first rank that has one, "" for none, so that either all ranks raise or none does."""
+    found = [failure] * world.size
+    if world.size > 1:
+        dist.all_gather_object(found, failure)
+    return next(filter(None, found), "")
+
+
+def _attempt(action: Callable[[], None], world: World, here: bool = True) -> str:
+    """Do something, if it is to be done `here`, and return why the first rank failed, or "" if none did."""
+    failure = ""
+    try:
+        if here:
+            action()
+    except (Exception, CheckpointException) as error:
+        failure = _cause(error)
+    return first_failure(failure, world)
 
 
 def _cause(error: BaseException) -> str:
@@ -214,3 +212,46 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def lock_folder(folder: Path, world: World) -> Iterator[None]:
+    """Create `folder` and hold its lock while the context is entered; all ranks call it.
+
+    Two runs in one folder would mix their metrics and delete each other's checkpoints.
+
+    Raises:
+        ConfigError: another run holds the lock, or the folder cannot be written to.
+    """
+    failure, lock = "", None
+    if world.is_main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / "lock").open("w")
+            _lock(lock.fileno(), folder)
+        except BlockingIOError:
+            failure = f"another run is writing to {folder}: wait until it ends, or pass another --output"
+        except OSError as error:
+            reason = "it is a file" if folder.is_file() else error.strerror or error
+            failure = f"cannot write to --output {folder}: {reason}"
+    try:
+        if failure := first_failure(failure, world):
+            raise ConfigError(failure)
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _lock(file: int, folder: Path) -> None:
+    """Lock an open file until the process ends, even by a kill; print a note where the file system has no locks."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        print(f"note: {folder} cannot be locked here; do not start a second run in it", flush=True)

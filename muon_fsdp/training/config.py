@@ -1,118 +1,133 @@
-"""Describe a training run as a `TrainConfig`, and parse one from command-line flags."""
+"""Describe a training run as a `TrainConfig`, whose fields are the command-line flags, and parse one."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule
-from muon_fsdp.training.arguments import ConfigError, OneLineParser, fail
+from muon_fsdp.rules.base import VIEW_OPTIONS
+from muon_fsdp.training.arguments import ConfigError, OneLineParser
 from muon_fsdp.training.model import PRESETS, GPTConfig, preset
-from muon_fsdp.training.plugins import add_plugin_flag, find_rule, load_plugins, plugins_in
-from muon_fsdp.training.rule_flags import (
-    OptionFlag,
-    add_option_flags,
-    by_value,
-    check_options,
-    default_options,
-    given_options,
-)
-
-Parallelism = Literal["none", "ddp", "fsdp"]
-ScheduleName = Literal["cosine", "trapezoid"]
-Precision = Literal["auto", "float32", "bfloat16"]
+from muon_fsdp.training.plugins import find_rule, load_plugins
 
 VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows, because GPUs are slow on odd sizes
 DEFAULT_REST_LR = 4e-3
+OWN_FIELDS = ("lr", "weight_decay")  # options of rules that are fields of TrainConfig
+COMMON_OPTIONS = ("momentum", "nesterov", "beta2", "betas", "lambda_mode")  # options of rules that have flags
+STARTS_FROM = {"nesterov": True}  # defaults of the program that replace those of the rules
+
+Check = tuple[Callable[[Any], bool], str]
+_COUNT: Check = (lambda value: value >= 1, "be at least 1")
+_FRACTION: Check = (lambda value: 0 <= value <= 1, "be between 0 and 1")
+_POSITIVE: Check = (lambda value: value > 0, "be positive")
+_FINITE: Check = (lambda value: not math.isinf(value), "be finite")
+_NOT_NEGATIVE: Check = (lambda value: value >= 0, "not be negative")
+_SEED: Check = (lambda value: 0 <= value < 2**63, "be between 0 and 2**63 - 1")
+
+
+def _flag(default: Any, text: str, *checks: Check, section: str = "", **options: Any) -> Any:
+    """Make a field, with the help text of its flag.
+
+    Args:
+        default: the default of the field and of the flag.
+        text: the help text.
+        checks: what a value other than None must be.
+        section: the section of `--help` that starts with this flag.
+        options: arguments of `add_argument` that do not follow from the field's type; `flag` if its name differs.
+    """
+    return field(default=default, metadata={"text": text, "checks": checks, "section": section, "options": options})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The configuration of one run. None means a default that depends on other fields; `--help` describes it.
+    """The configuration of one run. None means a default that depends on other fields; the help texts describe it.
 
-    `optimizer` is the rule that updates the hidden matrices, given by name or alias and stored by name. `options` are
-    the options of that rule that differ from its defaults. `plugin` lists files that register rules; creating the
-    configuration imports them.
+    `optimizer` is given by name or alias and stored by name. `options` are the options of that rule that differ from
+    its defaults. `plugin` lists files that register rules; creating the configuration imports them.
     """
 
-    model: str = "small"
-    sequence_length: int | None = None
-    vocab_size: int | None = None
-    positions: str | None = None
-    qk_norm: bool | None = None
-    tie_embeddings: bool | None = None
-    scale_embedding: bool | None = None
-    data: Path | None = None
+    model: str = _flag("small", "model size", section="model and data", choices=list(PRESETS), metavar=None)
+    sequence_length: int | None = _flag(None, "tokens per sequence (default: that of --model)", _COUNT)
+    vocab_size: int | None = _flag(None, "size of the model's vocabulary (default: the data's, rounded up to a "
+        "multiple of 64; that of --model for token shards without a tokenizer.json)", _COUNT)  # fmt: skip
+    positions: Literal["rope", "learned"] | None = _flag(None, "positional encoding (default: that of --model)")
+    qk_norm: bool | None = _flag(None, "normalize queries and keys (default: as --model does)")
+    tie_embeddings: bool | None = _flag(None, "use the embedding's weight as the head (default: as --model does)")
+    scale_embedding: bool | None = _flag(None, "multiply the embedding's output by the square root of the width "
+        "(default: as --model does)")  # fmt: skip
+    data: Path | None = _flag(None, "text file, folder of text files, or folder of token shards "  # noqa: RUF009
+        "(*.bin, 16 bits per token) (default: the source code of Python's standard library)")  # fmt: skip
 
-    steps: int | None = None
-    epochs: float | None = None
-    batch_size: int = 16
-    micro_batch_size: int | None = None
-    seed: int = 0
+    steps: int | None = _flag(None, "number of optimizer steps (default: 100, or as --epochs requires)", _COUNT,
+        section="training length and batches")  # fmt: skip
+    epochs: float | None = _flag(None, "train on X times as many tokens as the training data has, instead of --steps",
+        _POSITIVE, _FINITE)  # fmt: skip
+    batch_size: int = _flag(16, "sequences per step, over all ranks", _COUNT)
+    micro_batch_size: int | None = _flag(None, "sequences per forward pass on one rank; gradients of several passes "
+        "are accumulated (default: all sequences of a rank in one pass)", _COUNT)  # fmt: skip
+    seed: int = _flag(0, "seed of the initial weights and of the order of the data", _SEED)
 
-    optimizer: str = DEFAULT_RULE
+    optimizer: str = _flag(DEFAULT_RULE, "update rule of the hidden matrices; the rule "
+        f"{DEFAULT_OTHER_RULE} updates all other parameters", section="optimizer")  # fmt: skip
+    plugin: Sequence[str] = _flag((), "Python file, or package.module, that registers update rules of your own; repeat "
+        "it for several", action="append", metavar="FILE")  # fmt: skip
+    lr: float | None = _flag(None, "learning rate of the hidden matrices (default: {by_rule})", _NOT_NEGATIVE)
+    rest_lr: float | None = _flag(None, "learning rate of all other parameters: embedding, head and vectors (default: "
+        f"{DEFAULT_REST_LR})", _NOT_NEGATIVE)  # fmt: skip
+    weight_decay: float | None = _flag(None, "weight decay of the hidden matrices (default: {by_rule})", _NOT_NEGATIVE)
+    rest_weight_decay: float | None = _flag(None, "weight decay of embedding and head; vectors never have any "
+        "(default: 0)", _NOT_NEGATIVE)  # fmt: skip
+    rest_betas: Sequence[float] | None = _flag(None, "decay of both moments of all other parameters (default: those of "
+        "the rule that updates them)", metavar="X,X", type=lambda text: _numbers(text))  # fmt: skip
+    cuda_graph: bool | None = _flag(None, "run the optimizer's step as a CUDA graph, which needs a GPU (default: where "
+        "it is possible and costs little memory)")  # fmt: skip
+    schedule: Literal["cosine", "trapezoid"] = _flag("cosine", "how the learning rates fall after the warmup")
+    warmup_fraction: float = _flag(0.1, "fraction of the steps in which the learning rates rise", _FRACTION)
+    decay_fraction: float = _flag(0.4, "fraction of the steps in which they fall, with --schedule trapezoid", _FRACTION)
+    final_lr_fraction: float = _flag(0.05, "learning rate at the end, as a fraction of --lr and --rest-lr", _FRACTION)
+    clip_norm: float = _flag(1.0, "clip the gradient to this norm", _POSITIVE)
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    plugin: Sequence[str] = ()
-    lr: float | None = None
-    rest_lr: float | None = None
-    weight_decay: float | None = None
-    rest_weight_decay: float | None = None
-    rest_betas: Sequence[float] | None = None
-    cuda_graph: bool | None = None  # None lets the optimizer decide
-    schedule: ScheduleName = "cosine"
-    warmup_fraction: float = 0.1
-    decay_fraction: float = 0.4
-    final_lr_fraction: float = 0.05
-    clip_norm: float = 1.0
 
-    parallel: Parallelism = "none"
-    replicas: int = 1
-    tensor_parallel: int = 1
-    device: str | None = None
-    precision: Precision = "auto"
-    compile: bool = False
-    timeout: float = 600.0
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+    replicas: int = _flag(1, "HSDP: shard the model within each of N replicas (implies --fsdp)", _COUNT,
+        section="devices and ranks")  # fmt: skip
+    tensor_parallel: int = _flag(1, "tensor parallelism: split the matrices of a block over N ranks (implies --fsdp)",
+        _COUNT, flag="--tp")  # fmt: skip
+    timeout: float = _flag(600.0, "seconds to wait for a rank that has stopped or hangs before the run ends", _POSITIVE,
+        _FINITE)  # fmt: skip
+    device: Literal["cpu", "cuda"] | None = _flag(None, "device to train on (default: cuda if there is a GPU)")
+    precision: Literal["auto", "float32", "bfloat16"] = _flag("auto", "precision of forward and backward pass; auto is "
+        "bfloat16 on a GPU and float32 on a CPU")  # fmt: skip
+    compile: bool = _flag(False, "compile the transformer blocks with torch.compile")
 
-    output: Path | None = None
-    resume: bool = False
-    save_every: int | None = None
-    keep: int = 2
-    eval_every: int | None = None
-    eval_windows: int = 64
-    log_every: int | None = None
-    tensorboard: bool = False
-    name: str | None = None
+    output: Path | None = _flag(None, "folder for checkpoints and metrics "  # noqa: RUF009
+        "(default: runs/MODEL-RULE)", section="checkpoints and metrics")  # fmt: skip
+    resume: bool = _flag(False, "resume from the newest checkpoint in --output")
+    save_every: int | None = _flag(None, "steps between checkpoints (default: only one, at the end)", _COUNT)
+    keep: int = _flag(2, "number of checkpoints to keep; older ones are deleted", _COUNT)
+    eval_every: int | None = _flag(None, "steps between validations (default: a twentieth of the run)", _COUNT)
+    eval_windows: int = _flag(64, "sequences per validation", _COUNT)
+    log_every: int | None = _flag(None, "steps between log updates, for which the host waits for the device (default: "
+        "1 on a CPU, 10 on a GPU)", _COUNT)  # fmt: skip
+    tensorboard: bool = _flag(False, "write TensorBoard events too")
+    name: str | None = _flag(None, "name of the run in its output (default: the name of the rule)")
 
     def __post_init__(self) -> None:
         preset(self.model)
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("pass --steps or --epochs, not both")
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
-        for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{_flag(name)} must be between 0 and 1, got {getattr(self, name)}")
-        for name in ("clip_norm", "epochs", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{_flag(name)} must be positive, got {value}")
-        for name in ("epochs", "timeout"):
-            value = getattr(self, name)
-            if value is not None and math.isinf(value):
-                raise ConfigError(f"{_flag(name)} must be finite, got inf")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}")
-        for name in ("lr", "rest_lr", "weight_decay", "rest_weight_decay"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{_flag(name)} must not be negative, got {value}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            for is_valid, words in each.metadata.get("checks", ()) if value is not None else ():
+                if not is_valid(value):
+                    raise ConfigError(f"{_flag_name(each)} must {words}, got {value}")
         if self.parallel == "ddp" and self.replicas * self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tp work only with --fsdp; leave out --ddp")
         self._settle_optimizer()
@@ -121,7 +136,7 @@ class TrainConfig:
         """Import the plugins, find the rule and check its options."""
         load_plugins(self.plugin)
         rule = find_rule(self.optimizer)
-        check_options(self.options, rule)
+        _check_options(self.options, rule)
         for name, value in (("optimizer", rule.name), ("options", dict(self.options)), ("plugin", tuple(self.plugin))):
             object.__setattr__(self, name, value)
         if self.rest_betas is not None:
@@ -141,9 +156,8 @@ class TrainConfig:
     @property
     def matrix_options(self) -> dict[str, Any]:
         """Return all options of the hidden matrices, defaults included."""
-        own = {"lr": self.lr, "weight_decay": self.weight_decay}
-        given = {name: value for name, value in own.items() if value is not None}
-        return {**default_options(self.rule), **given, **self.options}
+        own = {name: getattr(self, name) for name in OWN_FIELDS if getattr(self, name) is not None}
+        return {**default_options(self.rule), **own, **self.options}
 
     @property
     def label(self) -> str:
@@ -173,221 +187,9 @@ class TrainConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-
-_COUNTS = (
-    "sequence_length", "vocab_size", "steps", "batch_size", "micro_batch_size", "replicas", "tensor_parallel",
-    "save_every", "keep", "eval_every", "eval_windows", "log_every",
-)  # fmt: skip
-
-
-def _flag(name: str) -> str:
-    return {"tensor_parallel": "--tp"}.get(name, "--" + name.replace("_", "-"))
-
-
-def make_parser(prog: str) -> tuple[argparse.ArgumentParser, list[OptionFlag]]:
-    """Make the parser of every program that trains; register your rules first, because their options become flags.
-
-    Returns:
-        The parser, and the flags of rules' options. Every other flag sets the `TrainConfig` field of the same name.
-    """
-    parser = OneLineParser(
-        prog=prog,
-        allow_abbrev=False,  # the launcher could not find an abbreviated --processes
-        description="Train a GPT on one device, or on several with DDP, FSDP2, HSDP or tensor parallelism.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
-    )
-    _add_model_and_data(parser)
-    _add_length(parser)
-    _add_optimizer(parser)
-    _add_devices(parser)
-    _add_files(parser)
-    return parser, add_option_flags(parser)
-
-
-_DEFAULT = TrainConfig()
-
-
-def _add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
-    name = options.setdefault("dest", flag[2:].replace("-", "_"))
-    options.setdefault("default", getattr(_DEFAULT, name))
-    if options.get("action") is None:
-        options.setdefault("type", str)
-        if options["default"] is not None:
-            text += " (default: %(default)s)"
-        if "choices" not in options:
-            options.setdefault("metavar", {int: "N", float: "X", Path: "PATH"}.get(options["type"], "NAME"))
-    group.add_argument(flag, help=text, **options)
-
-
-def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model and data")
-    _add(model, "--model", "model size", choices=list(PRESETS))
-    _add(model, "--sequence-length", "tokens per sequence (default: that of --model)", type=int)
-    _add(model, "--vocab-size", "size of the model's vocabulary (default: the data's, rounded up to a multiple of 64; "
-         "that of --model for token shards without a tokenizer.json)", type=int)  # fmt: skip
-    _add(model, "--positions", "positional encoding (default: that of --model)", choices=["rope", "learned"])
-    switch = argparse.BooleanOptionalAction
-    _add(model, "--qk-norm", "normalize queries and keys (default: as --model does)", action=switch)
-    _add(model, "--tie-embeddings", "use the embedding's weight as the head (default: as --model does)", action=switch)
-    _add(model, "--scale-embedding", "multiply the embedding's output by the square root of the width (default: as "
-         "--model does)", action=switch)  # fmt: skip
-    _add(model, "--data", "text file, folder of text files, or folder of token shards (*.bin, 16 bits per token) "
-         "(default: the source code of Python's standard library)", type=Path)  # fmt: skip
-
-
-def _add_length(parser: argparse.ArgumentParser) -> None:
-    length = parser.add_argument_group("training length and batches")
-    _add(length, "--steps", "number of optimizer steps (default: 100, or as --epochs requires)", type=int)
-    _add(length, "--epochs", "train on X times as many tokens as the training data has, instead of --steps", type=float)
-    _add(length, "--batch-size", "sequences per step, over all ranks", type=int)
-    _add(length, "--micro-batch-size", "sequences per forward pass on one rank; gradients of several passes are "
-         "accumulated (default: all sequences of a rank in one pass)", type=int)  # fmt: skip
-    _add(length, "--seed", "seed of the initial weights and of the order of the data", type=int)
-
-
-def _add_optimizer(parser: argparse.ArgumentParser) -> None:
-    optimizer = parser.add_argument_group("optimizer")
-    other, names = RULES[DEFAULT_OTHER_RULE].display_name, [n for r in RULES.values() for n in (r.name, *r.aliases)]
-    _add(optimizer, "--optimizer", f"update rule of the hidden matrices; {other} updates all other parameters",
-         type=_rule_name, metavar="|".join(names))  # fmt: skip
-    add_plugin_flag(optimizer)
-    _add(optimizer, "--lr", f"learning rate of the hidden matrices (default: {_by_rule('lr')})", type=float)
-    _add(
-        optimizer,
-        "--rest-lr",
-        f"learning rate of all other parameters: embedding, head and vectors (default: {DEFAULT_REST_LR})",
-        type=float,
-    )
-    _add(
-        optimizer,
-        "--weight-decay",
-        f"weight decay of the hidden matrices (default: {_by_rule('weight_decay')})",
-        type=float,
-    )
-    _add(
-        optimizer,
-        "--rest-weight-decay",
-        "weight decay of embedding and head; vectors never have any (default: 0)",
-        type=float,
-    )
-    _add(
-        optimizer,
-        "--rest-betas",
-        "decay of both moments of all other parameters (default: those of the rule that updates them)",
-        type=_numbers,
-        metavar="X,X",
-    )
-    _add(optimizer, "--cuda-graph", "run the optimizer's step as a CUDA graph, which needs a GPU (default: where it is "
-         "possible and costs little memory)", action=argparse.BooleanOptionalAction)  # fmt: skip
-    _add(optimizer, "--schedule", "how the learning rates fall after the warmup", choices=list(get_args(ScheduleName)))
-    _add(optimizer, "--warmup-fraction", "fraction of the steps in which the learning rates rise", type=float)
-    _add(
-        optimizer, "--decay-fraction", "fraction of the steps in which they fall, with --schedule trapezoid", type=float
-    )
-    _add(
-        optimizer,
-        "--final-lr-fraction",
-        "learning rate at the end, as a fraction of --lr and --rest-lr",
-        type=float,
-    )
-    _add(optimizer, "--clip-norm", "clip the gradient to this norm", type=float)
-
-
-def _by_rule(option: str) -> str:
-    return by_value(lambda rule: default_options(rule)[option])
-
-
-def _rule_name(text: str) -> str:
-    try:
-        return find_rule(text).name
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}") from None
-
-
-def _add_devices(parser: argparse.ArgumentParser) -> None:
-    parallel = parser.add_argument_group("devices and ranks")
-    modes = parallel.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--fsdp", dest="parallel", action="store_const", const="fsdp", help="shard the model over the ranks with FSDP2"
-    )
-    modes.add_argument(
-        "--ddp", dest="parallel", action="store_const", const="ddp", help="copy the model to every rank with DDP"
-    )
-    parser.set_defaults(parallel=None)
-    _add(parallel, "--replicas", "HSDP: shard the model within each of N replicas (implies --fsdp)", type=int)
-    _add(
-        parallel,
-        "--tp",
-        "tensor parallelism: split the matrices of a block over N ranks (implies --fsdp)",
-        dest="tensor_parallel",
-        type=int,
-    )
-    parallel.add_argument("--processes", metavar="N", type=int, help="start N ranks on this machine, without torchrun")
-    _add(parallel, "--timeout", "seconds to wait for a rank that has stopped or hangs before the run ends", type=float)
-    _add(parallel, "--device", "device to train on (default: cuda if there is a GPU)", choices=["cpu", "cuda"])
-    precisions = list(get_args(Precision))
-    _add(
-        parallel,
-        "--precision",
-        "precision of forward and backward pass; auto is bfloat16 on a GPU and float32 on a CPU",
-        choices=precisions,
-    )
-    _add(parallel, "--compile", "compile the transformer blocks with torch.compile", action="store_true")
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    files = parser.add_argument_group("checkpoints and metrics")
-    _add(files, "--output", "folder for checkpoints and metrics (default: runs/MODEL-RULE)", type=Path)
-    _add(files, "--resume", "resume from the newest checkpoint in --output", action="store_true")
-    _add(files, "--save-every", "steps between checkpoints (default: only one, at the end)", type=int)
-    _add(files, "--keep", "number of checkpoints to keep; older ones are deleted", type=int)
-    _add(files, "--eval-every", "steps between validations (default: a twentieth of the run)", type=int)
-    _add(files, "--eval-windows", "sequences per validation", type=int)
-    _add(
-        files,
-        "--log-every",
-        "steps between log updates, for which the host waits for the device (default: 1 on a CPU, 10 on a GPU)",
-        type=int,
-    )
-    _add(files, "--tensorboard", "write TensorBoard events too", action="store_true")
-    _add(files, "--name", "name of the run in its output (default: the name of the rule)", type=str)
-
-
-def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | None]:
-    """Parse a command line.
-
-    Returns:
-        The configuration, and the number of processes to start, or None to train in this one.
-    """
-    arguments = sys.argv[1:] if argv is None else argv
-    try:
-        load_plugins(plugins_in(arguments, prog))  # first, because rules that they register get flags too
-    except ConfigError as error:
-        fail(str(error))
-    parser, option_flags = make_parser(prog)
-    values = vars(parser.parse_args(arguments))
-    processes = values.pop("processes")
-    if processes is not None and processes < 1:
-        parser.error(f"--processes must be at least 1, got {processes}")
-    if values["parallel"] is None:
-        values["parallel"] = "fsdp" if values["replicas"] * values["tensor_parallel"] > 1 else "none"
-    try:
-        options = given_options(values, option_flags, find_rule(values["optimizer"]))
-        return TrainConfig(**values, options=options), processes
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def as_json(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as it comes back from JSON."""
-    return {field.name: json_value(getattr(config, field.name)) for field in fields(config)}
+    def as_json(self) -> dict[str, Any]:
+        """Return the configuration as it comes back from JSON."""
+        return {each.name: json_value(getattr(self, each.name)) for each in fields(self)}
 
 
 def json_value(value: Any) -> Any:
@@ -397,3 +199,189 @@ def json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: json_value(each) for name, each in value.items()}
     return [json_value(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+# --------------------------------------------------------------------------------------------------- options of rules
+
+
+def default_options(rule: Rule) -> dict[str, Any]:
+    """Return the options of the hidden matrices, without views, if no flag is passed."""
+    views = {option.name for option in VIEW_OPTIONS}
+    declared = {name: option.default for name, option in rule.all_options.items() if name not in views}
+    starts = {name: value for name, value in STARTS_FROM.items() if name in declared}
+    recipe = {name: value for name, value in rule.recipe.items() if name in OWN_FIELDS}
+    return {**declared, **starts, **recipe}
+
+
+def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ConfigError for an option that a rule does not have, or a value that it does not accept."""
+    for name, value in options.items():
+        if name in OWN_FIELDS:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise ConfigError(f"{name!r} is a field of TrainConfig, not an option: pass {name}={value!r}, or {flag}")
+        if name in rule.hints:
+            raise ConfigError(f"option {name!r}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
+        if name not in rule.all_options:
+            owners = ", ".join(repr(other.name) for other in RULES.values() if name in other.all_options)
+            near = suggestion(name, default_options(rule).keys() - set(OWN_FIELDS))
+            instead = f"only {owners} has it; leave it out" if owners else f"no rule has it{near}"
+            raise ConfigError(f"option {name!r} is not an option of rule {rule.name!r}: {instead}")
+        try:
+            rule.all_options[name].validate(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+
+
+def _read_option(option: Option, text: str) -> Any:
+    """Convert the text of an option. Without a check of its own, the value must have the type of the default."""
+    if text in option.choices or (isinstance(option.default, str) and not option.choices):
+        return text
+    value = _read_value(text)
+    if isinstance(option.default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    unchecked = option.check is None and not option.choices and option.default is not None
+    if unchecked and type(value) is not type(option.default):
+        raise ConfigError(f"option {option.name!r} must be like its default {option.default!r}, got {text!r}")
+    return value
+
+
+def _read_value(text: str) -> Any:
+    """Convert a text to None, True or False, a number, a tuple, or leave it as it is."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    if "," in text:
+        return tuple(map(_read_value, text.split(",")))
+    try:
+        return int(text) if text.lstrip("+-").isdecimal() else float(text)
+    except ValueError:
+        return text
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+def _flag_name(each: Any) -> str:
+    name: str = each.metadata["options"].get("flag", "--" + each.name.replace("_", "-"))
+    return name
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Make the parser of every program that trains: a flag for each field of `TrainConfig`, and a few others."""
+    parser = OneLineParser(
+        prog=prog,
+        allow_abbrev=False,  # a new flag must not change what an abbreviation means
+        description="Train a GPT on one device, or on several with DDP, FSDP2, HSDP or tensor parallelism.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
+    )
+    types, group = get_type_hints(TrainConfig), parser.add_argument_group()
+    for each in fields(TrainConfig):
+        if each.metadata.get("section"):
+            group = parser.add_argument_group(each.metadata["section"])
+        if each.name == "options":
+            _add_option_flags(parser.add_argument_group("options of the update rule"))
+        elif each.name == "replicas":
+            _add_layout_flags(group)
+        if each.metadata:
+            text = each.metadata["text"].replace("{by_rule}", _defaults_by_rule(each.name))
+            options = {**_argument_of(types[each.name], each.default), **each.metadata["options"]}
+            options.pop("flag", None)
+            if each.name == "optimizer":
+                options["metavar"] = "|".join(name for rule in RULES.values() for name in (rule.name, *rule.aliases))
+            shown = each.default is not None and each.default is not False and each.default != ()
+            text += " (default: %(default)s)" if shown else ""
+            default = list(each.default) if each.default == () else each.default  # argparse appends to it
+            group.add_argument(_flag_name(each), dest=each.name, default=default, help=text, **options)
+    return parser
+
+
+def _argument_of(annotation: Any, default: Any) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that follow from the type of a field."""
+    parts = get_args(annotation) if type(None) in get_args(annotation) else (annotation,)
+    kind = parts[0]  # without None
+    if get_origin(kind) is Literal:
+        return {"choices": list(get_args(kind))}
+    if kind is bool:
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
+    metavars = {int: "N", float: "X", Path: "PATH", str: "NAME"}
+    return {"type": kind, "metavar": metavars[kind]} if kind in metavars else {}
+
+
+def _add_layout_flags(group: argparse._ActionsContainer) -> None:
+    modes = group.add_mutually_exclusive_group()
+    texts = {"fsdp": "shard the model over the ranks with FSDP2", "ddp": "copy the model to every rank with DDP"}
+    for name, text in texts.items():
+        modes.add_argument(f"--{name}", dest="parallel", action="store_const", const=name, default=None, help=text)
+    group.add_argument("--processes", metavar="N", type=int, help="start N ranks on this machine, without torchrun")
+
+
+def _add_option_flags(group: argparse._ActionsContainer) -> None:
+    """Add `--set`, and a flag for each common option; `parse` moves their values to `options`."""
+    for name in COMMON_OPTIONS:
+        rules = [rule for rule in RULES.values() if name in rule.all_options]
+        option, default = rules[0].all_options[name], default_options(rules[0])[name]
+        text = f"{option.doc} (default: {_written(default)}; {', '.join(rule.name for rule in rules)})"
+        if isinstance(default, bool):
+            values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        else:
+            values = {"metavar": "|".join(option.choices) or ",".join("X" for _ in _written(default).split(","))}
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"option {name}", help=text.replace("%", "%%"), **values)
+    text = "any option of the update rule, such as ns_steps=3 (docs/options.md lists them); repeat it for several"
+    group.add_argument("--set", action="append", default=[], type=_name_and_value, metavar="NAME=VALUE", help=text)
+
+
+def _name_and_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers separated by commas, got {text!r}") from None
+
+
+def _defaults_by_rule(option: str) -> str:
+    """Return the default of an option as text, such as "0.02 for a, b; 0.1 for c"."""
+    names: dict[str, list[str]] = {}
+    for rule in RULES.values():
+        names.setdefault(_written(default_options(rule).get(option)), []).append(rule.name)
+    return "; ".join(f"{value} for {', '.join(rules)}" for value, rules in names.items())
+
+
+def _written(value: object) -> str:
+    """Return a value as a user writes it after a flag."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ",".join(map(_written, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | None]:
+    """Parse a command line.
+
+    Returns:
+        The configuration, and the number of processes to start, or None to train in this one.
+    """
+    parser = make_parser(prog)
+    values = vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
+    processes = values.pop("processes")
+    if processes is not None and processes < 1:
+        parser.error(f"--processes must be at least 1, got {processes}")
+    if values["parallel"] is None:
+        values["parallel"] = "fsdp" if values["replicas"] * values["tensor_parallel"] > 1 else "none"
+    common = {name: values.pop(f"option {name}") for name in COMMON_OPTIONS}
+    options = {name: value for name, value in common.items() if value is not None} | dict(values.pop("set"))
+    try:
+        load_plugins(values["plugin"])  # first, because they register rules
+        declared = find_rule(values["optimizer"]).all_options
+        for name, text in options.items():
+            if name in declared and isinstance(text, str):
+                options[name] = _read_option(declared[name], text)
+        return TrainConfig(**values, options=options), processes
+    except ValueError as error:
+        parser.error(str(error))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-DEFAULT_BYTE_BUDGET = 8_000_000
 VALIDATION_FRACTION = 0.1
 BYTE_VOCABULARY = 256
 
@@ -29,6 +28,9 @@ _SKIPPED_FOLDERS = frozenset(
 )
 
 
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
+
+
 class DataError(ValueError):
     """The training data cannot be used; the message says why and what to do."""
 
@@ -38,15 +40,16 @@ class Tokens:
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self._pieces = list(pieces)  # 1-D; int16 stands for uint16, which torch cannot index on every device
-        self._ends = list(accumulate(piece.numel() for piece in self._pieces))
+        self._ends = list(itertools.accumulate(piece.numel() for piece in self._pieces))
 
     def numel(self) -> int:
         """Return the number of tokens."""
         return self._ends[-1]
 
-    def windows(self, starts: Tensor, length: int) -> Tensor:
-        """Return the windows of `length` tokens at `starts`, as int64 of shape (len(starts), length)."""
-        return torch.stack([self.read(start, length) for start in starts.tolist()])
+    def windows(self, starts: Tensor, length: int) -> Batch:
+        """Return the sequences of `length` tokens at `starts` and their next tokens, both (B, T)."""
+        windows = torch.stack([self.read(start, length + 1) for start in starts.tolist()])  # (B, T + 1)
+        return windows[:, :-1], windows[:, 1:]
 
     def read(self, start: int, length: int) -> Tensor:
         """Return `length` tokens from position `start` on, as int64."""
@@ -83,31 +86,30 @@ class Corpus:
     source: str
 
 
-def open_corpus(path: Path | None, sequence_length: int) -> Corpus:
+def open_corpus(path: Path | None, sequence_length: int, byte_budget: int | None = None) -> Corpus:
     """Open a text file, a folder of text files, token shards (`*.bin`), or for None Python's standard library.
 
     Text is read as bytes. Shards have 16 bits per token and may start with llm.c's header of 1024 bytes. Shards with
     "val" in their name are held out for validation; if there are none, the last tenth of all tokens is. The size of the
-    shards' vocabulary is read from a `tokenizer.json` beside them, as the package `tokenizers` saves it.
+    shards' vocabulary is read from a `tokenizer.json` beside them, as the package `tokenizers` saves it. Of a text, at
+    most `byte_budget` bytes are read.
 
     Raises:
         DataError: the data cannot be read, or is too short for a sequence of `sequence_length`.
     """
     shards = _shards(path)
-    vocab_size: int | None
-    if not shards:
-        tokens = Tokens([load_tokens(path, byte_budget=None)])
-        held_out = int(tokens.numel() * VALIDATION_FRACTION)
-        train, validation = tokens.split(tokens.numel() - held_out)
-        vocab_size, source = BYTE_VOCABULARY, "Python's standard library" if path is None else str(path)
-    else:
-        named = [shard for shard in shards if "val" in shard.name.lower()]
+    vocab_size: int | None = BYTE_VOCABULARY
+    named = [shard for shard in shards if "val" in shard.name.lower()]
+    if shards:
         train = Tokens([_map_shard(shard) for shard in shards if shard not in named])
-        if named:
-            validation = Tokens([_map_shard(shard) for shard in named])
-        else:
-            train, validation = train.split(train.numel() - int(train.numel() * VALIDATION_FRACTION))
-        vocab_size, source = _tokenizer_vocabulary(shards[0].parent / TOKENIZER_FILE), str(path)
+        vocab_size = _tokenizer_vocabulary(shards[0].parent / TOKENIZER_FILE)
+    else:
+        train = Tokens([load_tokens(path, byte_budget)])
+    if named:
+        validation = Tokens([_map_shard(shard) for shard in named])
+    else:
+        train, validation = train.split(train.numel() - int(train.numel() * VALIDATION_FRACTION))
+    source = "Python's standard library" if path is None else str(path)
     for part, name in ((train, "training"), (validation, "validation")):
         if part.numel() < sequence_length + 1:  # a window is sequence_length inputs and the token after them
             raise DataError(
@@ -163,24 +165,18 @@ def _map_shard(file: Path) -> Tensor:
     return tokens
 
 
-def load_tokens(path: Path | None = None, byte_budget: int | None = DEFAULT_BYTE_BUDGET) -> Tensor:
+def load_tokens(path: Path | None = None, byte_budget: int | None = None) -> Tensor:
     """Return the bytes of a text file, of a folder of text files, or for None of Python's standard library.
 
-    Args:
-        path: the file or folder.
-        byte_budget: how many bytes to read at most; None for all.
-
     Returns:
-        A 1-D uint8 tensor.
+        A 1-D uint8 tensor of at most `byte_budget` elements.
     """
-    if byte_budget is not None and byte_budget < 1:
-        raise ValueError(f"byte_budget must be positive, got {byte_budget}")
     if path is None:
         files: Iterable[Path] = standard_library_files()
     elif not path.exists():
         raise DataError(f"no such file or folder: {path}; pass an existing text file or folder as --data")
     elif path.is_dir():
-        files = _folder_files(path)
+        files = [file for file in _walk(path, frozenset()) if not file.name.startswith(".")]
     else:
         files = [path]
     text = _read(files, byte_budget)
@@ -197,10 +193,6 @@ def standard_library_files() -> list[Path]:
     if not files:
         raise DataError(f"no Python sources under {root}; pass a text file or a folder of text files as --data")
     return files
-
-
-def _folder_files(root: Path) -> list[Path]:
-    return [file for file in _walk(root, frozenset()) if not file.name.startswith(".")]
 
 
 def _walk(root: Path, skipped_folders: frozenset[str]) -> list[Path]:
@@ -226,64 +218,39 @@ def _read(files: Iterable[Path], byte_budget: int | None) -> bytearray:
     return text[:byte_budget]
 
 
-def split_tokens(tokens: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Hold out the last tenth of a text, so that no byte is in both parts.
-
-    Returns:
-        Training tokens and validation tokens.
-    """
-    num_validation = int(tokens.numel() * VALIDATION_FRACTION)
-    train, validation = tokens[: tokens.numel() - num_validation], tokens[tokens.numel() - num_validation :]
-    if num_validation < sequence_length + 1:  # a window is sequence_length inputs and the byte after them
-        needed = int((sequence_length + 1) / VALIDATION_FRACTION) + 1
-        raise DataError(
-            f"the text has {tokens.numel()} bytes, but sequence_length={sequence_length} needs at least {needed}; "
-            "pass a longer text as --data"
-        )
-    return train, validation
-
-
-def _windows(tokens: Tensor | Tokens, starts: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
-    if isinstance(tokens, Tensor):
-        tokens = Tokens([tokens])
-    windows = tokens.windows(starts, sequence_length + 1)  # (B, T + 1)
-    return windows[:, :-1], windows[:, 1:]
-
-
 def training_batches(
-    tokens: Tensor | Tokens,
+    tokens: Tokens,
     batch_size: int,
     sequence_length: int,
     generator: torch.Generator,
     first: int = 0,
     rows: slice = slice(None),
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, targets), both (B, T), from random places of the text without end.
+) -> Iterator[Batch]:
+    """Yield batches from random places of the text without end.
 
     Equal generator seeds give equal batches. The first `first` batches are skipped, because a resumed run has seen
     them. Only `rows` of each batch are read, because every rank needs only its own.
     """
-    num_starts = tokens.numel() - sequence_length
-    if num_starts < 1:
-        raise DataError(f"{tokens.numel()} tokens are too few for one sequence of {sequence_length} + 1")
-    for _ in range(first):
-        torch.randint(num_starts, (batch_size,), generator=generator)
-    while True:
-        starts = torch.randint(num_starts, (batch_size,), generator=generator)
-        yield _windows(tokens, starts[rows], sequence_length)
+    for index in itertools.count():
+        starts = torch.randint(tokens.numel() - sequence_length, (batch_size,), generator=generator)
+        if index >= first:
+            yield tokens.windows(starts[rows], sequence_length)
 
 
-def validation_batches(
-    tokens: Tensor | Tokens, batch_size: int, sequence_length: int, num_windows: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return batches of (inputs, targets), the same every time.
-
-    They are at most `num_windows` windows that do not overlap and are spread over the text.
-    """
+def validation_batches(tokens: Tokens, batch_size: int, sequence_length: int, num_windows: int) -> list[Batch]:
+    """Return batches, the same every time, of at most `num_windows` windows, spread over the text without overlap."""
     num_available = (tokens.numel() - 1) // sequence_length
-    if num_available < 1:
-        raise DataError(f"{tokens.numel()} tokens are too few for one sequence of {sequence_length} + 1")
     num_windows = min(num_windows, num_available)
     # Integer steps between whole windows: two windows may touch, never overlap.
     starts = torch.arange(num_windows) * (num_available // num_windows) * sequence_length
-    return [_windows(tokens, chunk, sequence_length) for chunk in torch.split(starts, batch_size)]
+    return [tokens.windows(chunk, sequence_length) for chunk in torch.split(starts, batch_size)]
+
+
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Raise DataError if a token is not in the model's vocabulary: on a GPU, its lookup would abort the process."""
+    largest = max(int(part.max()) for part in batch)
+    if largest >= vocab_size:
+        raise DataError(
+            f"the data contains token {largest}, but the model's vocabulary has only {vocab_size} tokens: pass a "
+            "larger --vocab-size, or data that was tokenized for this model"
+        )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import platform
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from muon_fsdp.training.arguments import OneLineParser
+from muon_fsdp.training.config import parse
 from muon_fsdp.training.data import DataError, open_corpus
-from muon_fsdp.training.model import preset
 from muon_fsdp.training.program import main as train_main
 from muon_fsdp.training.report import largest_distance, print_comparison, write_metrics, write_plot
 from muon_fsdp.training.results import read_result
 from muon_fsdp.training.terminal import print_error
 
+PROG = "python -m muon_fsdp.training.demo"
 DEFAULT_STEPS = 200
 BATCH_SIZE = 16
 EVALUATIONS_PER_RUN = 20
@@ -41,24 +44,10 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def missing_packages() -> list[str]:
-    """Return the optional packages that the demo needs and that are not installed."""
-    return [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m muon_fsdp.training.demo", description=__doc__)
+    parser = OneLineParser(prog=PROG, description=__doc__)
     parser.add_argument("--model", default="demo", help="model size (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=_positive_int, default=DEFAULT_STEPS, help="steps of each run (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
     parser.add_argument(
         "--data", type=Path, help="text file or folder of text files (default: Python's standard library)"
@@ -69,18 +58,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _train(name: str, arguments: argparse.Namespace) -> int:
-    """Run the training program, with the same initial weights and batches every time, and return its exit code."""
-    folder = _folder(arguments, name)
-    shutil.rmtree(folder, ignore_errors=True)  # else a checkpoint of an earlier demo would stop the run
+def _flags(name: str, arguments: argparse.Namespace) -> list[str]:
+    """Return the flags of a run of the training program; all runs have the same initial weights and batches."""
     flags = ["--model", arguments.model, "--steps", str(arguments.steps), "--seed", str(arguments.seed)]
     flags += ["--batch-size", str(BATCH_SIZE), "--rest-lr", REST_LR, "--device", "cpu", "--precision", "float32"]
     flags += ["--eval-every", str(max(1, arguments.steps // EVALUATIONS_PER_RUN)), "--name", name]
-    flags += ["--output", str(folder), *RUNS[name]]
-    if arguments.data is not None:
-        flags += ["--data", str(arguments.data)]
-    print(f"\n$ muon-fsdp train {' '.join(f'{flag!r}' if ' ' in flag else flag for flag in flags)}", flush=True)
-    return train_main(flags)
+    flags += ["--output", str(_folder(arguments, name)), *RUNS[name]]
+    return flags if arguments.data is None else [*flags, "--data", str(arguments.data)]
 
 
 def _folder(arguments: argparse.Namespace, name: str) -> Path:
@@ -115,19 +99,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 on success, 1 if training failed, 2 for a mistake in the arguments, 130 after Ctrl-C.
     """
     arguments = _parse(argv)
-    missing = missing_packages()
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         print_error(f'the demo needs {" and ".join(missing)}; install with: pip install "muon_fsdp[cli]"')
         return 2
+    config, _ = parse(_flags(ALONE, arguments), PROG)  # before training, so that a mistake costs no time
     try:
-        open_corpus(arguments.data, preset(arguments.model).sequence_length)
-        arguments.output.mkdir(parents=True, exist_ok=True)  # before training, so that a bad path costs no time
-    except (DataError, ValueError, OSError) as error:
+        open_corpus(arguments.data, config.model_config(None).sequence_length)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except (DataError, OSError) as error:
         print_error(str(error))
         return 2
     for name in RUNS:
-        code = _train(name, arguments)
-        if code != 0:
+        flags = _flags(name, arguments)
+        shutil.rmtree(_folder(arguments, name), ignore_errors=True)  # a checkpoint of an earlier demo would stop it
+        print(f"\n$ muon-fsdp train {shlex.join(flags)}", flush=True)
+        if code := train_main(flags):
             return code
     _report(arguments)
     return 0

@@ -1,12 +1,53 @@
-"""End a process that had process groups. Nothing slow is imported here, so that every program can use it."""
+"""Stop a run cleanly, and end a process that had process groups. Nothing slow is imported here."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import NoReturn
+
+
+@dataclass
+class Stop:
+    """Records whether the run should save a checkpoint and end before its last step."""
+
+    wanted: bool = False
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Set `Stop.wanted` at the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt at a second Ctrl-C."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers only there
+        yield stop
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if stop.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.wanted = True
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def discard_stdout() -> None:
+    """Send standard output to /dev/null after its reader has left, as `head` does.
+
+    Otherwise Python would raise BrokenPipeError once more when it flushes what is still buffered.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("note: standard output was closed; stopping", file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> NoReturn:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig
-from muon_fsdp.training.data import Corpus, DataError, open_corpus, training_batches, validation_batches
-from muon_fsdp.training.loop import Batch, Pace, check_tokens
+from muon_fsdp.training.data import (
+    Batch,
+    Corpus,
+    DataError,
+    check_tokens,
+    open_corpus,
+    training_batches,
+    validation_batches,
+)
+from muon_fsdp.training.loop import Pace
 from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import World
 
@@ -30,46 +38,39 @@ class Inputs:
     model_config: GPTConfig
     corpus: Corpus
     world: World
-    pace: Pace
 
     @property
     def tokens_per_step(self) -> int:
         """Return how many tokens all ranks together read in one step."""
         return self.config.batch_size * self.model_config.sequence_length
 
-    def with_config(self, config: TrainConfig) -> Inputs:
-        """Return these inputs for another configuration of the same model and data."""
-        pace = _make_pace(config, self.model_config, self.corpus, self.world)
-        return replace(self, config=config, pace=pace)
+    @property
+    def pace(self) -> Pace:
+        """Return the number of steps, and what happens how often, which the configuration may leave open."""
+        config, rows = self.config, rows_per_rank(self.config, self.world.data_size)
+        steps = config.steps or DEFAULT_STEPS
+        if config.epochs is not None:
+            steps = max(1, round(config.epochs * self.corpus.train.numel() / self.tokens_per_step))
+        return Pace(
+            steps=steps,
+            eval_every=config.eval_every or max(5, steps // EVALUATIONS_PER_RUN),
+            log_every=config.log_every or (1 if self.world.device.type == "cpu" else 10),
+            save_every=config.save_every,
+            num_micro_batches=rows // (config.micro_batch_size or rows),
+            clip_norm=config.clip_norm,
+        )
 
 
 def open_inputs(config: TrainConfig, world: World) -> Inputs:
-    """Open the data and compute what the configuration leaves open.
+    """Open the data.
 
     Raises:
         ConfigError: the batch size does not fit the number of ranks, or the model the data.
         DataError: the data cannot be used.
     """
-    length = config.model_config(None).sequence_length
-    corpus = open_corpus(config.data, length)
-    model_config = config.model_config(corpus.vocab_size)
-    return Inputs(config, model_config, corpus, world, _make_pace(config, model_config, corpus, world))
-
-
-def _make_pace(config: TrainConfig, model_config: GPTConfig, corpus: Corpus, world: World) -> Pace:
-    rows = rows_per_rank(config, world.data_size)
-    steps = config.steps or DEFAULT_STEPS
-    if config.epochs is not None:
-        tokens_per_step = config.batch_size * model_config.sequence_length
-        steps = max(1, round(config.epochs * corpus.train.numel() / tokens_per_step))
-    return Pace(
-        steps=steps,
-        eval_every=config.eval_every or max(5, steps // EVALUATIONS_PER_RUN),
-        log_every=config.log_every or (1 if world.device.type == "cpu" else 10),
-        save_every=config.save_every,
-        num_micro_batches=rows // (config.micro_batch_size or rows),
-        clip_norm=config.clip_norm,
-    )
+    rows_per_rank(config, world.data_size)
+    corpus = open_corpus(config.data, config.model_config(None).sequence_length)
+    return Inputs(config, config.model_config(corpus.vocab_size), corpus, world)
 
 
 def rows_per_rank(config: TrainConfig, data_size: int) -> int:
@@ -99,17 +100,12 @@ def read_training_rows(inputs: Inputs, first: int) -> Iterator[Batch]:
     mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
     generator = torch.Generator().manual_seed(config.seed)
     length = inputs.model_config.sequence_length
-    batches = training_batches(inputs.corpus.train, config.batch_size, length, generator, first, mine)
-    return _checked(batches, inputs.model_config.vocab_size)
-
-
-def _checked(batches: Iterator[Batch], vocab_size: int) -> Iterator[Batch]:
-    for inputs, targets in batches:
+    for batch in training_batches(inputs.corpus.train, config.batch_size, length, generator, first, mine):
         try:
-            check_tokens(inputs, targets, vocab_size)
+            check_tokens(batch, inputs.model_config.vocab_size)
         except DataError as error:
             raise OneRankError(str(error)) from None
-        yield inputs, targets
+        yield batch
 
 
 def read_validation(inputs: Inputs) -> list[Batch]:
@@ -125,5 +121,5 @@ def read_validation(inputs: Inputs) -> list[Batch]:
         )
     batches = validation_batches(tokens, config.batch_size // inputs.pace.num_micro_batches, length, windows)
     for batch in batches:
-        check_tokens(*batch, inputs.model_config.vocab_size)
+        check_tokens(batch, inputs.model_config.vocab_size)
     return batches

@@ -1,4 +1,8 @@
-"""Start several processes of the training program on this machine, as `torchrun --standalone` would."""
+"""Start several processes of the training program on this machine, as `torchrun --standalone` would.
+
+torch's elastic launcher sends SIGTERM to all other ranks as soon as one has failed, before they report why they end,
+and after Ctrl-C it ends with an exception instead of the status 130 of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from muon_fsdp.training.terminal import print_error
@@ -26,15 +31,18 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     Returns:
         The first exit code that is not 0, or 0; 1 if a signal ended a rank.
     """
-    command = [sys.executable, "-m", "muon_fsdp.training", *_without_processes(arguments)]
     store = _open_store()
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // processes))}  # unless the user has set it
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), _LAUNCHER: str(os.getpid())}
     job["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 must not open a store of its own
     job |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    job.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))))
     ranks = [
-        subprocess.Popen(command, env=os.environ | job | {"RANK": str(i), "LOCAL_RANK": str(i)}, start_new_session=True)
-        for i in range(processes)
+        subprocess.Popen(
+            [sys.executable, "-m", "muon_fsdp.training", *arguments],
+            env=threads | os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,
+        )
+        for rank in range(processes)
     ]
 
     def forward(number: int, frame: object) -> None:
@@ -70,34 +78,21 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             break
         time.sleep(0.05)
     codes = [rank.poll() for rank in ranks]
-    for i, code in enumerate(codes):
+    for rank, code in enumerate(codes):
         if code is None:
-            print_error(f"rank {i} did not end after another rank had failed, and was killed")
-    died = [(i, code) for i, code in enumerate(codes) if code is not None and code < 0]
-    for i, code in died:
-        print_error(f"rank {i} was ended by {signal.Signals(-code).name}")
-    if died:
+            print_error(f"rank {rank} did not end after another rank had failed, and was killed")
+        elif code < 0:
+            print_error(f"rank {rank} was ended by {signal.Signals(-code).name}")
+    if any(code is not None and code < 0 for code in codes):
         return 1
     return next((code for code in codes if code), 0)
 
 
+def is_launched() -> bool:
+    """Return whether `launch` started this process."""
+    return _LAUNCHER in os.environ
+
+
 def launcher_is_gone() -> bool:
     """Return whether `launch` started this rank and has ended since, so that nobody waits for the rank."""
-    pid = os.environ.get(_LAUNCHER)
-    return pid is not None and os.getppid() != int(pid)
-
-
-def _without_processes(arguments: Sequence[str]) -> list[str]:
-    kept, skip = [], False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument == "--processes":
-            skip = True
-        elif not argument.startswith("--processes="):
-            kept.append(argument)
-    return kept
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return is_launched() and os.getppid() != int(os.environ[_LAUNCHER])

@@ -6,15 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from muon_fsdp.training.data import DataError
+from muon_fsdp.training.data import Batch
 from muon_fsdp.training.parallel import World, synchronize_gradients
 from muon_fsdp.training.results import Evaluation, RunResult
-
-Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,15 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[list[float | torch.cuda.Event]] = []
+        self._marks: list[Any] = []  # torch.cuda.Event, or seconds
 
     def mark(self) -> None:
         """Record the time now; call it four times a step: at its start, before and after the update, at its end."""
-        if not self._marks or len(self._marks[-1]) == 4:
-            self._marks.append([])
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks[-1].append(event)
-        else:
-            self._marks[-1].append(time.perf_counter())
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._marks[-1].record()
 
     def read(self) -> list[tuple[float, float]]:
         """Return and forget the times of the steps since the last call.
@@ -88,27 +84,13 @@ class Clock:
         """
         if self._on_gpu:
             torch.cuda.synchronize()
-        times = [(_seconds(start, end), _seconds(before, after)) for start, before, after, end in self._marks]
+        steps = zip(*(self._marks[index::4] for index in range(4)), strict=True)
+        times = [(self._seconds(start, end), self._seconds(before, after)) for start, before, after, end in steps]
         self._marks.clear()
         return times
 
-
-def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return end - start
-
-
-def check_tokens(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
-    """Raise DataError if a token is not in the model's vocabulary: on a GPU, its lookup would abort the process."""
-    largest = int(max(inputs.max(), targets.max()))
-    if largest >= vocab_size:
-        raise DataError(
-            f"the data contains token {largest}, but the model's vocabulary has only {vocab_size} tokens: pass a "
-            "larger --vocab-size, or data that was tokenized for this model"
-        )
+    def _seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3 if self._on_gpu else float(end - start)
 
 
 @torch.no_grad()
@@ -234,3 +216,31 @@ def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: W
             (loss / num_micro_batches).backward()
         total += loss.detach().float() / num_micro_batches
     return total
+
+
+def make_schedule(
+    name: Literal["cosine", "trapezoid"], steps: int, warmup: float = 0.1, decay: float = 0.4, final: float = 0.05
+) -> Callable[[int], float]:
+    """Make a schedule that starts with a linear warmup.
+
+    Args:
+        name: "cosine" falls along half a cosine after the warmup; "trapezoid" stays at 1 and then falls along a line.
+        steps: the number of steps of the run.
+        warmup: the fraction of the steps for the warmup.
+        decay: the fraction of the steps for the line of "trapezoid".
+        final: the factor after the last step.
+
+    Returns:
+        A function from a step, counted from 0, to the factor.
+    """
+    warmup_steps = max(1, round(warmup * steps))
+    first_down = warmup_steps if name == "cosine" else max(warmup_steps, steps - round(decay * steps))
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, max(0, step - first_down) / max(1, steps - first_down))
+        left = 0.5 * (1 + math.cos(math.pi * progress)) if name == "cosine" else 1 - progress
+        return final + (1 - final) * left
+
+    return factor

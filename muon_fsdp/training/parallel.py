@@ -87,21 +87,29 @@ def connect(config: TrainConfig) -> Iterator[World]:
     if size % per_replica:
         raise ConfigError(f"{size} process(es) cannot be divided into --replicas {config.replicas} x --tp "
                           f"{config.tensor_parallel}; start a multiple of {per_replica}")  # fmt: skip
-    precision = torch.bfloat16 if _is_half(config, device) else torch.float32
+    is_half = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    precision = torch.bfloat16 if is_half else torch.float32
     if config.parallel == "none":
         yield World(device, precision)
         return
     store = None if joined else _find_store(rank, size, config.timeout)
+    # The errors of torch's process groups name no rank, so the heartbeat must come first.
+    longer = timedelta(seconds=2 * config.timeout + 60)
+    hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun and --processes set it
+    watch: AbstractContextManager[Heartbeat | None] = nullcontext()
+    if store is not None and size > 1:
+        watch = Heartbeat(store, rank, size, config.timeout, None if hosted_by_launcher else 0)
     try:
-        with _heartbeat(store, rank, size, config.timeout) as heartbeat:
+        with watch as heartbeat:
             if store is not None:
-                _join(device, store, rank, size, config.timeout)
+                backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=longer)
             mesh = None
             if config.parallel == "fsdp":
                 shape = (config.replicas, size // per_replica, config.tensor_parallel)
                 mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
                 for group in mesh.get_all_groups() if store is not None else ():
-                    dist.distributed_c10d._set_pg_timeout(_longer(config.timeout), group)
+                    dist.distributed_c10d._set_pg_timeout(longer, group)
             tensor_size = config.tensor_parallel
             yield World(device, precision, rank, size, rank // tensor_size, size // tensor_size, mesh, heartbeat)
             dist.barrier()  # a rank that leaves early would close connections that others still use
@@ -128,10 +136,6 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
     return device
 
 
-def _is_half(config: TrainConfig, device: torch.device) -> bool:
-    return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-
-
 def _find_store(rank: int, size: int, timeout: float) -> Store:
     """Return the store through which the ranks of the job find each other."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -148,24 +152,6 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
             "another --master-port, or start with --processes instead of torchrun"
         ) from error
     return found
-
-
-def _heartbeat(store: Store | None, rank: int, size: int, timeout: float) -> AbstractContextManager[Heartbeat | None]:
-    if store is None or size == 1:
-        return nullcontext()
-    hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun and --processes set it
-    keeper = None if hosted_by_launcher else 0
-    return Heartbeat(store, rank, size, timeout, keeper)
-
-
-def _join(device: torch.device, store: Store, rank: int, size: int, timeout: float) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_longer(timeout))
-
-
-def _longer(timeout: float) -> timedelta:
-    """Return the timeout of torch's process groups: their errors name no rank, so the heartbeat must come first."""
-    return timedelta(seconds=2 * timeout + 60)
 
 
 def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:

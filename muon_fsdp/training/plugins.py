@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from muon_fsdp.declarations.option import suggestion
 from muon_fsdp.rules import RULES, Rule
-from muon_fsdp.training.arguments import ConfigError, OneLineParser
+from muon_fsdp.training.arguments import ConfigError
 
 _LOADED: dict[str, dict[str, Rule]] = {}  # the rules that a module has registered, by the module's name
-HELP = "Python file, or package.module, that registers update rules of your own; repeat it for several"
 
 
 def find_rule(name: str) -> Rule:
@@ -44,14 +42,6 @@ def shown_names() -> str:
     """Return the names of all rules as text, with aliases in parentheses."""
     names = (f"{rule.name} ({', '.join(rule.aliases)})" if rule.aliases else rule.name for rule in RULES.values())
     return ", ".join(names)
-
-
-def plugins_in(argv: Sequence[str], prog: str) -> list[str]:
-    """Return the values of `--plugin` in arguments that are not parsed yet, because other flags depend on them."""
-    parser = OneLineParser(prog=prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--plugin", action="append", default=[])
-    found: list[str] = parser.parse_known_args(list(argv))[0].plugin
-    return found
 
 
 def load_plugins(plugins: Iterable[str]) -> None:
@@ -138,8 +128,3 @@ def _reason(error: BaseException, plugin: str) -> str:
     numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == name]
     line = error.lineno if isinstance(error, SyntaxError) else numbers[-1] if numbers else None
     return f"line {line}: {text}" if line is not None else text
-
-
-def add_plugin_flag(group: argparse._ActionsContainer) -> None:
-    """Add `--plugin`, which `plugins_in` has read already, so that `--help` shows it."""
-    group.add_argument("--plugin", action="append", default=[], metavar="FILE", help=HELP)

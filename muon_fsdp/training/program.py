@@ -7,20 +7,18 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
-from muon_fsdp.training.checkpoint import CheckpointError
-from muon_fsdp.training.config import TrainConfig, as_json, parse
+from muon_fsdp.training.checkpoint import CheckpointError, lock_folder
+from muon_fsdp.training.config import TrainConfig, parse
 from muon_fsdp.training.data import DataError
-from muon_fsdp.training.folder import lock_folder
+from muon_fsdp.training.ending import Stop, discard_stdout, stop_on_signals
 from muon_fsdp.training.inputs import (
     Inputs,
     OneRankError,
@@ -29,16 +27,14 @@ from muon_fsdp.training.inputs import (
     read_validation,
     rows_per_rank,
 )
-from muon_fsdp.training.launcher import launch, launcher_is_gone
-from muon_fsdp.training.loop import Training, train
+from muon_fsdp.training.launcher import is_launched, launch, launcher_is_gone
+from muon_fsdp.training.loop import Training, make_schedule, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
 from muon_fsdp.training.report import LOSS_PLOT, history, write_loss_plot
-from muon_fsdp.training.results import RunResult, check_tensorboard, describe_groups
-from muon_fsdp.training.run_log import RunLog, open_log, print_start
-from muon_fsdp.training.schedule import make_schedule
-from muon_fsdp.training.stopping import Stop, discard_stdout, stop_on_signals
+from muon_fsdp.training.results import RunResult, describe_groups
+from muon_fsdp.training.run_log import RunLog, check_tensorboard, print_start
 from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
@@ -64,72 +60,51 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     """Build model and optimizer, load the checkpoint `saved` if there is one, and train."""
     manifest = {} if saved is None else checkpoint.read_manifest(saved, inputs.world)
     inputs = resuming.check_inputs(inputs, manifest)
-    model, optimizer = _build(inputs)
-    result = RunResult(inputs.config.label, groups=describe_groups(optimizer))
+    config, world, pace = inputs.config, inputs.world, inputs.pace
+    torch.manual_seed(config.seed)
+    world.note("building the model")
+    model = place(GPT(inputs.model_config), config, world)
+    world.note("building the optimizer")
+    optimizer = make_optimizer(model, config)
+    result = RunResult(config.label, groups=describe_groups(optimizer))
     if saved is not None:
-        resuming.load(saved, model, optimizer, inputs.world)
-        earlier = resuming.earlier_result(inputs.config, manifest, inputs.world)
+        resuming.load(saved, model, optimizer, world)
+        earlier = resuming.earlier_result(config, manifest, world)
         result = replace(earlier, name=result.name, groups=result.groups, num_steps_before=manifest["step"])
-    if inputs.world.is_main:
-        resuming.print_changes(manifest, inputs.config)
+    if world.is_main:
+        resuming.print_changes(manifest, config)
         print_start(inputs, result)
-    with open_log(inputs, result, manifest.get("step"), stop) as log:
-        try:
-            train(_assemble(inputs, model, optimizer, result, log, stop), result)
-        except FloatingPointError:
-            if log is not None:
-                write_loss_plot(inputs.config.folder, result)  # the curve shows how the loss got there
-            raise
-        if log is not None:
-            log.write_end(result, optimizer, inputs.world.device)
-            write_loss_plot(inputs.config.folder, result)
-    return result
-
-
-def _build(inputs: Inputs) -> tuple[nn.Module, FSDPMuonOptimizer]:
-    """Return the model, placed on its device or ranks, and its optimizer."""
-    torch.manual_seed(inputs.config.seed)
-    inputs.world.note("building the model")
-    model = place(GPT(inputs.model_config), inputs.config, inputs.world)
-    inputs.world.note("building the optimizer")
-    return model, make_optimizer(model, inputs.config)
-
-
-def _assemble(
-    inputs: Inputs,
-    model: nn.Module,
-    optimizer: FSDPMuonOptimizer,
-    result: RunResult,
-    log: RunLog | None,
-    stop: Stop,
-) -> Training:
-    """Return what the loop needs to train from the step that `result` has reached."""
-    config = inputs.config
 
     def save(step: int) -> None:
-        facts = {"config": as_json(config), "model": asdict(inputs.model_config)}
-        checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, inputs.world, config.keep)
+        facts = {"config": config.as_json(), "model": asdict(inputs.model_config)}
+        checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, world, config.keep)
 
-    return Training(
-        model=model,
-        optimizer=optimizer,
-        base_lrs=[group.lr for group in result.groups],
-        clip=lambda norm: optimizer.clip_grad_norm_(norm)["all"],
-        schedule=make_schedule(
-            config.schedule, inputs.pace.steps, config.warmup_fraction, config.decay_fraction, config.final_lr_fraction
-        ),
-        train_batches=read_training_rows(inputs, result.num_steps),
-        validation=read_validation(inputs),
-        pace=inputs.pace,
-        world=inputs.world,
-        on_log=_ignore if log is None else log.write,
-        on_save=save,
-        stop_wanted=lambda: stop.wanted or launcher_is_gone(),
-    )
-
-
-def _ignore(*arguments: Any) -> None:
-    """Do nothing: only rank 0 writes a log."""
+    fractions = (config.warmup_fraction, config.decay_fraction, config.final_lr_fraction)
+    with closing(RunLog(inputs, result, manifest.get("step"), stop)) if world.is_main else nullcontext() as log:
+        training = Training(
+            model=model,
+            optimizer=optimizer,
+            base_lrs=[group.lr for group in result.groups],
+            clip=lambda norm: optimizer.clip_grad_norm_(norm)["all"],
+            schedule=make_schedule(config.schedule, pace.steps, *fractions),
+            train_batches=read_training_rows(inputs, result.num_steps),
+            validation=read_validation(inputs),
+            pace=pace,
+            world=world,
+            on_log=log.write if log is not None else lambda result, factors: None,
+            on_save=save,
+            stop_wanted=lambda: stop.wanted or launcher_is_gone(),
+        )
+        try:
+            train(training, result)
+        except FloatingPointError:
+            if log is not None:
+                write_loss_plot(config.folder, result)  # the curve shows how the loss got there
+            raise
+        if log is not None:
+            log.write_end(result, optimizer, world.device)
+            write_loss_plot(config.folder, result)
+    return result
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.training") -> int:
@@ -144,7 +119,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal can't show must not end a run
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, processes = parse(arguments, prog)
-    if processes is not None:
+    if processes is not None and not is_launched():
         return _launch(config, arguments, processes)
     try:
         result = run(config)
@@ -201,12 +176,7 @@ def _report_failure(error: BaseException, config: TrainConfig) -> int | None:
         return _fail(f"{error}{where}", 1, on_one_rank=True)
     if isinstance(error, KeyboardInterrupt):
         return _fail("stopped at once; the last checkpoint is unchanged", 130)
-    return _report_runtime_error(error) if isinstance(error, RuntimeError) else None
-
-
-def _report_runtime_error(error: RuntimeError) -> int | None:
-    """Print an error of torch that a user can act on, and return the exit code; None if there is nothing to do."""
-    reason = str(error).splitlines()[0] if str(error) else ""
+    reason = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else ""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in reason:
         return _fail(f"out of memory: {reason} Lower --micro-batch-size, or pass --fsdp", 1, on_one_rank=True)
     if any(sign in reason for sign in _PEER_IS_GONE):

@@ -1,16 +1,15 @@
-"""Keep the metrics of a run while it trains, write them as JSON lines, and read them back."""
+"""Keep the metrics of a run while it trains, and read them back from `metrics.jsonl`."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from muon_fsdp.training.arguments import ConfigError
 
@@ -129,39 +128,14 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
     ]
 
 
-class Journal:
-    """Writes `metrics.jsonl`: a line for the start of a run, every step, every validation and its end.
-
-    With `tensorboard` it writes TensorBoard events too. A resumed run continues the same file, after the lines of steps
-    that came after its checkpoint have been removed.
-    """
-
-    def __init__(self, folder: Path, resumed_from: int | None, tensorboard: bool) -> None:
-        self._path = folder / METRICS_FILE
-        lines = [] if resumed_from is None else _lines_until(self._path, resumed_from)
-        aside = self._path.with_suffix(".partial")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        os.replace(aside, self._path)
-        self._events = _open_tensorboard(folder / "tensorboard", resumed_from) if tensorboard else None
-        self._stream = self._path.open("a", encoding="utf-8")
-
-    def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a line; `kind` is "start", "train", "validation" or "end"."""
-        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
-        if self._events is not None and "step" in values:
-            for name, value in values.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._events.add_scalar(f"{kind}/{name}", value, values["step"])
-
-    def flush(self) -> None:
-        """Write what is buffered to the file."""
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Close the file and the TensorBoard events."""
-        self._stream.close()
-        if self._events is not None:
-            self._events.close()
+def start_metrics(folder: Path, resumed_from: int | None) -> IO[str]:
+    """Open `metrics.jsonl` to append to it, after removing all lines but those before the step of a resumed run."""
+    path = folder / METRICS_FILE
+    lines = [] if resumed_from is None else _lines_until(path, resumed_from)
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    os.replace(aside, path)
+    return path.open("a", encoding="utf-8")
 
 
 def set_metrics_aside(folder: Path) -> Path | None:
@@ -188,20 +162,6 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
         if line.get("kind") == "start" or line.get("step", step + 1) <= step:
             found.append(line)
     return found
-
-
-def check_tensorboard() -> None:
-    """Raise ConfigError if TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            '--tensorboard needs the package tensorboard; install it with: pip install "muon_fsdp[integrations]"'
-        )
-
-
-def _open_tensorboard(folder: Path, resumed_from: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=None if resumed_from is None else resumed_from + 1)
 
 
 def read_result(folder: Path, until: int | None = None) -> RunResult:
@@ -257,20 +217,3 @@ def _result_of(lines: Sequence[Mapping[str, Any]], path: Path) -> RunResult:
     except (LookupError, TypeError, ValueError):
         raise ConfigError(f"{path} is not the record of a run") from None
     return result
-
-
-def start_line(result: RunResult, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a "start" line."""
-    return {"name": result.name, "groups": [asdict(group) for group in result.groups], **facts}
-
-
-def train_line(result: RunResult, index: int, lr: float) -> dict[str, Any]:
-    """Return the values of the "train" line for the step whose loss is at `index`."""
-    return {
-        "step": result.num_steps_lost + index + 1,
-        "loss": result.train_losses[index],
-        "lr": lr,
-        "gradient_norm": result.gradient_norms[index],
-        "seconds": result.step_seconds[index],
-        "optimizer_seconds": result.optimizer_seconds[index],
-    }

@@ -13,13 +13,11 @@ from torch import nn
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import checkpoint
 from muon_fsdp.training.arguments import ConfigError
-from muon_fsdp.training.config import TrainConfig, as_json, json_value
+from muon_fsdp.training.config import TrainConfig, default_options, json_value
 from muon_fsdp.training.inputs import Inputs
 from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import World
-from muon_fsdp.training.plugins import find_rule
 from muon_fsdp.training.results import RunResult, read_result_until, set_metrics_aside
-from muon_fsdp.training.rule_flags import default_options
 
 
 def find_checkpoint(config: TrainConfig, world: World) -> Path | None:
@@ -51,8 +49,11 @@ def check_inputs(inputs: Inputs, manifest: dict[str, Any]) -> Inputs:
     """
     if not manifest:
         return inputs
-    _check_same_run(manifest, inputs.config, inputs.model_config)
-    inputs = inputs.with_config(_with_saved_length(inputs.config, manifest))
+    config, saved = inputs.config, manifest["config"]
+    _check_same_run(manifest, config, inputs.model_config)
+    if config.steps is None and config.epochs is None:
+        config = replace(config, steps=saved.get("steps"), epochs=saved.get("epochs"))
+        inputs = replace(inputs, config=config)
     if inputs.pace.steps < manifest["step"]:
         raise ConfigError(
             f"the checkpoint is already at step {manifest['step']}, but the run has only {inputs.pace.steps} steps: "
@@ -61,26 +62,23 @@ def check_inputs(inputs: Inputs, manifest: dict[str, Any]) -> Inputs:
     return inputs
 
 
-def _with_saved_length(config: TrainConfig, manifest: dict[str, Any]) -> TrainConfig:
-    if config.steps is not None or config.epochs is not None:
-        return config
-    return replace(config, steps=manifest["config"].get("steps"), epochs=manifest["config"].get("epochs"))
-
-
 def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config: GPTConfig) -> None:
-    given, saved = asdict(model_config), manifest["model"]
-    preset = manifest["config"].get("model")
-    if preset != config.model:
-        raise ConfigError(f"the checkpoint is of --model {preset}, not of {config.model}: pass --model {preset}")
+    saved, rule = manifest["config"], manifest["config"]["optimizer"]
+    if rule not in RULES:
+        flags = " ".join(f"--plugin {file}" for file in saved.get("plugin") or ["FILE"])
+        raise ConfigError(
+            f"the checkpoint was trained with rule {rule!r}, which is not registered: pass {flags} --optimizer {rule}"
+        )
+    if saved["model"] != config.model:
+        name = saved["model"]
+        raise ConfigError(f"the checkpoint is of --model {name}, not of {config.model}: pass --model {name}")
+    before, now = manifest["model"] | {"optimizer": rule}, asdict(model_config) | {"optimizer": config.optimizer}
     differences = [
-        f"{name} is {saved.get(name)!r} in the checkpoint and {given[name]!r} here"
-        for name in given
-        if saved.get(name) != given[name]
+        f"{name} is {before.get(name)!r} in the checkpoint and {now[name]!r} here"
+        for name in now
+        if before.get(name) != now[name]
     ]
-    trained_with = _rule_of(manifest)
-    if trained_with != config.optimizer:
-        differences.append(f"optimizer is {trained_with!r} in the checkpoint and {config.optimizer!r} here")
-    decays = manifest["config"].get("rest_weight_decay") or 0.0, config.rest_weight_decay or 0.0
+    decays = saved.get("rest_weight_decay") or 0.0, config.rest_weight_decay or 0.0
     if bool(decays[0]) != bool(decays[1]):  # it needs a param group of its own, which a checkpoint has or has not
         differences.append(f"rest_weight_decay is {decays[0]:g} in the checkpoint and {decays[1]:g} here")
     if differences:
@@ -88,19 +86,6 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
             f"the checkpoint is of another model or optimizer: {'; '.join(differences)}; pass the checkpoint's "
             "values, or another --output"
         )
-
-
-def _rule_of(manifest: dict[str, Any]) -> str:
-    """Return the name of the rule that a checkpoint was trained with, which may be saved by an alias."""
-    saved = manifest["config"]["optimizer"]
-    try:
-        return find_rule(saved).name
-    except ConfigError:
-        files = manifest["config"].get("plugin") or ["FILE"]
-        flags = " ".join(f"--plugin {file}" for file in files)
-        raise ConfigError(
-            f"the checkpoint was trained with rule {saved!r}, which is not registered: pass {flags} --optimizer {saved}"
-        ) from None
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -116,18 +101,15 @@ def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
     """Print which settings differ from those of the checkpoint and affect the result; an empty manifest has none."""
     if not manifest:
         return
-    saved, given = manifest["config"], as_json(config)
+    saved, given = manifest["config"], config.as_json()
     matters = (
         "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "rest_weight_decay",
         "rest_betas", "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "precision",
     )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     defaults = json_value(default_options(config.rule))
-    before = {**defaults, **saved, **saved.get("options", {})}  # older runs saved options beside the other settings
-    now = {**defaults, **given["options"]}
-    changes += [
-        f"{name} {before[name]} -> {now[name]}" for name in now if name not in given and before[name] != now[name]
-    ]
+    before, now = {**defaults, **saved.get("options", {})}, {**defaults, **given["options"]}
+    changes += [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
     if changes:
         print(f"note: settings that differ from the checkpoint's: {', '.join(changes)}", flush=True)
 
@@ -144,7 +126,7 @@ def earlier_result(config: TrainConfig, manifest: dict[str, Any], world: World) 
     except ConfigError as error:
         problem = str(error)
     # The exchange also makes every rank read the file before rank 0 renames it.
-    problem = next(filter(None, checkpoint.gather_failures(problem, world)), "")
+    problem = checkpoint.first_failure(problem, world)
     if not problem:
         return result
     if world.is_main:

@@ -1,21 +1,33 @@
-"""Report a run on rank 0: its first lines, its progress, and the lines of `metrics.jsonl`."""
+"""Report a run while it trains, on rank 0: its first lines, its progress, and the lines of `metrics.jsonl`.
+
+The package `rich` is optional, so it is imported where it is used.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muon_fsdp.training.config import as_json
+from muon_fsdp.text import format_count
+from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.training.ending import Stop, discard_stdout
 from muon_fsdp.training.inputs import Inputs
-from muon_fsdp.training.progress import show_progress
-from muon_fsdp.training.results import Journal, RunResult, start_line, train_line
-from muon_fsdp.training.stopping import Stop, discard_stdout
+from muon_fsdp.training.results import RunResult, start_metrics
 
-_DATA_SIZES = {"training_tokens": "train", "validation_tokens": "validation"}
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_RECENT_STEPS = 10  # loss and speed are averaged over these, because those of single steps vary
+_SHORTEST_BAR, _LONGEST_BAR = 6, 30
 
 
 def print_start(inputs: Inputs, result: RunResult) -> None:
@@ -46,22 +58,81 @@ def _describe_layout(inputs: Inputs) -> str:
     return layout
 
 
-class RunLog:
-    """Writes `metrics.jsonl` and the progress line while a run trains."""
+# ----------------------------------------------------------------------------------------------------------- metrics
 
-    def __init__(self, journal: Journal, show: Callable[[RunResult], None], num_evaluations: int, stop: Stop) -> None:
-        self._journal, self._show, self._stop = journal, show, stop
-        self._num_written = num_evaluations  # a resumed run has written its earlier evaluations before
+
+def check_tensorboard() -> None:
+    """Raise ConfigError if TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            '--tensorboard needs the package tensorboard; install it with: pip install "muon_fsdp[integrations]"'
+        )
+
+
+class RunLog:
+    """Writes `metrics.jsonl` and shows the progress while a run trains.
+
+    The file has a line for the start of a run, every step, every validation and the end; with `--tensorboard` the same
+    numbers become events. A resumed run continues the file.
+    """
+
+    def __init__(self, inputs: Inputs, result: RunResult, resumed_from: int | None, stop: Stop) -> None:
+        config, world, corpus = inputs.config, inputs.world, inputs.corpus
+        self._num_written = len(result.evaluations)  # a resumed run has written its earlier evaluations before
+        self._stop, self._open = stop, ExitStack()
+        self._stream = self._open.enter_context(start_metrics(config.folder, resumed_from))
+        self._events: Any = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purged = None if resumed_from is None else resumed_from + 1
+            self._events = self._open.enter_context(
+                SummaryWriter(str(config.folder / "tensorboard"), purge_step=purged)
+            )
+        self._write(
+            "start",
+            name=result.name,
+            groups=[asdict(group) for group in result.groups],
+            config=config.as_json(),
+            model=asdict(inputs.model_config),
+            world_size=world.size,
+            num_parameters=result.num_parameters,
+            device=str(world.device),
+            steps=inputs.pace.steps,
+            training_tokens=corpus.train.numel(),
+            validation_tokens=corpus.validation.numel(),
+            resumed_from=resumed_from,
+        )
+        shown = show_progress(result.name, inputs.pace.steps, inputs.tokens_per_step, inputs.pace.eval_every)
+        self._show = self._open.enter_context(shown)
+
+    def close(self) -> None:
+        """Close the file and the TensorBoard events, and end the live line."""
+        self._open.close()
+
+    def _write(self, kind: str, **values: Any) -> None:
+        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+        if self._events is not None and "step" in values:
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}", value, values["step"])
 
     def write(self, result: RunResult, factors: Sequence[float]) -> None:
         """Write the last `len(factors)` steps, whose learning rates had these factors, and any new validation."""
-        lr = result.groups[0].lr
         for index, factor in enumerate(factors, start=len(result.train_losses) - len(factors)):
-            self._journal.write("train", train_line(result, index, lr * factor))
+            self._write(
+                "train",
+                step=result.num_steps_lost + index + 1,
+                loss=result.train_losses[index],
+                lr=result.groups[0].lr * factor,
+                gradient_norm=result.gradient_norms[index],
+                seconds=result.step_seconds[index],
+                optimizer_seconds=result.optimizer_seconds[index],
+            )
         for evaluation in result.evaluations[self._num_written :]:
-            self._journal.write("validation", asdict(evaluation))
+            self._write("validation", **asdict(evaluation))
         self._num_written = len(result.evaluations)
-        self._journal.flush()
+        self._stream.flush()
         try:
             self._show(result)
         except BrokenPipeError:
@@ -74,37 +145,94 @@ class RunLog:
         if result.times()[0]:
             seconds = result.milliseconds_per_step / 1e3
             facts |= {"optimizer_share": result.optimizer_share, "seconds_per_step": seconds}
-        facts["optimizer_state_bytes_per_rank"] = state_bytes(optimizer)
+        facts["optimizer_state_bytes_per_rank"] = _state_bytes(optimizer)
         if device.type == "cuda":
             facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        self._journal.write("end", facts)
+        self._write("end", **facts)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many bytes of optimizer state this rank holds."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------- progress
 
 
 @contextmanager
-def open_log(inputs: Inputs, result: RunResult, resumed_from: int | None, stop: Stop) -> Iterator[RunLog | None]:
-    """Open `metrics.jsonl`, write its start line and show progress; yield None on ranks other than rank 0."""
-    config, world, pace = inputs.config, inputs.world, inputs.pace
-    if not world.is_main:
-        yield None
+def show_progress(
+    name: str, steps: int, tokens_per_step: float, plain_every: int
+) -> Iterator[Callable[[RunResult], None]]:
+    """Yield a function that shows the result so far, in a live line on a terminal and in plain lines elsewhere."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield _plain_lines(steps, tokens_per_step, plain_every)
         return
-    journal = Journal(config.folder, resumed_from, config.tensorboard)
-    try:
-        facts = {"config": as_json(config), "model": asdict(inputs.model_config), "world_size": world.size}
-        facts |= {"num_parameters": result.num_parameters, "device": str(world.device), "steps": pace.steps}
-        facts |= {name: getattr(inputs.corpus, part).numel() for name, part in _DATA_SIZES.items()}
-        journal.write("start", start_line(result, facts | {"resumed_from": resumed_from}))
-        with show_progress(result.name, pace.steps, inputs.tokens_per_step, pace.eval_every) as show:
-            yield RunLog(journal, show, len(result.evaluations), stop)
-    finally:
-        journal.close()
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(f"{name}  waiting for the first step", no_wrap=True, overflow="ellipsis")) as live:
+        yield lambda result: live.update(_live_line(result, steps, tokens_per_step, live.console))
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many bytes of optimizer state this rank holds."""
-    total = 0
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                local = value.to_local() if hasattr(value, "to_local") else value
-                total += local.numel() * local.element_size()
-    return total
+def _plain_lines(steps: int, tokens_per_step: float, every: int) -> Callable[[RunResult], None]:
+    shown = 0
+
+    def show(result: RunResult) -> None:
+        nonlocal shown
+        step = result.num_steps
+        if step // every == shown // every and step != steps:
+            return
+        shown = step
+        line = f"{result.name:<6} {_figures(result, steps, tokens_per_step)[0]}"
+        print(line, flush=True)  # else a pipe would buffer the lines until the end
+
+    return show
+
+
+def _live_line(result: RunResult, steps: int, tokens_per_step: float, console: Console) -> Text:
+    from rich.text import Text
+
+    name, length, figures = fit(result, steps, tokens_per_step, console.width)
+    full, empty = ("=", "-") if console.options.ascii_only else ("━", "─")  # a reader without colours sees a bar too
+    done = round(length * result.num_steps / steps)
+    bar = Text.assemble((full * done, "green"), (empty * (length - done), "dim"))
+    parts = [part for part in (Text(name, "bold"), bar, Text(figures)) if part]
+    return Text("  ", no_wrap=True, overflow="crop").join(parts)
+
+
+def fit(result: RunResult, steps: int, tokens_per_step: float, width: int) -> tuple[str, int, str]:
+    """Choose what a line of `width` columns shows. The figures come first, then a bar, then the name of the run.
+
+    Returns:
+        The name or "", the length of the bar or 0, and the figures. Two spaces separate the three.
+    """
+    long, medium, short = _figures(result, steps, tokens_per_step)
+    for name, figures in ((result.name, long), (result.name, medium), (result.name, short), ("", short)):
+        room = width - len(figures) - 2 - (len(name) + 2 if name else 0)
+        if room >= _SHORTEST_BAR:
+            return name, min(room, _LONGEST_BAR), figures
+    return "", 0, short[:width]
+
+
+def _figures(result: RunResult, steps: int, tokens_per_step: float) -> tuple[str, str, str]:
+    """Return how far a run is, and how fast it was in its last steps, in long, medium and short form."""
+    losses = result.train_losses[-_RECENT_STEPS:]
+    seconds, optimizer_seconds = (median(times[-_RECENT_STEPS:]) for times in result.times())
+    at = f"{result.num_steps:>{len(str(steps))}}/{steps}  loss {sum(losses) / len(losses):.3f}"
+    speed, share = tokens_per_step / seconds, f"{optimizer_seconds / seconds:.0%}"
+    left = _time_left((steps - result.num_steps) * seconds)
+    validation = f"val {result.final_validation_loss:.3f}"  # it changes rarely, so only the long form has it
+    return (
+        f"step {at}  {validation}  {speed:,.0f} tokens/s  optimizer {share}  {left}",
+        f"{at}  {speed:,.0f} tok/s  optimizer {share}  {left}",
+        f"{at}  {format_count(round(speed), 3)} tok/s  opt {share}  {left}",
+    )
+
+
+def _time_left(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit} left"
+    return f"{seconds:.0f} s left"

@@ -32,33 +32,25 @@ def colored(text: str, color: Color, stream: TextIO) -> str:
 
 def print_error(message: str) -> None:
     """Print an error in one line on stderr."""
-    _announcement.erase()
+    _erase_announcement()
     print(f"{colored('error:', 'red', sys.stderr)} {message}", file=sys.stderr, flush=True)
 
 
-class _Announcement:
-    """The line on stderr that says what a command waits for; a terminal erases it afterwards."""
-
-    def __init__(self) -> None:
-        self._length = 0  # of the line that a terminal shows now
-
-    def show(self, prog: str) -> None:
-        """Show the line, unless it is on the terminal already."""
-        line = f"{prog}: importing PyTorch ..."
-        if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
-        elif not self._length:
-            print(line, end="", file=sys.stderr, flush=True)
-            self._length = len(line)
-
-    def erase(self) -> None:
-        """Remove the line from a terminal."""
-        if self._length:
-            print(f"\r{' ' * self._length}\r", end="", file=sys.stderr, flush=True)
-            self._length = 0
+_announcement: list[str] = []  # the line about PyTorch that a terminal shows now
 
 
-_announcement = _Announcement()
+def _announce(line: str) -> None:
+    """Say on stderr what a command waits for; a terminal shows it once, and erases it afterwards."""
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+    elif not _announcement:
+        print(line, end="", file=sys.stderr, flush=True)
+        _announcement.append(line)
+
+
+def _erase_announcement() -> None:
+    while _announcement:
+        print(f"\r{' ' * len(_announcement.pop())}\r", end="", file=sys.stderr, flush=True)
 
 
 def announce_torch(prog: str) -> None:
@@ -68,22 +60,18 @@ def announce_torch(prog: str) -> None:
     mistake in the arguments stays the only line.
     """
     if "torch" not in sys.modules and sys.stderr.isatty():
-        _announcement.show(prog)
+        _announce(f"{prog}: importing PyTorch ...")
 
 
 def import_torch(prog: str) -> None:
-    """Import PyTorch, which takes seconds, and say so first.
-
-    Args:
-        prog: the command that the line names.
-    """
+    """Import PyTorch, which takes seconds, and say so first in a line that names the command `prog`."""
     if "torch" in sys.modules:
         return
-    _announcement.show(prog)
+    _announce(f"{prog}: importing PyTorch ...")
     try:
         import torch  # noqa: F401
     finally:
-        _announcement.erase()
+        _erase_announcement()
 
 
 def text_columns() -> int:

@@ -1,96 +1,41 @@
-"""Note the gradients that arrive in backward, and find out later whether they have changed since."""
+"""Note what something depends on, and find out later whether it has changed.
+
+| what has changed | who must react |
+|---|---|
+| parameters (identity, dtype, device, shape), planned options of groups | the plan: `plan_key` |
+| what a stage has read in backward: gradients, state, options | the round: `Arrival`, `NotedState`, `NotedOptions` |
+| per-matrix state that a user has written | the agreement, in which ranks compare it: `NotedState` |
+
+PyTorch counts changes to a tensor, but not all of them: `torch.nn.utils.clip_grad_norm_` changes the gradients of FSDP2
+on a CPU without being counted. On a CPU values are therefore copied and compared. On a GPU a comparison would make the
+host wait, so there the counts decide.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from muon_fsdp.comm.bucket_hook import Listener, listen
-from muon_fsdp.comm.dtensors import is_replica, local
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import State
-from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.wrappers import ddp_wrappers
+from muon_fsdp.rules import RULES
 
 
-class Receiver(Listener, Protocol):
-    """An object that is told about gradients, by FSDP2 or autograd one by one, and by DDP bucket by bucket."""
-
-    def arrived(self, position: int, parameter: Tensor) -> None:
-        """Note that backward has written the gradient of a parameter."""
-
-
-def watch(records: Iterable[ParameterRecord], receiver: Receiver) -> None:
-    """Call `receiver.arrived` in backward whenever the gradient of a parameter is complete, as long as it exists.
-
-    FSDP2 calls these hooks after it has reduced the gradient, on the stream of the reduction. They must not launch
-    anything there, because later reductions would wait for it.
-    """
-    known = weakref.ref(receiver)
-
-    def hook_of(position: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            alive = known()
-            if alive is not None:
-                alive.arrived(position, parameter)
-
-        return hook
-
-    handles = []
-    for record in records:
-        hook = hook_of(record.position)
-        handles.append(record.tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-    weakref.finalize(receiver, _remove, handles)
-
-
-def watch_replicas(records: Sequence[ParameterRecord], receiver: Receiver) -> dict[int, str]:
-    """Tell the receiver about the gradients of plain tensors in a job of several ranks, which DDP reduces.
-
-    A hook on such a parameter is called before its gradient is reduced.
-
-    Returns:
-        By position, why the receiver is not told about a gradient.
-    """
-    if not records:
-        return {}
-    found: dict[int, str | None] = dict.fromkeys(
-        (record.position for record in records),
-        "no DistributedDataParallel wraps a plain tensor, so its gradient may be reduced after backward",
-    )
-    for wrapper, ids in ddp_wrappers(record.tensor for record in records):
-        obstacle = listen(wrapper, receiver)
-        for record in records:
-            if id(record.tensor) in ids:
-                found[record.position] = obstacle or _unlike_bucket(record.tensor)
-    return {position: reason for position, reason in found.items() if reason is not None}
-
-
-def _unlike_bucket(parameter: Tensor) -> str | None:
-    """Return why a bucket of DDP does not have the gradient of a parameter as `p.grad` will have it; None if it does.
-
-    `GradBucket.gradients` returns the elements in the order of memory.
-    """
-    if not is_replica(parameter):
-        return "DistributedDataParallel was told to ignore a parameter"
-    return None if parameter.is_contiguous() else "a parameter is not contiguous"
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def is_usable(parameter: Tensor, grad: Tensor | None) -> bool:
-    """Return whether a gradient can be read in backward: dense, complete, and in the layout of its parameter."""
-    if grad is None or grad.layout != torch.strided:
-        return False
-    if isinstance(parameter, DTensor) and not (isinstance(grad, DTensor) and grad.placements == parameter.placements):
-        return False
-    return type(local(grad)) in (Tensor, nn.Parameter)  # an AsyncCollectiveTensor is still being reduced
+def plan_key(groups: Sequence[Mapping[str, Any]]) -> object:
+    """Return a key that changes whenever a new plan is needed; None if a group has no valid rule."""
+    rules = [RULES.get(group.get("rule", "")) for group in groups]
+    if None in rules:
+        return None
+    options = [
+        (rule, len(group["params"]), *[group.get(name) for name in rule.plan_names])
+        for rule, group in zip(rules, groups, strict=True)
+        if rule is not None
+    ]
+    return options, [(id(p), p.dtype, p.device, p.shape) for group in groups for p in group["params"]]
 
 
 class Arrival:
@@ -164,50 +109,41 @@ def _event(part: Tensor) -> Any:
 
 
 class _Seen:
-    """A tensor of state or an option, as it was when a stage has read it.
-
-    As for gradients, its values are compared later, except on a GPU.
-    """
+    """A tensor of state or an option, as it was. As for gradients, its values are compared later, except on a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._stamp = tensor, _stamp(tensor)
+        self._tensor, self._stamp = ref(tensor), _stamp(tensor)  # weak: state that is moved to the CPU frees its memory
         part = local(tensor)
-        self.values = part if part.is_cuda else part.clone()
+        self._values = None if part.is_cuda else part.clone()
 
     def is_unchanged(self, now: object) -> bool:
         """Return whether `now` is this tensor, with the values that it had."""
-        if now is not self._tensor or _stamp(self._tensor) != self._stamp:
+        if not isinstance(now, Tensor) or now is not self._tensor() or _stamp(now) != self._stamp:
             return False
-        part = local(self._tensor)
-        return part.is_cuda or _are_equal(self.values, part)
+        return self._values is None or _are_equal(self._values, local(now))
 
 
-class StateCopies:
-    """Copies of the state of some parameters, which `prepare` may change, and the tensors that they were made from.
+class NotedState:
+    """Tensors of state as they were.
 
     Args:
-        states: the state of each parameter by position.
-        shards: the local part of every parameter.
+        states: the stored tensors of each parameter by position.
     """
 
-    def __init__(self, states: Mapping[int, State], shards: Mapping[int, Tensor]) -> None:
-        self._sources = {
+    def __init__(self, states: Mapping[int, State]) -> None:
+        self._noted = {
             # A copy of the dict: the user may clear it in another thread.
             position: {name: _Seen(value) for name, value in dict(state).items() if isinstance(value, Tensor)}
             for position, state in states.items()
         }
-        self.copies: dict[int, State] = {
-            position: {name: _copied(seen.values, shards[position].device) for name, seen in state.items()}
-            for position, state in self._sources.items()
-        }
 
-    def are_current(self, states: Mapping[int, State]) -> bool:
-        """Return whether these states are the tensors that were copied, unchanged."""
-        for position, sources in self._sources.items():
+    def is_current(self, states: Mapping[int, State]) -> bool:
+        """Return whether these are the same tensors, unchanged."""
+        for position, noted in self._noted.items():
             now = {name: value for name, value in states[position].items() if isinstance(value, Tensor)}
-            if now.keys() != sources.keys():
+            if now.keys() != noted.keys():
                 return False
-            if not all(seen.is_unchanged(now[name]) for name, seen in sources.items()):
+            if not all(seen.is_unchanged(now[name]) for name, seen in noted.items()):
                 return False
         return True
 
@@ -239,7 +175,7 @@ class NotedOptions(Mapping[str, Any]):
         for name in names:
             self._read.pop(name, None)
 
-    def are_current(self, group: Mapping[str, Any]) -> bool:
+    def is_current(self, group: Mapping[str, Any]) -> bool:
         """Return whether this is the group, with the same values of all options that were read."""
         if group is not self._group:  # options that have not been read yet will be read in the old one
             return False
@@ -267,12 +203,3 @@ def _stamp(tensor: Tensor) -> tuple[int, ...]:
 def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have the same precision, device and values."""
     return first.dtype is second.dtype and first.device == second.device and torch.equal(first, second)
-
-
-def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor of state. If it was moved off the device, kernels could not read it there."""
-    if value.ndim == 0 or value.device == device:
-        if value.is_cuda:
-            value.record_stream(torch.cuda.current_stream(value.device))
-        return value.clone()
-    return value.to(device)

@@ -1,19 +1,21 @@
 """Run stages beside one backward, in a thread of their own, and keep their results for `step()`.
 
-Nothing here writes parameters or state. `prepare` works on copies of the state; `step()` calls it again on the state.
+Nothing here writes parameters or state: `CopiesSource` lends copies of the state, which `prepare` may change, and
+`step()` calls `prepare` again on the state itself. `KeepingSink` keeps the updates until then.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -25,16 +27,18 @@ from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import NUM_UPDATES, Settings
-from muon_fsdp.plan.stages import Stage
-from muon_fsdp.rules import RULES
-from muon_fsdp.step.arrivals import Arrival, NotedOptions, StateCopies
-from muon_fsdp.step.early_matrices import EarlyMatrices
-from muon_fsdp.step.early_results import EarlyResult
+from muon_fsdp.plan.stages import Member, Stage
+from muon_fsdp.rules import RULES, MatrixBatch, Rule
+from muon_fsdp.rules.base import NamedValues
+from muon_fsdp.step.changes import Arrival, NotedOptions, NotedState
+from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStage, FusedStep
-from muon_fsdp.step.inputs import SingleUpdate, StepInputs
+from muon_fsdp.step.inputs import StepInputs
+from muon_fsdp.step.matrix_state import LeftNumbers
 from muon_fsdp.step.metrics import Samples, TakenSamples
-from muon_fsdp.step.pipeline import StepContext, run_stages
+from muon_fsdp.step.pipeline import run_stages
 from muon_fsdp.step.random_numbers import RandomNumbers
+from muon_fsdp.step.sources import StageInputs, StageResult, StateStore, stage_inputs
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
@@ -42,7 +46,7 @@ SECONDS_AT_EXIT = 10.0  # how long a program that ends waits for exchanges with 
 
 
 @dataclass(frozen=True)
-class EarlyContext:
+class RoundContext:
     """Everything that the stages of a round need besides gradients.
 
     Args:
@@ -51,7 +55,8 @@ class EarlyContext:
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
         random: draws the random numbers of rules.
-        inputs: those of the last step, without gradients; groups and states are live.
+        store: keeps the state.
+        inputs: those of the last step, without gradients; groups are live.
         fused: the fused lists of the last step.
         device: where the stages run.
         stream: the CUDA stream on which they run; None on a CPU.
@@ -63,6 +68,7 @@ class EarlyContext:
     settings: Settings
     samples: Samples
     random: RandomNumbers
+    store: StateStore
     inputs: StepInputs
     fused: FusedStep
     device: torch.device
@@ -70,12 +76,176 @@ class EarlyContext:
     written: Any = None
 
 
-@dataclass
-class _Loaded:
-    """Copies of the state that a stage has read, and the options that it has read, by group."""
+class _Read(NamedTuple):
+    """What a stage has read: its state, and its options by group."""
 
-    state: StateCopies
+    state: NotedState
     options: Mapping[int, NotedOptions]
+
+
+class CopiesSource:
+    """Lends stages copies of the state in backward, and notes what they have read.
+
+    Args:
+        context: what stages need besides gradients.
+        gradient: returns the local gradient of a parameter that has arrived; None, which stands for zeros, if none has.
+        sink: is told about a stage that can't read its state.
+        changed: guards what `step()` asks for while a stage reads.
+    """
+
+    def __init__(
+        self,
+        context: RoundContext,
+        gradient: Callable[[int], Tensor | None],
+        sink: KeepingSink,
+        changed: Condition,
+    ) -> None:
+        self.settings, self.recorder = context.settings, Recorder()
+        self._context, self._gradient, self._sink, self._changed = context, gradient, sink, changed
+        self.started: set[int] = set()  # the stages that have read what they found, by number
+        self._read: dict[int, _Read] = {}
+        # Copies of state, and gradients, until the stage has prepared: tables of kernels know only addresses.
+        self._copies: dict[int, tuple[Mapping[int, State], Mapping[int, Tensor]]] = {}
+        self._of_matrices: dict[int, Mapping[int, State]] = {}  # per-matrix state, until the stage has ended
+
+    def begun(self, stage: Stage) -> None:
+        return None
+
+    def open(self, stage: Stage) -> StageInputs:
+        """Read gradients, and copy the state that the stage needs."""
+        with self._changed:
+            self.started.add(stage.number)
+            try:
+                return self._load(stage)
+            except Exception as error:  # such as state that is missing
+                return self._load_nothing(stage, error)
+
+    def _load(self, stage: Stage) -> StageInputs:
+        context, rule, number = self._context, RULES[stage.rule], stage.number
+        store, positions, fused = context.store, sorted(stage.positions), context.fused.stages[number]
+        # Noted before it is copied: a change between would go unnoticed.
+        state = NotedState({i: store.stored(i, store.states[i]) for i in positions})
+        listed = [position for position in positions if position not in fused.positions]
+        copies = store.copies(stage, listed, fused.positions)
+        for position in positions:
+            for spec in rule.all_state:
+                if spec.name not in copies[position]:
+                    raise KeyError(f"{context.records[position].name!r} has no state {spec.name!r}")
+        options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
+        for noted in options.values():
+            noted.get(NUM_UPDATES)  # random numbers depend on it
+        found = {position: self._gradient(position) for position in positions}
+        gradients = {
+            i: grad.contiguous() if i in fused.positions else grad for i, grad in found.items() if grad is not None
+        }
+        inputs = replace(context.inputs, groups=options, states=copies, gradients=gradients, updated=stage.positions)
+        inputs_of_stage = stage_inputs(stage, inputs, context.fused.with_tables(stage, inputs), context.dtypes)
+        for noted in options.values():
+            # The tables have them too, and the kernels of `prepare` do not read them.
+            noted.forget("lr", "weight_decay")
+        self._copies[number] = copies, gradients
+        if rule.matrix_state and not rule.needs_weights:
+            names = [spec.name for spec in rule.matrix_state]
+            self._of_matrices[number] = {i: {name: copies[i][name] for name in names} for i in positions}
+        self._read[number] = _Read(state, options)
+        return inputs_of_stage
+
+    def _load_nothing(self, stage: Stage, error: Exception) -> StageInputs:
+        """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it read nothing."""
+        context = self._context
+        self._sink.fail(stage, "prepare", error, stage.positions)
+        # Without its lists: their tables are those of `step()`, so that kernels would write the state.
+        fused = FusedStage(example=context.fused.stages[stage.number].example)
+        inputs = replace(context.inputs, gradients={}, updated=stage.positions)
+        return stage_inputs(stage, inputs, fused, context.dtypes)
+
+    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
+        return self._copies[stage.number][0]
+
+    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+        """Drop the copies."""
+        del self._copies[stage.number]
+
+    def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> None:
+        """Give a batch copies of its per-matrix state. All of its members take part: else the stage is discarded."""
+        if stage.number in self._of_matrices:
+            states, rows = self._of_matrices[stage.number], {}
+            for spec in RULES[stage.rule].matrix_state:
+                parts = []
+                for member in members:
+                    unit = stage.units[member.unit]
+                    view = self._context.records[unit.position].view
+                    assert view is not None
+                    first = unit.first_matrix(view, member.block)
+                    place = spec.place(view, member.block, first + member.start, first + member.stop)
+                    parts.append(states[unit.position][spec.name][place])
+                shape = spec.shape_of_matrix(*batch.matrices.shape[1:])
+                rows[spec.name] = torch.cat(parts).view(-1, *shape)
+            batch.state = NamedValues(stage.rule, "state", rows)
+        group = stage.positions_by_group[0][0]
+        of_step = self._context.inputs.groups[group].get(NUM_UPDATES, 0)
+        batch.draw = self._context.random.source(stage, number, members, batch.matrices.device, of_step)
+
+    def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
+        """Return whether a stage has read the present state and options, or will read them."""
+        context, store = self._context, self._context.store
+        now = {position: states[context.records[position].tensor] for position in stage.positions}
+        with self._changed:
+            if stage.number not in self.started:  # it will read what it finds, unless that was replaced or is missing
+                same_groups = all(groups[g] is context.inputs.groups[g] for g, _ in stage.positions_by_group)
+                names = {spec.name for spec in RULES[stage.rule].all_state}
+                return same_groups and all(
+                    state is store.states[position] and names <= state.keys() for position, state in now.items()
+                )
+            read = self._read.get(stage.number)
+        if read is None:  # it could not read its state
+            return False
+        if not all(options.is_current(groups[group]) for group, options in read.options.items()):
+            return False
+        return read.state.is_current({position: store.stored(position, state) for position, state in now.items()})
+
+
+class KeepingSink:
+    """Keeps the results of the stages that run in backward, until `step()` uses or discards them.
+
+    Args:
+        context: what the stages of the round have in common.
+        results: by number of the stage, where its result goes, with a CUDA event after which it is written.
+    """
+
+    def __init__(self, context: RoundContext, results: Mapping[int, Future[tuple[StageResult, Any]]]) -> None:
+        self.failures = Failures()
+        self.unproven: set[int] = set()
+        self.samples: TakenSamples | None = None  # set when the round runs: `metrics()` may ask for samples until then
+        self._stream, self._results = context.stream, results
+        self._left: defaultdict[int, dict[int, LeftNumbers]] = defaultdict(dict)  # by numbers of stage and batch
+        self._failed: dict[int, tuple[str, Exception]] = {}  # by number of the stage: the method, and its error
+
+    def has_failed(self, stage: Stage) -> bool:
+        return stage.number in self._failed
+
+    def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
+        """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
+        self._failed.setdefault(stage.number, (method, error))
+
+    def wants_units(self, rule: Rule) -> bool:
+        """Return whether `direction` of a rule runs in `step()`, because it needs weights."""
+        return rule.needs_weights
+
+    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
+        self._left[stage.number][number] = left
+
+    def sample(self, stage: Stage, number: int, place: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+        if self.samples is not None:
+            self.samples.take(stage, number, batch, matrix, group, None)
+
+    def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
+        """Keep the updates or the gathered units of a stage; if its rule has failed, keep the error for `step()`."""
+        failure, left = self._failed.get(stage.number), self._left.pop(stage.number, {})
+        samples = self.samples.of(stage) if self.samples is not None else {}
+        event = self._stream.record_event() if self._stream is not None else None
+        result = StageResult(buffer, left if failure is None else {}, samples, failure)
+        self._results[stage.number].set_result((result, event))
 
 
 class Round:
@@ -89,22 +259,23 @@ class Round:
         context: what they need besides gradients; None if there are no stages.
     """
 
-    def __init__(self, stages: Sequence[Stage] = (), context: EarlyContext | None = None) -> None:
+    def __init__(self, stages: Sequence[Stage] = (), context: RoundContext | None = None) -> None:
         self.stages = tuple(stages)
         self._context = context
-        self._positions = {stage.number: positions_of(stage) for stage in stages}
-        self._stage_of = {position: stage for stage in stages for position in self._positions[stage.number]}
+        self._stage_of = {position: stage for stage in stages for position in stage.positions}
         self._changed = Condition()  # guards all that follows
         self._arrivals: dict[int, Arrival] = {}
         self._is_complete = self._is_cancelled = False
-        self._started: set[int] = set()  # the stages that have read what they found, by number
-        self._loaded: dict[int, _Loaded] = {}
-        self._results: dict[int, Future[tuple[EarlyResult, Any]]] = {stage.number: Future() for stage in stages}
-        self.numbers = EarlyMatrices(context.records if context is not None else ())
-        self._failures: dict[int, tuple[str, Exception]] = {}  # by number of the stage: the method, and its error
-        self._samples: TakenSamples | None = None
-        self.took_residuals = False
+        self._results: dict[int, Future[tuple[StageResult, Any]]] = {stage.number: Future() for stage in stages}
+        if context is not None:
+            self._sink = KeepingSink(context, self._results)
+            self._source = CopiesSource(context, self._gradient, self._sink, self._changed)
         self._world = world_reference()
+
+    @property
+    def took_residuals(self) -> bool:
+        """Return whether the stages of this round compute residuals for `metrics()`."""
+        return self._context is not None and self._sink.samples is not None and self._sink.samples.has_residuals
 
     # ------------------------------------------------------------------------------------------- called in backward
 
@@ -116,7 +287,7 @@ class Round:
         """
         with self._changed:
             stage = self._stage_of.get(position)
-            if stage is None or stage.number in self._started:
+            if stage is None or stage.number in self._source.started:
                 self._arrivals.pop(position, None)
                 return False
             self._arrivals[position] = arrival
@@ -167,23 +338,9 @@ class Round:
 
     def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
         """Return whether a stage has read the present state and options, or will read them."""
-        assert self._context is not None
-        inputs, records = self._context.inputs, self._context.records
-        now = {position: states[records[position].tensor] for position in self._positions[stage.number]}
-        with self._changed:
-            if stage.number not in self._started:  # it will read what it finds, unless that was replaced or is missing
-                same_groups = all(groups[group] is inputs.groups[group] for group, _ in stage.positions_by_group)
-                names = {spec.name for spec in RULES[stage.rule].all_state}
-                return same_groups and all(
-                    state is inputs.states[position] and names <= state.keys() for position, state in now.items()
-                )
-            loaded = self._loaded.get(stage.number)
-        if loaded is None:  # it could not be loaded
-            return False
-        of_groups = all(options.are_current(groups[group]) for group, options in loaded.options.items())
-        return of_groups and loaded.state.are_current(now)
+        return self._source.is_current(stage, groups, states)
 
-    def result(self, stage: Stage) -> EarlyResult:
+    def result(self, stage: Stage) -> StageResult:
         """Wait for the result of a stage and return it, once; on a GPU the current stream waits, not the host.
 
         Raises:
@@ -217,52 +374,18 @@ class Round:
         """
         context = self._context
         assert context is not None
-        self._inputs = StepInputs(
-            groups=list(context.inputs.groups),
-            shards=context.inputs.shards,
-            states=list(context.inputs.states),
-            gradients={},
-            updated=range(len(context.records)),
-            divisor=context.inputs.divisor,
-        )
-        self._single: dict[int, SingleUpdate] = {}
-        self._fused = list(context.fused.stages)
-        self._samples = context.samples.start(context.device.type, rarely=False)
-        self.took_residuals = self._samples is not None and self._samples.has_residuals
-        shared = StepContext(
-            self._inputs,
-            self._fused,
-            self._single,
-            context.settings,
-            Recorder(),
-            context.random,
-            samples=self._samples,
-            keeper=self,
-        )
+        self._sink.samples = context.samples.start(context.device.type, rarely=False)
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
                 if context.stream is not None:
                     context.stream.wait_event(context.written)
-                run_stages(self._when_due(), shared)
+                run_stages(self._when_due(), self._source, self._sink)
         except Exception as error:
             for stage in self.stages:
                 if stage.number in self._results:
                     self._set_exception(stage, self._lost(stage, error))
             return False
         return True
-
-    def keep(self, stage: Stage, buffer: Tensor) -> None:
-        """Keep the updates or the gathered units of a stage; if its rule has failed, keep the error for `step()`."""
-        failure = self._failures.get(stage.number)
-        left = self.numbers.left(stage) if failure is None else {}
-        stream = self._context.stream if self._context is not None else None
-        event = stream.record_event() if stream is not None else None
-        samples = self._samples.of(stage) if self._samples is not None else {}
-        self._results[stage.number].set_result((EarlyResult(buffer, left, samples, failure), event))
-
-    def fail(self, stage: Stage, method: str, error: Exception) -> None:
-        """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
-        self._failures.setdefault(stage.number, (method, error))
 
     def _set_exception(self, stage: Stage, error: Exception) -> None:
         with suppress(Exception):  # the stage has a result already, or nobody wants it
@@ -274,7 +397,7 @@ class Round:
             return error
         assert self._context is not None
         others = [rank for rank in stage.exchange.ranks if rank != my_rank()]
-        names = [self._context.records[position].name for position in sorted(self._positions[stage.number])]
+        names = [self._context.records[position].name for position in sorted(stage.positions)]
         return RuntimeError(
             f"Rank {my_rank()} waited for ranks {others} to exchange the matrices of {stage.label}, which started in "
             f"backward ({first_names(names)}), and one of them can't be reached: {error}. Look at its output for the "
@@ -286,7 +409,7 @@ class Round:
         return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
     def _is_ready(self, stage: Stage) -> bool:
-        return self._positions[stage.number] <= self._arrivals.keys()
+        return stage.positions <= self._arrivals.keys()
 
     def _when_due(self) -> Iterator[Stage]:
         """Yield the stages, and wait for each until it may start."""
@@ -296,62 +419,7 @@ class Round:
                     self._changed.wait()
                 if self._is_cancelled:
                     return
-                self._started.add(stage.number)
-                try:
-                    self._load(stage)
-                except Exception as error:  # such as state that is missing
-                    self._load_nothing(stage, error)
             yield stage
-            for position in self._positions[stage.number]:  # `prepare` was called: free the copies of the state
-                self._single.pop(position, None)
-                self._inputs.gradients.pop(position, None)
-                self._inputs.states[position] = {}  # type: ignore[index]
-            if stage.number in self._loaded:
-                self._loaded[stage.number].state.copies.clear()
-
-    def _load(self, stage: Stage) -> None:
-        """Read gradients, and copy the state that the stage needs."""
-        assert self._context is not None
-        context, inputs, positions = self._context, self._inputs, sorted(self._positions[stage.number])
-        states = StateCopies(
-            {position: context.inputs.states[position] for position in positions},
-            {position: context.inputs.shards[position] for position in positions},
-        )
-        for position in positions:
-            for spec in RULES[stage.rule].all_state:
-                if spec.name not in states.copies[position]:
-                    raise KeyError(f"{context.records[position].name!r} has no state {spec.name!r}")
-        self.numbers.load(stage, states.copies)
-        options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
-        for group, noted in options.items():
-            inputs.groups[group] = noted  # type: ignore[index]
-            noted.get(NUM_UPDATES)  # random numbers depend on it
-        for position in positions:
-            grad, shard = self._read(position), context.inputs.shards[position]
-            inputs.states[position] = states.copies[position]  # type: ignore[index]
-            if context.fused.signature[position] is None:
-                self._single[position] = SingleUpdate(
-                    shard, states.copies[position], context.dtypes[position], grad, inputs.divisor
-                )
-            elif grad is not None:
-                inputs.gradients[position] = grad.contiguous()
-        self._fused[stage.number] = context.fused.early_stage(stage, inputs)
-        for noted in options.values():
-            noted.forget(
-                "lr", "weight_decay"
-            )  # the tables have them too, and the kernels of `prepare` do not read them
-        self._loaded[stage.number] = _Loaded(states, options)
-
-    def _load_nothing(self, stage: Stage, error: Exception) -> None:
-        """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it is not loaded."""
-        assert self._context is not None
-        context = self._context
-        self.fail(stage, "prepare", error)
-        # Without its lists: their tables are those of `step()`, so that kernels would write the state.
-        self._fused[stage.number] = FusedStage(example=context.fused.stages[stage.number].example)
-        for position in self._positions[stage.number]:
-            shard, dtype = context.inputs.shards[position], context.dtypes[position]
-            self._single[position] = SingleUpdate(shard, {}, dtype, None, context.inputs.divisor)
 
     def _is_readable(self, position: int) -> bool:
         """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
@@ -359,7 +427,7 @@ class Round:
         arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
         return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
 
-    def _read(self, position: int) -> Tensor | None:
+    def _gradient(self, position: int) -> Tensor | None:
         """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
         assert self._context is not None
         if not self._is_readable(position):
@@ -449,8 +517,3 @@ def _end_threads() -> None:
     end = monotonic() + SECONDS_AT_EXIT
     for thread in alive:
         thread.join(max(0.0, end - monotonic()))
-
-
-def positions_of(stage: Stage) -> frozenset[int]:
-    """Return the positions of all parameters of a stage."""
-    return frozenset(position for _, positions in stage.positions_by_group for position in positions)

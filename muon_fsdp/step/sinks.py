@@ -1,0 +1,134 @@
+"""Take what stages leave: `step()` applies updates to the weights, backward keeps them (`step/backward.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from muon_fsdp.plan.stages import Stage
+from muon_fsdp.rules import RULES, MatrixBatch, Rule
+from muon_fsdp.rules.checks import check_applied
+from muon_fsdp.step.failures import Failures
+from muon_fsdp.step.inputs import in_precision
+from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
+from muon_fsdp.step.metrics import TakenSamples
+from muon_fsdp.step.sources import StageInputs
+
+
+class Sink(Protocol):
+    """Takes what the stages of one step, or of one backward, leave."""
+
+    failures: Failures
+    unproven: set[int]  # the numbers of stages whose rule has not been seen to write all of its updates
+    samples: TakenSamples | None  # None in most steps on a GPU
+
+    def has_failed(self, stage: Stage) -> bool:
+        """Return whether a method of the stage's rule has failed, so that nothing of the stage is applied here."""
+
+    def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
+        """Note that a method of a rule has failed; raise if nobody waits for the transfers of this rank."""
+
+    def wants_units(self, rule: Rule) -> bool:
+        """Return whether stages of a rule end with gathered units, before `direction`."""
+
+    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
+        """Take the per-matrix state that `direction` has left for a batch at a place."""
+
+    def sample(self, stage: Stage, number: int, place: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+        """Sample the update of one matrix of a batch, if this step takes samples."""
+
+    def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
+        """Take the updates of a stage, or its gathered units.
+
+        Args:
+            stage: the stage.
+            inputs: what it updates.
+            buffer: the updates, or the gathered units.
+            updates: those of an element-wise rule that lists of tensors apply, by position.
+        """
+
+
+class StepSink:
+    """Applies the updates of the stages of `step()`.
+
+    Args:
+        failures: what rules have raised.
+        unproven: the stages that have not run yet; they are removed as they run.
+        matrices: per-matrix state, statistics and factors; None if no rule has any.
+        samples: takes samples of updates for `metrics()`; None if this step takes none.
+    """
+
+    def __init__(
+        self,
+        failures: Failures,
+        unproven: set[int],
+        matrices: MatrixStates | None,
+        samples: TakenSamples | None,
+    ) -> None:
+        self.failures, self.unproven, self.samples = failures, unproven, samples
+        self._matrices = matrices
+        self._failed: set[int] = set()
+
+    def has_failed(self, stage: Stage) -> bool:
+        return stage.number in self._failed or stage.rule in self.failures.rules
+
+    def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
+        self.failures.add(stage.rule, method, error, positions)
+        self._failed.add(stage.number)
+
+    def wants_units(self, rule: Rule) -> bool:
+        return False
+
+    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
+        assert self._matrices is not None
+        if place is None:  # the stage ran in backward, with all members of its batches
+            place = self._matrices.place(stage, number, stage.batches[number].members)
+        self._matrices.take(stage, number, place, left)
+
+    def sample(self, stage: Stage, number: int, place: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+        if self.samples is not None:
+            factor = None
+            if RULES[stage.rule].multiplies_weights:
+                assert self._matrices is not None
+                factor = self._matrices.factor_of_updates(place)[matrix]
+            self.samples.take(stage, number, batch, matrix, group, factor)
+
+    def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
+        matrices = self._matrices if RULES[stage.rule].has_matrix_numbers else None
+        if not self.has_failed(stage):
+            try:
+                self._apply(stage, inputs, buffer, updates, matrices)
+            except Exception as error:
+                self.fail(stage, "apply", error, inputs.positions)
+        if self.has_failed(stage) and matrices is not None:
+            matrices.restore(stage)
+
+    @staticmethod
+    def _apply(
+        stage: Stage,
+        inputs: StageInputs,
+        buffer: Tensor,
+        updates: Mapping[int, Tensor],
+        matrices: MatrixStates | None,
+    ) -> None:
+        rule = RULES[stage.rule]
+        if matrices is not None:  # statistics read the weights that change now
+            matrices.wait()
+        factors = matrices.factors if matrices is not None and rule.multiplies_weights else None
+        for each in inputs.fused.lists:
+            assert rule.fused is not None
+            tensors = each.tensors if factors is None else each.with_factor_chunks()
+            rule.fused.apply(inputs.groups[each.group], tensors, buffer, None if factors is None else factors.flat())
+        for group, listed in inputs.lists:
+            positions, shards = [each.position for each in listed], [each.shard for each in listed]
+            if rule.needs_matrices:
+                of_shards = stage.shards_in(buffer, positions)
+                found = [in_precision(u, each.dtype) for u, each in zip(of_shards, listed, strict=True)]
+            else:
+                found = [updates[position] for position in positions]
+            given: list[Any] = [inputs.groups[group], shards, found]
+            if factors is not None:
+                given.append(list(map(factors.of, positions, shards)))
+            check_applied(rule, rule.apply(*given))  # type: ignore[func-returns-value]

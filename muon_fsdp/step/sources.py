@@ -1,0 +1,283 @@
+"""Lend stages what they read: gradients, options and state. `step()` lends what is live, backward lends copies.
+
+A stage takes everything from its source and gives its result to a sink (`step/sinks.py`). Where state is stored, and in
+which form, is the affair of the `StateStore` behind the source: stages and rules see working tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from muon_fsdp.comm.dtensors import local
+from muon_fsdp.declarations.state import State
+from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.plan.settings import Settings
+from muon_fsdp.plan.stages import Member, Stage
+from muon_fsdp.rules import RULES, MatrixBatch
+from muon_fsdp.rules.base import GroupOptions
+from muon_fsdp.step.fused import FusedStage, FusedStep
+from muon_fsdp.step.inputs import StepInputs, in_precision
+from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
+from muon_fsdp.step.metrics import Sample
+from muon_fsdp.step.random_numbers import RandomNumbers
+
+
+class ListedShard(NamedTuple):  # a dataclass takes three times as long to make, for thousands of parameters a step
+    """The shard of one parameter that lists of tensors update, outside fused launches."""
+
+    position: int
+    shard: Tensor
+    dtype: torch.dtype  # working precision
+    grad: Tensor | None  # None if only other ranks have a gradient; it counts as zero here
+    divisor: int
+
+    def working_gradient(self) -> Tensor:
+        """Return the gradient in working precision. Call it per stage, so that few converted copies exist at once."""
+        if self.grad is None:
+            return torch.zeros_like(self.shard, dtype=self.dtype)
+        grad = in_precision(self.grad, self.dtype)
+        return grad / self.divisor if self.divisor > 1 else grad
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What a stage updates, and with which options.
+
+    Args:
+        groups: the options of its groups, by number.
+        lists: the number of a group and its shards that lists of tensors update.
+        fused: the lists that kernels update.
+        updated: the parameters, of all stages, for which some rank has a gradient.
+        positions: the parameters that take part. If they travel these are all, because the plan fixes the sizes of
+            messages.
+    """
+
+    groups: Mapping[int, GroupOptions]
+    lists: Sequence[tuple[int, Sequence[ListedShard]]]
+    fused: FusedStage
+    updated: Collection[int]
+    positions: frozenset[int]
+
+    @property
+    def listed(self) -> list[int]:
+        """Return the positions of the shards that lists of tensors update."""
+        return [each.position for _, shards in self.lists for each in shards]
+
+
+def stage_inputs(stage: Stage, inputs: StepInputs, fused: FusedStage, dtypes: Sequence[torch.dtype]) -> StageInputs:
+    """Return the inputs of one stage, given those of a step and the working precision of every parameter."""
+    lists = []
+    for group, positions in stage.positions_by_group:
+        shards = [
+            ListedShard(i, inputs.shards[i], dtypes[i], inputs.gradients.get(i), inputs.divisor)
+            for i in positions
+            if i in inputs.updated and i not in fused.positions
+        ]
+        if shards:
+            lists.append((group, shards))
+    if stage.exchange is not None:
+        takes_part = stage.positions
+    else:
+        takes_part = fused.positions.union(each.position for _, shards in lists for each in shards)
+    return StageInputs(inputs.groups, lists, fused, inputs.updated, takes_part)
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+
+
+class StateStore:
+    """Keeps the `PerParameter` state of an optimizer, and lends it to one stage after another.
+
+    This one stores state as rules use it, in `optimizer.state`. Another way to store it is a subclass that overrides
+    all methods but `bind`, and `make_store` chooses it. Two threads may borrow at once, `step()` and backward, never
+    the same stage.
+
+    Args:
+        records: one per parameter.
+    """
+
+    def __init__(self, records: Sequence[ParameterRecord]) -> None:
+        self._records = records
+        self.states: Mapping[int, State] = {}  # `optimizer.state` of every parameter, by position
+
+    def bind(self, states: Mapping[int, State]) -> None:
+        """Take this as the state of every parameter from now on."""
+        self.states = states
+
+    def stored(self, position: int, state: State) -> State:
+        """Return the tensors that are stored for a parameter, given its `optimizer.state`.
+
+        Kernels read and write them, and whoever looks for changes looks there.
+        """
+        return state
+
+    def check(self, shards: Sequence[Tensor]) -> None:
+        """Raise if state is not on the device of its shard or has another shape; kernels would write elsewhere."""
+        for record, shard in zip(self._records, shards, strict=True):
+            for spec in record.rule.all_state:
+                state = local(self.states[record.position][spec.name])
+                shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
+                if state.shape != shape:
+                    raise RuntimeError(
+                        f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
+                        f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
+                    )
+                if state.device != shard.device and state.ndim > 0:  # PyTorch accepts a number on the CPU anywhere
+                    raise RuntimeError(
+                        f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
+                        f"{shard.device}: move the state back before step()"
+                    )
+
+    def lend(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+        """Lend a stage its state, until `take_back`.
+
+        Args:
+            stage: the stage.
+            listed: the parameters whose working tensors are returned: local tensors, which the stage changes.
+            fused: the parameters whose stored tensors kernels change, at the addresses in their tables.
+        """
+        return {i: _local_state(self._records[i], self.states[i]) for i in listed}
+
+    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+        """Store what a stage has left in the tensors that were lent."""
+
+    def copies(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+        """Return copies that a stage may change and nobody stores: of working tensors, and of stored ones if fused.
+
+        They are on the device of their parameter, though somebody may have moved the state elsewhere.
+        """
+        found = {}
+        for position in (*listed, *fused):
+            # A copy of the dict: the user may clear it in another thread.
+            state = {n: value for n, value in dict(self.states[position]).items() if isinstance(value, Tensor)}
+            device = local(self._records[position].tensor).device
+            found[position] = {name: _copied(local(value), device) for name, value in state.items()}
+        return found
+
+
+def make_store(records: Sequence[ParameterRecord]) -> StateStore:
+    """Return what keeps the state of these parameters."""
+    return StateStore(records)
+
+
+def _local_state(record: ParameterRecord, state: State) -> State:
+    return state if record.is_plain and not record.shards_state else {name: local(v) for name, v in state.items()}
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a tensor of state on a device; one number may stay where it is."""
+    if value.ndim == 0 or value.device == device:
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+        return value.clone()
+    return value.to(device)
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+class StageResult(NamedTuple):
+    """The result of a stage that ran in backward.
+
+    Args:
+        buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.
+        numbers: by number of the batch, what `direction` has left; empty if the rule needs weights.
+        samples: the samples that were taken for `metrics()`.
+        failure: the method of the rule that failed and what it raised; None if all is well.
+    """
+
+    buffer: Tensor
+    numbers: Mapping[int, LeftNumbers]
+    samples: Mapping[tuple[int, int], Sample]
+    failure: tuple[str, Exception] | None = None
+
+
+class Source(Protocol):
+    """Lends the stages of one step, or of one backward, what they read."""
+
+    settings: Settings
+    recorder: Recorder  # notes what the host does between launches, for a CUDA graph
+
+    def begun(self, stage: Stage) -> Callable[[], StageResult] | None:
+        """Return what waits for the result of a stage that ran in backward, and returns it; None for other stages."""
+
+    def open(self, stage: Stage) -> StageInputs:
+        """Return what a stage updates. It is called once, before anything else of the stage."""
+
+    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
+        """Return the working tensors of state for lists of tensors, by position; `take_back` ends their use."""
+
+    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+        """Take back the state of a stage."""
+
+    def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
+        """Give a batch its per-matrix state, statistics and random numbers.
+
+        Args:
+            stage: the stage.
+            number: of the batch in the stage.
+            members: those of the batch that take part.
+            batch: what `direction` will get.
+
+        Returns:
+            The place of its per-matrix state, for the sink; None if the rule has none.
+        """
+
+
+class StepSource:
+    """Lends what is live to the stages of `step()`.
+
+    Args:
+        inputs: the tensors and options of the step.
+        fused: the fused lists of every stage; their tables are filled.
+        store: keeps the state.
+        dtypes: the working precision of every parameter.
+        settings: the settings of the whole optimizer.
+        recorder: notes what the host does between launches.
+        random: draws the random numbers of rules.
+        matrices: per-matrix state, statistics and factors; None if no rule has any.
+        begun: for stages that ran in backward, by number: waits for the result and returns it.
+    """
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        fused: FusedStep,
+        store: StateStore,
+        dtypes: Sequence[torch.dtype],
+        settings: Settings,
+        recorder: Recorder,
+        random: RandomNumbers,
+        matrices: MatrixStates | None,
+        begun: Mapping[int, Callable[[], StageResult]],
+    ) -> None:
+        self.settings, self.recorder = settings, recorder
+        self._inputs, self._fused, self._store, self._dtypes = inputs, fused, store, dtypes
+        self._random, self._matrices, self._begun = random, matrices, begun
+
+    def begun(self, stage: Stage) -> Callable[[], StageResult] | None:
+        return self._begun.get(stage.number)
+
+    def open(self, stage: Stage) -> StageInputs:
+        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._dtypes)
+
+    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
+        return self._store.lend(stage, inputs.listed, inputs.fused.positions)
+
+    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+        self._store.take_back(stage, lent)
+
+    def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
+        place = None
+        if RULES[stage.rule].has_matrix_numbers:
+            assert self._matrices is not None
+            place = self._matrices.place(stage, number, members)
+            self._matrices.complete(place, batch)
+        batch.draw = self._random.source(stage, number, members, batch.matrices.device, None)
+        return place
