@@ -17,12 +17,12 @@ from torch.distributed.tensor import Replicate, Shard
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.settings import ONE_DEVICE_BYTES, Settings
 from muon_fsdp.declarations.views import matrix_view
-from muon_fsdp.plan.costs import ONE_DEVICE_BYTES, StageCost, Traffic, peak_bytes, run_timeline, stage_cost
+from muon_fsdp.plan.costs import StageCost, Traffic, peak_bytes, run_timeline, stage_cost
 from muon_fsdp.plan.layout import Layout, local_layout
 from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.stages import Plan, make_plan
 from muon_fsdp.plan.staging import LEAST_LIMIT, scratch_limit

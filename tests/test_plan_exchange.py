@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
 from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import make_report
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from muon_fsdp.step import pipeline

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from muon_fsdp.declarations.settings import ONE_DEVICE_BYTES
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.units import ParameterSpec, Unit
 
-# The bound of a stage on one device, where there is no transfer to hide, and of any batch. Larger batches were not
-# faster on a GPU.
-ONE_DEVICE_BYTES = 256 * 2**20
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
 

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
 
@@ -20,9 +19,6 @@ from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.speeds import ASSUMED
 from muon_fsdp.plan.staging import choose_staging, cut, scratch_limit
 from muon_fsdp.plan.units import ParameterSpec, Unit, units_of
-
-Strategy = Literal["auto", "owner", "replicate"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 # Every rank computes everything only if that takes less than this fraction of the time with owners.
 REPLICATE_BELOW = 0.7

@@ -11,10 +11,10 @@ from itertools import pairwise
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.plan.costs import Load, StageCost, Staging, Traffic, load_of, peak_bytes, stage_cost
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.slices import UpdateSlices, make_buckets
 from muon_fsdp.plan.staging import smallest_bound
 from muon_fsdp.plan.units import ParameterSpec, Unit

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions
