@@ -17,7 +17,7 @@ TORCH ?= torch
 .PHONY: demo test slow coverage core lint format bench docs clean
 
 demo: .venv/installed-cli
-	$(BIN)/python -m muon_fsdp.training.demo $(ARGS)
+	$(BIN)/python -m experiments.demo $(ARGS)
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest tests -n auto --dist worksteal $(ARGS)

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.demo import largest_distance
 from experiments.plots import Curve, draw_curves
 from muon_fsdp.text import format_bytes
 from muon_fsdp.training.config import default_options, parse
 from muon_fsdp.training.plugins import find_rule
-from muon_fsdp.training.report import largest_distance
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result
 
 RATES = {"muon": ("0.01", "0.02", "0.04"), "adamw": ("0.001", "0.002", "0.004"), "sso": ("0.01", "0.02")}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from muon_fsdp.training import demo, model, program
+from experiments import demo
+from muon_fsdp.training import model, program
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.results import read_result
 from tests.training_cases import TINY, text_file_fixture  # noqa: F401

@@ -365,7 +365,7 @@ def test_norms_of_matrices_with_many_chunks():
 
 
 def test_floor_of_the_benchmark():
-    from muon_fsdp.benchmarks.floor import least_flops
+    from muon_fsdp.benchmarks.orthogonalization import least_flops
 
     assert least_flops(1000, 1000) == pytest.approx(2e9 * 8.5)
     assert least_flops(4000, 1000) == pytest.approx(2e9 * 18.5)  # 3 * 4 + 6.5

@@ -14,7 +14,7 @@ NAMES = {name for rule in BUILT_IN for name in (rule.name, *rule.aliases)}
 CLASSES = {rule.__name__ for rule in BUILT_IN}
 # Modules that may speak of rules besides rules and benchmarks: the optimizer whose purpose is one rule, and the demo
 # that compares two.
-ALLOWED = {"optimizers/spectral_sphere.py", "__init__.py", "training/demo.py"}
+ALLOWED = {"optimizers/spectral_sphere.py", "__init__.py"}
 
 
 def modules() -> list[str]:

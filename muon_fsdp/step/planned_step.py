@@ -96,7 +96,7 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
-        numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
+        numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
         self.random = RandomNumbers(records)

@@ -6,12 +6,10 @@ The package `matplotlib` is optional, so it is imported where it is used.
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,11 +40,6 @@ def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int |
         "milliseconds_per_step": result.milliseconds_per_step if timed else None,
         "optimizer_share": result.optimizer_share if timed else None,
     }
-
-
-def largest_distance(one: RunResult, other: RunResult) -> float:
-    """Return the largest difference between the training losses of two runs at the same step."""
-    return max(abs(a - b) for a, b in zip(one.train_losses, other.train_losses, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------- several runs
@@ -96,22 +89,6 @@ def _comparison(result: RunResult, baseline: RunResult) -> str:
         return f"{text}."
     seconds, baseline_seconds = result.training_seconds(reached.step), baseline.training_seconds(goal.step)
     return f"{text}, in {seconds:.1f} s of training instead of {baseline_seconds:.1f} s."
-
-
-def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[RunResult], baseline: RunResult) -> None:
-    """Write the figures of the table and the complete loss curves as JSON."""
-    runs = {
-        result.name: summarize(result, baseline)
-        | {
-            "groups": [asdict(group) for group in result.groups],
-            "train_losses": result.train_losses,
-            "step_seconds": result.step_seconds,
-            "evaluations": [asdict(evaluation) for evaluation in result.evaluations],
-        }
-        for result in results
-    }
-    document = {"settings": dict(settings), "baseline": baseline.name, "runs": runs}
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: RunResult) -> None:

@@ -40,7 +40,7 @@ _announcement: list[str] = []  # the line about PyTorch that a terminal shows no
 
 
 def _announce(line: str) -> None:
-    """Say on stderr what a command waits for; a terminal shows it once, and erases it afterwards."""
+    """Show on stderr what a command waits for; a terminal shows it once, and erases it afterwards."""
     if not sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
     elif not _announcement:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import platform
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +19,11 @@ from muon_fsdp.training.arguments import OneLineParser
 from muon_fsdp.training.config import parse
 from muon_fsdp.training.data import DataError, open_corpus
 from muon_fsdp.training.program import main as train_main
-from muon_fsdp.training.report import largest_distance, print_comparison, write_metrics, write_plot
-from muon_fsdp.training.results import read_result
+from muon_fsdp.training.report import print_comparison, summarize, write_plot
+from muon_fsdp.training.results import RunResult, read_result
 from muon_fsdp.training.terminal import print_error
 
-PROG = "python -m muon_fsdp.training.demo"
+PROG = "python -m experiments.demo"
 DEFAULT_STEPS = 200
 BATCH_SIZE = 16
 EVALUATIONS_PER_RUN = 20
@@ -90,6 +93,27 @@ def _report(arguments: argparse.Namespace) -> None:
     write_plot(arguments.output / "loss.png", f"GPT ({arguments.model}) on {source}", runs, baseline)
     for file in ("loss.png", "metrics.json"):
         print(f"wrote {arguments.output / file}")
+
+
+def largest_distance(one: RunResult, other: RunResult) -> float:
+    """Return the largest difference between the training losses of two runs at the same step."""
+    return max(abs(a - b) for a, b in zip(one.train_losses, other.train_losses, strict=True))
+
+
+def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[RunResult], baseline: RunResult) -> None:
+    """Write the figures of the table and the complete loss curves as JSON."""
+    runs = {
+        result.name: summarize(result, baseline)
+        | {
+            "groups": [asdict(group) for group in result.groups],
+            "train_losses": result.train_losses,
+            "step_seconds": result.step_seconds,
+            "evaluations": [asdict(evaluation) for evaluation in result.evaluations],
+        }
+        for result in results
+    }
+    document = {"settings": dict(settings), "baseline": baseline.name, "runs": runs}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
