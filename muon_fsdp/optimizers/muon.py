@@ -45,7 +45,8 @@ from muon_fsdp.parameters.state_dict import (
     what_was_not_loaded,
 )
 from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn_about_twin
-from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
+from muon_fsdp.plan.layout import fsdp_layout, state_layout
+from muon_fsdp.plan.report import PlanReport, make_report
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE
 from muon_fsdp.step.changes import plan_key
