@@ -273,6 +273,26 @@ def seconds_alone(loads: Sequence[Load], speeds: Speeds) -> float:
     return FIXED_SECONDS + speeds.compute(max(cost.flops_by_rank.values())) + speeds.send(moved)
 
 
+def seconds_to_move(
+    units: Sequence[Unit],
+    holders: Sequence[tuple[int, ...]],
+    owners: Sequence[int],
+    bytes_per_element: int,
+    speeds: Speeds,
+) -> float:
+    """Estimate how long it takes to move units from ranks that hold them whole to other owners, and results back.
+
+    The busiest rank decides: a few ranks may hold all units that move.
+    """
+    moved: dict[int, float] = defaultdict(float)  # elements by rank
+    for unit, who, owner in zip(units, holders, owners, strict=True):
+        if who and owner not in who:
+            moved[owner] += unit.box.numel
+            for rank in who:
+                moved[rank] += unit.box.numel / len(who)
+    return speeds.transfer(2 * max(moved.values(), default=0.0) * bytes_per_element)
+
+
 def _scratch_bytes(matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_bytes: int) -> int:
     """Return an upper bound of the scratch memory of a stage, given the number of matrices by owner and shape."""
     all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
