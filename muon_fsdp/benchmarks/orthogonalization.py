@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muon_fsdp.benchmarks.contestants import OURS, Orthogonalizer, orthogonalizers
 from muon_fsdp.benchmarks.machine import Setup, free_memory
-from muon_fsdp.kernels.recorder import CudaSegments, GraphRecorder, Recorder
+from muon_fsdp.comm.recorder import CudaSegments, GraphRecorder, Recorder
 from muon_fsdp.linalg.newton_schulz import orthogonalization_flops, orthogonalize
 from muon_fsdp.text import plain_table
 from muon_fsdp.timing import Series, medians_in_turn

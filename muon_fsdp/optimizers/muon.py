@@ -50,14 +50,13 @@ from muon_fsdp.plan.report import PlanReport, make_report
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE
 from muon_fsdp.step.changes import plan_key
-from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
+from muon_fsdp.step.clipping import clip_gradients, find_siblings, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, Written, own_memory, ranks_of_agreement, shared_ranks
-from muon_fsdp.step.siblings import find_siblings
 from muon_fsdp.text import warn_user
 
 
@@ -229,7 +228,7 @@ class MuonOptimizer(GroupedOptimizer):
         codes = planned.shared.by_position(agreed.codes)
         gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
         planned.make_groups()
-        begun = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
+        kept = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=dict(enumerate(self.param_groups)),
             shards=[record.part() for record in planned.records],
@@ -242,7 +241,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            failures = planned.run(inputs, begun)
+            failures = planned.run(inputs, kept)
             planned.written.note(self.state)
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import add_up
 from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.declarations.state import PerMatrix, State
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.matrix_sets import MatrixSet
 from muon_fsdp.statistics.top_singular import Survey
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import add_up
 from muon_fsdp.declarations.state import PerMatrix, State
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets
 from muon_fsdp.plan.stages import Member, Stage

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
+from muon_fsdp.comm.recorder import GraphRecorder, Recorder
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State, working_dtype
-from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import LayoutError, local_layout
@@ -27,6 +27,7 @@ from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
+from muon_fsdp.step.clipping import Siblings
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
@@ -38,7 +39,6 @@ from muon_fsdp.step.pipeline import run_stages
 from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
-from muon_fsdp.step.siblings import Siblings
 from muon_fsdp.step.sinks import StepSink
 from muon_fsdp.step.sources import StageResult, StepSource, make_store
 from muon_fsdp.step.weight_gather import WeightGather
@@ -196,12 +196,12 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, begun: Mapping[int, Callable[[], StageResult]]) -> Failures:
+    def run(self, inputs: StepInputs, kept: Mapping[int, Callable[[], StageResult]]) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
-            begun: for stages that ran in backward, by number: waits for the result and returns it.
+            kept: for stages that ran in backward, by number: waits for the result and returns it.
 
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
@@ -233,7 +233,7 @@ class PlannedStep:
             if self.matrices is not None and not has_begun:
                 self.matrices.begin(inputs.shards, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
-            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, begun)
+            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, kept)
             run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
