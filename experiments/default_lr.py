@@ -28,6 +28,7 @@ from muon_fsdp.text import plain_table
 from muon_fsdp.training.data import open_corpus, training_batches, validation_batches
 from muon_fsdp.training.loop import evaluate, make_schedule
 from muon_fsdp.training.model import GPT, preset
+from muon_fsdp.training.parallel import World
 
 FILE = Path("docs/experiments/default_lr.csv")
 ADAMW_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -109,7 +110,8 @@ def train(model: Model, line: str, seed: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    result = evaluate(network, validation_batches(corpus.validation, 32, config.sequence_length, 64))
+    held_out = validation_batches(corpus.validation, 32, config.sequence_length, 64)
+    result = evaluate(network, held_out, World(torch.device("cpu"), torch.float32))
     return result if math.isfinite(result) else math.inf
 
 

@@ -107,7 +107,7 @@ def write_metrics(path: Path, settings: Mapping[str, Any], results: Sequence[Run
         | {
             "groups": [asdict(group) for group in result.groups],
             "train_losses": result.train_losses,
-            "step_seconds": result.step_seconds,
+            "step_seconds": [step.seconds for step in result.steps],
             "evaluations": [asdict(evaluation) for evaluation in result.evaluations],
         }
         for result in results

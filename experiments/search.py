@@ -120,10 +120,10 @@ def result_facts(output: Path, seconds: float, parallel: int) -> dict[str, Any]:
         parallel: how many runs shared the device.
     """
     result, start = read_result(output), read_start(output)
-    is_timed = bool(result.times()[0])
+    is_timed = bool(result.timed)
     return {
         "evaluations": [[each.step, each.loss] for each in result.evaluations],
-        "train_loss": result.final_train_loss if result.train_losses else None,
+        "train_loss": result.final_train_loss if result.steps else None,
         "milliseconds_per_step": result.milliseconds_per_step if is_timed else None,
         "optimizer_share": result.optimizer_share if is_timed else None,
         "parallel": parallel,

@@ -24,6 +24,7 @@ from muon_fsdp import SpectralSphereOptimizer, create_hybrid_optimizer
 from muon_fsdp.training.data import open_corpus, training_batches, validation_batches
 from muon_fsdp.training.loop import evaluate, make_schedule
 from muon_fsdp.training.model import GPT, CausalSelfAttention, GPTConfig
+from muon_fsdp.training.parallel import World
 
 # Without normalization of queries and keys attention logits can grow without bound, which is part of the comparison.
 CONFIG = GPTConfig(num_layers=6, num_heads=6, d_model=384, sequence_length=256, qk_norm=False)
@@ -111,6 +112,7 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
         One row of the CSV file: what was run, its losses, the largest values seen, and the seconds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = World(torch.device(device), torch.float32)
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     corpus = open_corpus(None, config.sequence_length, byte_budget=8_000_000)
@@ -152,7 +154,7 @@ def run(name: str, lr: float, seed: int, steps: int, batch_size: int, config: GP
         "lr": lr,
         "seed": seed,
         "steps": steps,
-        "validation_loss": math.inf if diverged else round(evaluate(model, validation), 5),
+        "validation_loss": math.inf if diverged else round(evaluate(model, validation, world), 5),
         "train_loss": round(statistics.mean(losses[-5:]), 5),
         **{f"largest_{key}": round(value, 4) for key, value in largest.items()},
         "msign_calls": statistics.median(calls) if calls else 0.0 if name == "AdamW" else 1.0,

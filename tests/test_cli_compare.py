@@ -18,7 +18,8 @@ def write_run(folder: Path, name: str, losses: list[float], data: str | None = N
     start = {"kind": "start", "name": name, "groups": groups, "config": config, "model": model, "resumed_from": None}
     lines = [start, {"kind": "validation", "step": 0, "loss": 5.0}]
     for number, loss in enumerate(losses, start=1):
-        train = {"kind": "train", "loss": loss + 0.5, "gradient_norm": 1.0, "seconds": 0.1, "optimizer_seconds": 0.025}
+        times = {"seconds": 0.1, "optimizer_seconds": 0.025}
+        train = {"kind": "train", "loss": loss + 0.5, "lr": 0.02, "gradient_norm": 1.0, **times}
         lines += [train | {"step": step} for step in range(10 * number - 9, 10 * number + 1)]
         lines.append({"kind": "validation", "step": 10 * number, "loss": loss})
     folder.mkdir(parents=True)

@@ -53,6 +53,11 @@ def cut(file: Path) -> None:
     file.write_bytes(content[: content.index(b'"step": 3') + 4])
 
 
+def without_a_step(file: Path) -> None:
+    told = [line for line in lines(file.parent) if (line["kind"], line.get("step")) != ("train", 2)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in told))
+
+
 def other_run(file: Path) -> None:
     told = lines(file.parent)
     told[0]["config"]["seed"] = 7
@@ -67,6 +72,7 @@ def a_folder(file: Path) -> None:
 DAMAGES = {
     "lost": (Path.unlink, "is missing"),
     "cut": (cut, "records 2 steps, but the checkpoint is of step 4"),
+    "hole": (without_a_step, "is not the record of a run"),
     "garbage": (lambda file: file.write_bytes(bytes(range(256)) * 20), "is not the record of a run"),
     "JSON": (lambda file: file.write_text('{"kind": "start"}\n[1, 2]\n'), "is not the record of a run"),
     "fields": (
@@ -101,7 +107,7 @@ def test_metrics_do_not_stop_a_good_checkpoint(damage: str, text: Path, tmp_path
     assert (parts / "metrics.jsonl.bad").exists() == (damage != "lost")
     result = read_result(parts)
     assert result.train_losses == read_result(whole).train_losses[4:]
-    assert (result.num_steps, result.num_steps_lost, len(result.times()[0])) == (6, 4, 2)
+    assert (result.num_steps, result.num_steps_before, len(result.timed)) == (6, 4, 2)
     assert [line["step"] for line in lines(parts) if line["kind"] == "train"] == [5, 6]
     assert [evaluation.step for evaluation in result.evaluations] == [4, 5, 6]
     # What it wrote is as good as any: the next run goes on in it.

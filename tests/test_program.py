@@ -211,7 +211,7 @@ def test_speed_is_that_of_the_ranks_that_run_now(text: Path, tmp_path: Path, cap
     assert main(flags(text, tmp_path / "out", 6, "--resume")) == 0
     assert lines(tmp_path / "out")[-1]["seconds_per_step"] < 4
     result = read_result(tmp_path / "out")
-    assert (result.num_steps, result.num_steps_before, len(result.step_seconds)) == (6, 4, 6)
+    assert (result.num_steps, result.num_steps_before, len(result.steps), len(result.timed)) == (6, 4, 6, 2)
     assert result.milliseconds_per_step < 4000
     capsys.readouterr()
     assert main(flags(text, tmp_path / "out", 6, "--resume")) == 0  # nothing is left to do, and nothing to time

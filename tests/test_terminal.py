@@ -14,7 +14,7 @@ import pytest
 
 from muon_fsdp.text import plain_table
 from muon_fsdp.training import report, terminal
-from muon_fsdp.training.results import Evaluation, RunResult
+from muon_fsdp.training.results import Evaluation, RunResult, Step
 from muon_fsdp.training.run_log import fit, show_progress
 from tests.cli_cases import ROOT
 
@@ -120,12 +120,12 @@ def run_at(step: int, seconds_per_step: float, name: str = "Muon") -> RunResult:
     """A run that was resumed ten steps ago, a fifth of whose time is the optimizer's."""
     return RunResult(
         name,
-        train_losses=[1.5661] * 10,
+        steps=[
+            Step(number, 1.5661, 0.02, 1.0, seconds_per_step, seconds_per_step / 5)
+            for number in range(step - 9, step + 1)
+        ],
         evaluations=[Evaluation(0, 5.5), Evaluation(step, 1.6021)],
-        step_seconds=[seconds_per_step] * 10,
-        optimizer_seconds=[seconds_per_step / 5] * 10,
         num_steps_before=step - 10,
-        num_steps_lost=step - 10,
     )
 
 
@@ -157,15 +157,14 @@ def test_the_line_of_progress_never_wraps() -> None:
     assert fit(run_at(100, 1.0), 100, 1000, 160)[2].endswith("  0 s left")
 
 
-def run_of(losses: list[float], steps_each: int = 10) -> RunResult:
-    evaluations = [Evaluation(steps_each * number, loss) for number, loss in enumerate(losses)]
-    steps = evaluations[-1].step
+def run_of(losses: list[float], first: int = 0) -> RunResult:
+    """A run after step `first`, validated every ten steps; the loss of its steps is 1, 2, 3 ..."""
+    evaluations = [Evaluation(first + 10 * number, loss) for number, loss in enumerate(losses)]
     return RunResult(
         "Muon",
-        train_losses=[float(step) for step in range(1, steps + 1)],
+        steps=[Step(first + number, float(number), 0.02, 1.0, 0.1, 0.02) for number in range(1, 10 * len(losses) - 9)],
         evaluations=evaluations,
-        step_seconds=[0.1] * steps,
-        optimizer_seconds=[0.02] * steps,
+        num_steps_before=first,
     )
 
 
@@ -203,9 +202,7 @@ def test_the_history_has_every_validation_or_an_even_choice() -> None:
 
 
 def test_the_history_of_a_run_whose_first_metrics_are_lost() -> None:
-    result = run_of([5.0, 3.0])
-    result.num_steps_lost = 100
-    result.evaluations = [Evaluation(100, 5.0), Evaluation(110, 3.0)]
+    result = run_of([5.0, 3.0], first=100)
     assert [line.split() for line in report.history(result).splitlines()[2:]] == [
         ["100", "5.0000"],
         ["110", "5.5000", "3.0000", "lowest"],

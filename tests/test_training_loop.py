@@ -13,7 +13,7 @@ from muon_fsdp.training import loop, report
 from muon_fsdp.training.loop import Pace, make_schedule
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.parallel import World
-from muon_fsdp.training.results import Evaluation, OptimizerGroup, RunResult, describe_groups
+from muon_fsdp.training.results import Evaluation, OptimizerGroup, RunResult, Step, describe_groups
 from tests.training_cases import tiny_gpt
 
 
@@ -59,7 +59,7 @@ def train_with_sgd(gpt: GPT, pace: Pace, factor: Callable[[int], float] = lambda
         validation=[(tokens, tokens)],
         pace=pace,
         world=World(torch.device("cpu"), torch.float32),
-        on_log=lambda result, factors: looks.append((optimizer.param_groups[0]["lr"], result.num_steps)),
+        on_log=lambda result: looks.append((optimizer.param_groups[0]["lr"], result.num_steps)),
         on_save=lambda step: None,
         stop_wanted=lambda: False,
     )
@@ -72,7 +72,7 @@ def test_training_clips_the_gradient() -> None:
     result, _ = train_with_sgd(gpt, Pace(steps=1, eval_every=1, clip_norm=1e-2))
     moved = torch.nn.utils.parameters_to_vector(gpt.parameters()).detach() - before
     assert moved.norm().item() == pytest.approx(2.0 * 1e-2, rel=1e-2)  # lr times the clipped norm
-    assert result.gradient_norms[0] > 1e-2
+    assert result.steps[0].gradient_norm > 1e-2
 
 
 def test_training_clears_the_gradient_after_each_step() -> None:
@@ -98,7 +98,9 @@ def test_training_follows_the_schedule_looks_and_evaluates_at_the_intervals() ->
     assert [step for _, step in looks] == [2, 3, 4, 5]
     assert [lr for lr, _ in looks] == pytest.approx([2.0 * factor(step) for step in (1, 2, 3, 4)])
     assert [evaluation.step for evaluation in result.evaluations] == [0, 2, 4, 5]
-    assert len(result.step_seconds) == len(result.optimizer_seconds) == len(result.train_losses) == 5
+    assert [step.step for step in result.steps] == [1, 2, 3, 4, 5]
+    assert [step.lr for step in result.steps] == pytest.approx([2.0 * factor(step) for step in range(5)])
+    assert all(0 < step.optimizer_seconds < step.seconds for step in result.steps)
     assert 0 < result.optimizer_share < 1
     assert result.milliseconds_per_step > 0
 
@@ -125,13 +127,13 @@ def test_training_stops_before_weights_that_are_not_finite_are_saved() -> None:
 def finished_run(name: str, losses: list[float]) -> RunResult:
     """A run with an evaluation every ten steps of 0.1 s, a quarter of it in the optimizer; one step was disturbed."""
     evaluations = [Evaluation(10 * i, loss) for i, loss in enumerate(losses)]
-    num_steps = evaluations[-1].step
     return RunResult(
         name,
-        train_losses=[loss - 0.5 for loss in losses for _ in range(10)][10:],
+        steps=[
+            Step(step, losses[(step + 9) // 10] - 0.5, 0.02, 1.0, 9.0 if step == 1 else 0.1, 0.025)
+            for step in range(1, evaluations[-1].step + 1)
+        ],
         evaluations=evaluations,
-        step_seconds=[9.0] + [0.1] * (num_steps - 1),
-        optimizer_seconds=[0.025] * num_steps,
     )
 
 

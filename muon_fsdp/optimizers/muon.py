@@ -322,7 +322,11 @@ class MuonOptimizer(GroupedOptimizer):
         if planned is None:
             self._complete_groups()
             create_missing(self._records(), self.state)
-        elif not (planned.has_state and has_all_state(self.param_groups, self.state)):
+            return
+        states = {record.position: self.state[record.tensor] for record in planned.records}
+        if planned.has_state and not planned.state_tensors.have_changed(states):
+            return
+        if not (planned.has_state and has_all_state(self.param_groups, self.state)):
             create_missing(planned.records, self.state)
             planned.has_state = True
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import is_
 from typing import Any, TypeAlias
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.kernels import unusable
@@ -35,18 +32,11 @@ class FusedStep:
         signature: the precisions, as `signature_of` returns them.
         stages: the lists of every stage of the plan.
         tables: the tables of all lists; None if there are none.
-        states: the state of all parameters at the last step. Weak references, so that state moved to the CPU frees its
-            memory.
-        kinds: devices, dtypes and sizes of these tensors.
-        sharded: the indices of DTensors among them.
     """
 
     signature: Signature
     stages: Sequence[Sequence[TensorList]]
     tables: Tables | None = None
-    states: Sequence[ReferenceType[Tensor]] = ()
-    kinds: Sequence[object] = ()
-    sharded: Sequence[int] = ()
     _own_tables: dict[int, Tables] = field(default_factory=dict)  # of single stages, by number
 
     @property
@@ -59,7 +49,7 @@ class FusedStep:
         return self.tables.lists if self.tables is not None else ()
 
     def fits(self, inputs: StepInputs) -> bool:
-        """Return whether the lists are still valid; this compares only what can change between two steps."""
+        """Return whether shards and gradients still have these precisions, and shards are contiguous."""
         for shard, known in zip(inputs.shards, self.signature, strict=True):
             if known is not None and not shard.is_contiguous():
                 return False
@@ -67,29 +57,7 @@ class FusedStep:
             known = self.signature[position]
             if known is not None and grad.dtype is not known[1]:
                 return False
-        now = self._tensors(inputs.states)
-        if len(now) != len(self.states) or not all(map(is_, now, [known() for known in self.states])):
-            return False
-        # Assigning to `data` moves a tensor or changes its size. A DTensor does not notice this of its local tensor.
-        return self._kinds_of(now) == self.kinds
-
-    def accept(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Remember the tensors of state, which `fits` compares."""
-        now = self._tensors(states)
-        self.sharded = [index for index, value in enumerate(now) if isinstance(value, DTensor)]
-        self.states, self.kinds = [ref(value) for value in now], self._kinds_of(now)
-
-    def _kinds_of(self, tensors: Sequence[Tensor]) -> Sequence[object]:
-        """Return the numbers of the devices, the dtypes and the sizes of tensors; of a DTensor, its local tensor."""
-        tensors = list(tensors)
-        for index in self.sharded:
-            tensors[index] = local(tensors[index])
-        return list(map(Tensor.get_device, tensors)), [t.dtype for t in tensors], list(map(Tensor.numel, tensors))
-
-    @staticmethod
-    def _tensors(states: Mapping[int, Mapping[str, Any]]) -> list[Tensor]:
-        """Return all tensors of state; others may keep numbers there."""
-        return [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+        return True
 
     def fill_tables(self, inputs: StepInputs) -> None:
         """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device."""
@@ -189,7 +157,6 @@ def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matric
         step.tables = Tables([each for lists in step.stages for each in lists])
         with_tables = iter(step.tables.lists)
         step.stages = [list(islice(with_tables, len(lists))) for lists in step.stages]
-    step.accept(inputs.states)
     return step
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from muon_fsdp.training.data import Batch
 from muon_fsdp.training.parallel import World, synchronize_gradients
-from muon_fsdp.training.results import Evaluation, RunResult
+from muon_fsdp.training.results import Evaluation, RunResult, Step
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Training:
     validation: Sequence[Batch]  # all rows
     pace: Pace
     world: World
-    on_log: Callable[[RunResult, Sequence[float]], None]  # the result so far; factors of the steps since the last call
+    on_log: Callable[[RunResult], None]
     on_save: Callable[[int], None]  # the number of steps done
     stop_wanted: Callable[[], bool]
 
@@ -94,24 +94,17 @@ class Clock:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[Batch], world: World | None = None) -> float:
+def evaluate(model: nn.Module, batches: Sequence[Batch], world: World) -> float:
     """Return the mean loss per token over `batches`, each of which is split evenly over the data-parallel ranks."""
     losses, num_tokens = [], 0
-    for inputs, targets in batches:
-        if world is None:
-            _, loss = model(inputs, targets)
-        else:
-            world.note()
-            with world.autocast():
-                _, loss = model(_rows_of_this_rank(inputs, world), _rows_of_this_rank(targets, world))
-        losses.append(loss.float() * targets.numel())
-        num_tokens += targets.numel()
-    total = torch.stack(losses).sum()
-    return (total.item() if world is None else world.mean(total[None])[0]) / num_tokens
-
-
-def _rows_of_this_rank(rows: Tensor, world: World) -> Tensor:
-    return rows.tensor_split(world.data_size)[world.data_rank].to(world.device)
+    for batch in batches:
+        world.note()
+        rows = (part.tensor_split(world.data_size)[world.data_rank].to(world.device) for part in batch)
+        with world.autocast():
+            _, loss = model(*rows)
+        losses.append(loss.float() * batch[0].numel())
+        num_tokens += batch[0].numel()
+    return world.mean(torch.stack(losses).sum()[None])[0] / num_tokens
 
 
 def train(training: Training, result: RunResult) -> RunResult:
@@ -135,7 +128,7 @@ def train(training: Training, result: RunResult) -> RunResult:
         if pace.evaluates_after(done):
             _validate(training, result, done)
             _require_finite("validation loss", result.final_validation_loss, result.name, done)
-        training.on_log(result, [training.schedule(index) for index in range(done - len(unread), done)])
+        training.on_log(result)
         unread.clear()
         if pace.saves_after(done) or stop:
             training.on_save(done)
@@ -181,16 +174,13 @@ def _read_steps(training: Training, result: RunResult, unread: Sequence[Tensor],
     """
     stop_wanted = unread[0].new_tensor([float(training.stop_wanted())])
     *values, stop = training.world.mean(torch.cat((*unread, stop_wanted)))
-    losses, norms = values[0::2], values[1::2]
-    first = result.num_steps + 1
-    result.train_losses += losses
-    result.gradient_norms += norms
-    for seconds, update_seconds in clock.read():
-        result.step_seconds.append(seconds)
-        result.optimizer_seconds.append(update_seconds)
-    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
-        _require_finite("loss", loss, result.name, step)
-        _require_finite("gradient norm", norm, result.name, step)
+    for loss, norm, (seconds, update_seconds) in zip(values[0::2], values[1::2], clock.read(), strict=True):
+        step = result.num_steps + 1
+        lr = training.base_lrs[0] * training.schedule(step - 1)
+        result.steps.append(Step(step, loss, lr, norm, seconds, update_seconds))
+    for taken in result.steps[-len(unread) :]:
+        _require_finite("loss", taken.loss, result.name, taken.step)
+        _require_finite("gradient norm", taken.gradient_norm, result.name, taken.step)
     return stop > 0
 
 

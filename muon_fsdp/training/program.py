@@ -91,7 +91,7 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
             validation=read_validation(inputs),
             pace=pace,
             world=world,
-            on_log=log.write if log is not None else lambda result, factors: None,
+            on_log=log.write if log is not None else lambda result: None,
             on_save=save,
             stop_wanted=lambda: stop.wanted or launcher_is_gone(),
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from muon_fsdp.text import plain_table
@@ -30,7 +31,7 @@ _MOST_ROWS = 21  # of a history: a run validates 20 times by default, and once b
 def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int | None]:
     """Return the figures of one run; `steps_to_baseline` is when it reached the baseline's final validation loss."""
     reached = result.first_reaching(baseline.final_validation_loss)
-    timed = bool(result.times()[0])
+    timed = bool(result.timed)
     return {
         "final_train_loss": result.final_train_loss,
         "final_validation_loss": result.final_validation_loss,
@@ -85,7 +86,7 @@ def _comparison(result: RunResult, baseline: RunResult) -> str:
         f"{result.name} reached {baseline.name}'s final validation loss of {goal.loss:.3f} after {reached.step} of "
         f"{goal.step} steps"
     )
-    if not (result.times()[0] and baseline.times()[0]):
+    if not (result.timed and baseline.timed):
         return f"{text}."
     seconds, baseline_seconds = result.training_seconds(reached.step), baseline.training_seconds(goal.step)
     return f"{text}, in {seconds:.1f} s of training instead of {baseline_seconds:.1f} s."
@@ -105,7 +106,7 @@ def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: R
             width = max(1.0, 4.5 - 1.4 * index)
             style: dict[str, Any] = {"color": color, "marker": "o", "markersize": width + 1.5, "linewidth": width}
             by_steps.plot(steps, losses, label=label, **style)
-            if result.times()[0]:
+            if result.timed:
                 by_seconds.plot([result.training_seconds(step) for step in steps], losses, label=label, **style)
         for axes, quantity in ((by_steps, "step"), (by_seconds, "seconds of training, at the median time per step")):
             axes.axhline(baseline.final_validation_loss, color="grey", linestyle="--", linewidth=1, zorder=0)
@@ -129,10 +130,9 @@ def history(result: RunResult) -> str:
         if number not in shown:
             continue
         before = result.evaluations[number - 1].step if number else 0
-        first, last = (max(0, step - result.num_steps_lost) for step in (before, evaluation.step))
-        losses = result.train_losses[first:last]
+        losses = [step.loss for step in result.steps if before < step.step <= evaluation.step]
         mark = "lowest" if evaluation.loss == result.best_validation_loss else ""
-        train_loss = f"{sum(losses) / len(losses):.4f}" if losses else ""
+        train_loss = f"{mean(losses):.4f}" if losses else ""
         rows.append((str(evaluation.step), train_loss, f"{evaluation.loss:.4f}", mark))
     left_out = len(result.evaluations) - len(rows)
     more = f"\n({left_out} more are in metrics.jsonl)" if left_out else ""
@@ -157,8 +157,7 @@ def write_loss_plot(folder: Path, result: RunResult) -> Path | None:
         return None
     with _figure(folder / LOSS_PLOT, (7.2, 4.4)) as figure:
         axes = figure.subplots()
-        first = result.num_steps_lost + 1
-        steps = range(first, first + len(result.train_losses))
+        steps = [step.step for step in result.steps]
         axes.plot(steps, result.train_losses, color=_COLORS[0], linewidth=0.8, alpha=0.6, label="training")
         points = [(evaluation.step, evaluation.loss) for evaluation in result.evaluations]
         label = f"validation: {result.final_validation_loss:.3f} at the end"

@@ -6,9 +6,9 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import IO, TYPE_CHECKING, Any
 
 from muon_fsdp.training.arguments import ConfigError
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     import torch
 
 METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `metrics.jsonl` records of step number `step`, counted from 1; `lr` is that of the first param group."""
+
+    step: int
+    loss: float
+    lr: float
+    gradient_norm: float
+    seconds: float
+    optimizer_seconds: float
 
 
 @dataclass(frozen=True)
@@ -46,24 +58,32 @@ class OptimizerGroup:
 
 @dataclass
 class RunResult:
-    """Losses, times and gradient norms of one run; they grow while it trains."""
+    """The steps and validations of one run; they grow while it trains.
+
+    The first steps are missing if the run has been resumed after their metrics were lost.
+    """
 
     name: str
     groups: list[OptimizerGroup] = field(default_factory=list)
-    train_losses: list[float] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    optimizer_seconds: list[float] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
     num_steps_before: int = 0  # steps before the run was last resumed: other ranks may have taken and timed them
-    num_steps_lost: int = 0  # the first of those steps, whose metrics were lost; all lists start after them
     stopped: bool = False  # whether a signal ended the run before its last step
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps the run has taken, those before a resume included."""
+        return self.steps[-1].step if self.steps else self.num_steps_before
+
+    @property
+    def train_losses(self) -> list[float]:
+        """Return the training loss of every step."""
+        return [step.loss for step in self.steps]
 
     @property
     def final_train_loss(self) -> float:
         """Return the mean loss over the last twentieth of the steps, because the loss of one batch is noisy."""
-        last = self.train_losses[-max(1, len(self.train_losses) // 20) :]
-        return sum(last) / len(last)
+        return mean(self.train_losses[-max(1, len(self.steps) // 20) :])
 
     @property
     def final_validation_loss(self) -> float:
@@ -78,7 +98,7 @@ class RunResult:
     @property
     def milliseconds_per_step(self) -> float:
         """Return the median, like every time here: other programs on the machine make some steps many times slower."""
-        return 1e3 * median(self.times()[0])
+        return 1e3 * self.training_seconds(1)
 
     @property
     def num_parameters(self) -> int:
@@ -86,28 +106,18 @@ class RunResult:
         return sum(group.num_parameters for group in self.groups)
 
     @property
-    def num_steps(self) -> int:
-        """Return how many steps the run has taken, those before a resume included."""
-        return self.num_steps_lost + len(self.train_losses)
+    def timed(self) -> list[Step]:
+        """Return the steps since the run was last started, whose times are comparable."""
+        return self.steps[len(self.steps) - (self.num_steps - self.num_steps_before) :]
 
     @property
     def optimizer_share(self) -> float:
         """Return the share of a step's time that `optimizer.step()` takes, between 0 and 1."""
-        seconds, optimizer_seconds = self.times()
-        return median(optimizer_seconds) / median(seconds)
-
-    def times(self) -> tuple[list[float], list[float]]:
-        """Return the times of the steps since the run was last started.
-
-        Returns:
-            The seconds of every step, and the seconds of its `optimizer.step()`.
-        """
-        first = self.num_steps_before - self.num_steps_lost
-        return self.step_seconds[first:], self.optimizer_seconds[first:]
+        return median(step.optimizer_seconds for step in self.timed) / self.training_seconds(1)
 
     def training_seconds(self, num_steps: int) -> float:
         """Return the seconds that `num_steps` steps take at the median time per step, without validation."""
-        return num_steps * median(self.times()[0])
+        return num_steps * median(step.seconds for step in self.timed)
 
     def first_reaching(self, loss: float) -> Evaluation | None:
         """Return the first evaluation whose validation loss is at most `loss`, or None if there is none."""
@@ -203,15 +213,14 @@ def _result_of(lines: Sequence[Mapping[str, Any]], path: Path) -> RunResult:
     try:
         starts = [line for line in lines if line["kind"] == "start"]
         result = RunResult(starts[-1]["name"], groups=[OptimizerGroup(**group) for group in starts[-1]["groups"]])
-        result.num_steps_lost = starts[0]["resumed_from"] or 0
         for line in lines:
             if line["kind"] == "start":
-                result.num_steps_before = result.num_steps
+                result.num_steps_before = line["resumed_from"] or 0
             elif line["kind"] == "train":
-                result.train_losses.append(float(line["loss"]))
-                result.step_seconds.append(float(line["seconds"]))
-                result.optimizer_seconds.append(float(line["optimizer_seconds"]))
-                result.gradient_norms.append(float(line["gradient_norm"]))
+                if line["step"] != result.num_steps + 1:
+                    raise ValueError("a step is missing")
+                values = {each.name: float(line[each.name]) for each in fields(Step) if each.name != "step"}
+                result.steps.append(Step(line["step"], **values))
             elif line["kind"] == "validation":
                 result.evaluations.append(Evaluation(line["step"], float(line["loss"])))
     except (LookupError, TypeError, ValueError):

@@ -119,7 +119,7 @@ def earlier_result(config: TrainConfig, manifest: dict[str, Any], world: World) 
 
     A file that cannot be used is renamed, with a warning: bad metrics do not prevent resuming from a good checkpoint.
     """
-    result = lost = RunResult(config.label, num_steps_lost=manifest["step"])
+    result = lost = RunResult(config.label, num_steps_before=manifest["step"])
     problem = ""
     try:
         result = read_result_until(config.folder, manifest)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,7 @@ class RunLog:
 
     def __init__(self, inputs: Inputs, result: RunResult, resumed_from: int | None, stop: Stop) -> None:
         config, world, corpus = inputs.config, inputs.world, inputs.corpus
-        self._num_written = len(result.evaluations)  # a resumed run has written its earlier evaluations before
+        self._num_steps, self._num_evaluations = len(result.steps), len(result.evaluations)  # written before a resume
         self._stop, self._open = stop, ExitStack()
         self._stream = self._open.enter_context(start_metrics(config.folder, resumed_from))
         self._events: Any = None
@@ -117,21 +117,13 @@ class RunLog:
                 if name != "step" and isinstance(value, int | float):
                     self._events.add_scalar(f"{kind}/{name}", value, values["step"])
 
-    def write(self, result: RunResult, factors: Sequence[float]) -> None:
-        """Write the last `len(factors)` steps, whose learning rates had these factors, and any new validation."""
-        for index, factor in enumerate(factors, start=len(result.train_losses) - len(factors)):
-            self._write(
-                "train",
-                step=result.num_steps_lost + index + 1,
-                loss=result.train_losses[index],
-                lr=result.groups[0].lr * factor,
-                gradient_norm=result.gradient_norms[index],
-                seconds=result.step_seconds[index],
-                optimizer_seconds=result.optimizer_seconds[index],
-            )
-        for evaluation in result.evaluations[self._num_written :]:
+    def write(self, result: RunResult) -> None:
+        """Write the steps and validations since the last call, and show the progress."""
+        for step in result.steps[self._num_steps :]:
+            self._write("train", **asdict(step))
+        for evaluation in result.evaluations[self._num_evaluations :]:
             self._write("validation", **asdict(evaluation))
-        self._num_written = len(result.evaluations)
+        self._num_steps, self._num_evaluations = len(result.steps), len(result.evaluations)
         self._stream.flush()
         try:
             self._show(result)
@@ -142,7 +134,7 @@ class RunLog:
     def write_end(self, result: RunResult, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Write the last line of a run: its final loss, its speed and its memory."""
         facts: dict[str, Any] = {"stopped": result.stopped, "validation_loss": result.final_validation_loss}
-        if result.times()[0]:
+        if result.timed:
             seconds = result.milliseconds_per_step / 1e3
             facts |= {"optimizer_share": result.optimizer_share, "seconds_per_step": seconds}
         facts["optimizer_state_bytes_per_rank"] = _state_bytes(optimizer)
@@ -218,10 +210,11 @@ def fit(result: RunResult, steps: int, tokens_per_step: float, width: int) -> tu
 
 def _figures(result: RunResult, steps: int, tokens_per_step: float) -> tuple[str, str, str]:
     """Return how far a run is, and how fast it was in its last steps, in long, medium and short form."""
-    losses = result.train_losses[-_RECENT_STEPS:]
-    seconds, optimizer_seconds = (median(times[-_RECENT_STEPS:]) for times in result.times())
-    at = f"{result.num_steps:>{len(str(steps))}}/{steps}  loss {sum(losses) / len(losses):.3f}"
-    speed, share = tokens_per_step / seconds, f"{optimizer_seconds / seconds:.0%}"
+    recent = result.timed[-_RECENT_STEPS:]
+    seconds = median(step.seconds for step in recent)
+    share = f"{median(step.optimizer_seconds for step in recent) / seconds:.0%}"
+    loss = mean(step.loss for step in result.steps[-_RECENT_STEPS:])
+    at, speed = f"{result.num_steps:>{len(str(steps))}}/{steps}  loss {loss:.3f}", tokens_per_step / seconds
     left = _time_left((steps - result.num_steps) * seconds)
     validation = f"val {result.final_validation_loss:.3f}"  # it changes rarely, so only the long form has it
     return (
