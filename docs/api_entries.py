@@ -9,10 +9,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from api_markdown import Doc, code_value, parse, table
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.declarations.settings import SETTINGS
 from muon_fsdp.elementwise import TritonMuonW
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.plan.settings import SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
 
 # Rules of the package; tests register others.

@@ -29,7 +29,7 @@ import muon_fsdp.spectral
 import muon_fsdp.utils
 import muon_optimizer
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
-from muon_fsdp.plan.settings import FOREIGN_KEYS
+from muon_fsdp.declarations.settings import FOREIGN_KEYS
 from muon_fsdp.rules import Rule
 from muon_fsdp.statistics.observer import STATISTICS
 

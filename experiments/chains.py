@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from muon_fsdp.linalg.chains import Step, evaluate
+from muon_fsdp.linalg.chains import Step
 
 # Coefficients in t = (x / upper)^2 of U = t^2 + alpha t, V = U^2 + beta U + gamma t and of Z + identity. Degree 17:
 # (alpha, beta, gamma, d, e, f, identity) with Z = d V V + e V + f U. Degree 9: (alpha, c, beta, gamma, identity) with
@@ -29,6 +29,14 @@ _STARTS: dict[float, _Form] = {
     0.004: (-1.0733853, 0.34656926, 0.0040483713, 59252.358, 2494.1897, 1.1140939, 26.712984),
     0.0558: (-1.3570055, 0.59337344, 0.018029732, 2662.2599, 341.62787, 3.8307295, 13.601574),
 }
+
+
+def evaluate(step: Step, x: Tensor) -> Tensor:
+    """Return the odd polynomial of a step at the singular values `x`, in the dtype of `x`."""
+    before, last = x * x, x * x
+    for number, (alpha, beta, gamma) in enumerate(step.products):
+        before, last = last, alpha * last * last + beta * last + (gamma * before if number else 0.0)
+    return x * (last + step.identity)
 
 
 @lru_cache(maxsize=64)

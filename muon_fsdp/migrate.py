@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.declarations.settings import STARTED
 from muon_fsdp.declarations.state import PerParameter
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.groups import Params, as_torch_params, names_and_parameters, with_lists
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.state_dict import BOXES, StateDict, origin, saved_boxes
-from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import Rule, rule_named
 
 __all__ = ["load_state_dict"]

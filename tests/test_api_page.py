@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer
+from muon_fsdp.declarations.settings import FOREIGN_KEYS
 from muon_fsdp.elementwise import TritonMuon, benchmark_muon_optimizers
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.plan.report import PlanReport
-from muon_fsdp.plan.settings import FOREIGN_KEYS
 from muon_fsdp.rules import RULES, AdamW, Muon, NorMuon, Rule, SpectralSphere
 
 BUILT_IN = [RULES[rule.name] for rule in (Muon, NorMuon, SpectralSphere, AdamW)]

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from experiments.chains import best_form, solve
-from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, evaluate
+from experiments.chains import best_form, evaluate, solve
+from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN
 from muon_fsdp.linalg.coefficients import minimax
 
 CHAINS = {"square": SQUARE_CHAIN, "wide": WIDE_CHAIN}

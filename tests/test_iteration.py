@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.chains import evaluate
 from muon_fsdp.kernels import products
 from muon_fsdp.kernels.launch import Addend
 from muon_fsdp.linalg import iteration
-from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step, evaluate
+from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
 from muon_fsdp.linalg.coefficients import coefficients
 from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_scale
 from muon_fsdp.linalg.newton_schulz import Request, orthogonalize, orthogonalize_together

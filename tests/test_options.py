@@ -10,8 +10,8 @@ from torch import nn
 
 import tests.toy_rules  # noqa: F401 (registers them)
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
+from muon_fsdp.declarations.settings import SETTINGS
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
-from muon_fsdp.plan.settings import SETTINGS
 from muon_fsdp.rules import RULES
 from tests.comparisons import assert_same
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.plan.layout import Box, Layout, LayoutError, box_of
 from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import make_report
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from muon_fsdp.step import pipeline
@@ -116,12 +116,12 @@ class PlayedExchange:
     def check_gather(self, rank):
         """Check that every unit that `rank` computes is assembled from what it receives; return those units."""
         stage = self.stages[rank]
-        assembled = {i: torch.full(stage.units[i].box.shape, torch.nan) for i in stage.mine}
+        assembled = {i: torch.full(stage.units[i].box.shape, torch.nan) for i in stage.unit_slots}
         for source, out, into in self.messages(rank, "gather"):
             assembled[into.unit][into.in_unit] = self.shard(source, stage.units[out.unit].position)[out.in_shard]
         for i, value in assembled.items():
             assert_same(value, self.whole(stage.units[i]), f"unit {i} on rank {rank}")
-        return [stage.units[i] for i in stage.mine]
+        return [stage.units[i] for i in stage.unit_slots]
 
     def scattered(self, rank):
         """Return the buffer of updates that the scatter fills on `rank`, with NaN where nothing arrives."""
@@ -256,7 +256,8 @@ def test_the_report_says_what_ranks_send(shapes, layout, cost, max_stage_bytes, 
                         exchange.gather_receive,
                     )
                 )
-                assert stage.num_bytes + gathers + receives <= report.stages[number].gathering
+                held = 2 * sum(slot.numel for slot in stage.shard_slots.values())
+                assert held + gathers + receives <= report.stages[number].gathering
                 sent[rank] += scatters
                 forwarded[rank] += 2 * max(0, len(exchange.peers) - 1) * exchange.slice_numel
     assert report.traffic.scattered == sent
@@ -281,7 +282,7 @@ def test_an_owner_sends_each_result_once(mesh_shape, placements, shape):
     outlines = make_outline(specs, max_stage_bytes=10**9, strategy="owner")
     for rank in layout.ranks:
         (stage,) = make_plan(outlines, rank).stages
-        owned = sum(stage.units[number].box.numel for number in stage.mine)
+        owned = sum(stage.units[number].box.numel for number in stage.unit_slots)
         received = stage.packings.scatter_receive.numel
         assert stage.packings.scatter_send.numel <= owned
         assert received <= stage.exchange.slice_numel <= -(-stage.shard_numel // layout.num_replicas) + 16

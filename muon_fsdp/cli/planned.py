@@ -18,8 +18,8 @@ from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
 from muon_fsdp.parameters.routing_report import RoutingRow
 from muon_fsdp.plan.costs import run_timeline
-from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.report import PlanReport, PlanRow, fsdp_layout, state_layout
+from muon_fsdp.plan.layout import Layout, fsdp_layout, state_layout
+from muon_fsdp.plan.report import PlanReport, PlanRow
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.staging import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES

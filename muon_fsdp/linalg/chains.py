@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 
 class Step(NamedTuple):
     """One step X <- (Z + identity * I) X, where Z is a polynomial in R = X X^T computed by symmetric products.
@@ -99,11 +97,3 @@ WIDE_CHAIN = Chain(
     ),
     refreshes=frozenset({2, 4}),
 )
-
-
-def evaluate(step: Step, x: Tensor) -> Tensor:
-    """Return the odd polynomial of a step at the singular values `x`, in the dtype of `x`."""
-    before, last = x * x, x * x
-    for number, (alpha, beta, gamma) in enumerate(step.products):
-        before, last = last, alpha * last * last + beta * last + (gamma * before if number else 0.0)
-    return x * (last + step.identity)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp.comm.dtensors import like, local, local_gradient, local_part
 from muon_fsdp.comm.transfers import sum_over_axis
 from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, meant_name, number, suggestion
+from muon_fsdp.declarations.settings import FOREIGN_KEYS
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.tables import (
@@ -28,7 +29,6 @@ from muon_fsdp.kernels.tables import (
     refuse_capture,
 )
 from muon_fsdp.parameters.state_dict import StateDict, loading_hooks
-from muon_fsdp.plan.settings import FOREIGN_KEYS
 from muon_fsdp.step.fused import not_fusable
 
 Params: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

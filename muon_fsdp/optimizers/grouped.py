@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import canonical
+from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.parameters.groups import (
     INDEPENDENT_LR,
     Group,
@@ -36,7 +37,6 @@ from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
 from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch, refuse_copies, reshard
-from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
 

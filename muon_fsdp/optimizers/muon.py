@@ -16,6 +16,16 @@ from torch._compile import _disable_dynamo
 from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
 from muon_fsdp.declarations.option import Option, integer
+from muon_fsdp.declarations.settings import (
+    MICRO_STEP,
+    NUM_UPDATES,
+    STARTED,
+    CudaGraph,
+    NonFinite,
+    Overlap,
+    Settings,
+    Strategy,
+)
 from muon_fsdp.kernels import on_device
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
@@ -35,9 +45,8 @@ from muon_fsdp.parameters.state_dict import (
     what_was_not_loaded,
 )
 from muon_fsdp.parameters.wrappers import ddp_wrappers, replicate_group_of, warn_about_twin
-from muon_fsdp.plan.outline import Strategy
-from muon_fsdp.plan.report import PlanReport, fsdp_layout, make_report, state_layout
-from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, STARTED, CudaGraph, NonFinite, Overlap, Settings
+from muon_fsdp.plan.layout import fsdp_layout, state_layout
+from muon_fsdp.plan.report import PlanReport, make_report
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE
 from muon_fsdp.step.changes import plan_key

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from muon_fsdp.declarations.option import Option
+from muon_fsdp.declarations.settings import SETTINGS
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.plan.settings import SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 
 # Lines of a docstring that are replaced by the options of the rules, and by the settings.

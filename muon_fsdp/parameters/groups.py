@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.option import Option, UnknownOptionError, canonical, meant_name, suggestion
+from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.routing import Route
-from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS, PROGRESS, SCHEDULED_LRS, SCHEDULED_MOMENTA
 from muon_fsdp.rules import RULES, Rule, rule_named
 
 Params: TypeAlias = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import can_take_part, like, local, local_part, own_box
 from muon_fsdp.declarations.option import canonical
+from muon_fsdp.declarations.settings import STARTED
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import LayoutError
-from muon_fsdp.plan.settings import STARTED
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, format_shape, warn_user
 

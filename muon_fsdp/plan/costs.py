@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from muon_fsdp.declarations.settings import ONE_DEVICE_BYTES
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.units import ParameterSpec, Unit
 
-# The bound of a stage on one device, where there is no transfer to hide, and of any batch. Larger batches were not
-# faster on a GPU.
-ONE_DEVICE_BYTES = 256 * 2**20
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
 
@@ -273,6 +271,26 @@ def seconds_alone(loads: Sequence[Load], speeds: Speeds) -> float:
     cost = stage_cost(loads, Staging(ONE_DEVICE_BYTES))
     moved = cost.traffic.busiest_gather + cost.traffic.busiest_scatter
     return FIXED_SECONDS + speeds.compute(max(cost.flops_by_rank.values())) + speeds.send(moved)
+
+
+def seconds_to_move(
+    units: Sequence[Unit],
+    holders: Sequence[tuple[int, ...]],
+    owners: Sequence[int],
+    bytes_per_element: int,
+    speeds: Speeds,
+) -> float:
+    """Estimate how long it takes to move units from ranks that hold them whole to other owners, and results back.
+
+    The busiest rank decides: a few ranks may hold all units that move.
+    """
+    moved: dict[int, float] = defaultdict(float)  # elements by rank
+    for unit, who, owner in zip(units, holders, owners, strict=True):
+        if who and owner not in who:
+            moved[owner] += unit.box.numel
+            for rank in who:
+                moved[rank] += unit.box.numel / len(who)
+    return speeds.transfer(2 * max(moved.values(), default=0.0) * bytes_per_element)
 
 
 def _scratch_bytes(matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_bytes: int) -> int:

@@ -201,6 +201,28 @@ def local_layout(rank: int) -> Layout:
     return Layout((rank,), (1,), (Replicate(),))
 
 
+def fsdp_layout(world_size: int | None, mesh: Sequence[int] | None) -> Layout:
+    """Return the layout that `fully_shard` gives every parameter on a mesh (shards,) or (replicas, shards)."""
+    shape = tuple(mesh) if mesh is not None else (world_size or 1,)
+    if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
+        raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
+    ranks = tuple(range(math.prod(shape)))
+    placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
+    return Layout(ranks, shape, placements)
+
+
+def state_layout(layout: Layout, *, shard_state: bool) -> Layout:
+    """Return the layout of state: that of the parameters, or rows over all ranks if `shard_state` is set."""
+    if not shard_state:
+        return layout
+    if layout.num_replicas != len(layout.ranks):
+        raise ValueError(
+            f"mesh {layout.mesh_shape} shards the parameters, and their state with them: shard_state=True is for "
+            "replicas, so pass mesh=(replicas, 1)"
+        )
+    return Layout(layout.ranks, (len(layout.ranks),), (Shard(0),))
+
+
 def box_of(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
     """Return the box of a tensor that the rank at `coordinate` of the mesh holds, with PyTorch's uneven chunks.
 

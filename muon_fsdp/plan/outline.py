@@ -11,18 +11,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
 
-from muon_fsdp.plan.costs import Load, Staging, load_of, seconds_alone
+from muon_fsdp.plan.costs import Load, Staging, load_of, seconds_alone, seconds_to_move
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.speeds import ASSUMED
 from muon_fsdp.plan.staging import choose_staging, cut, scratch_limit
 from muon_fsdp.plan.units import ParameterSpec, Unit, units_of
-
-Strategy = Literal["auto", "owner", "replicate"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 # Every rank computes everything only if that takes less than this fraction of the time with owners.
 REPLICATE_BELOW = 0.7
@@ -155,25 +151,9 @@ def _assign(
     if any(0 < len(who) < len(loads) for who in holders):
         free_owners, free_after = _balance(units, [()] * len(units), loads)
         seconds_saved = ASSUMED.compute(max(after.values()) - max(free_after.values()))
-        if _seconds_to_move(units, holders, free_owners, bytes_per_element) < seconds_saved:
+        if seconds_to_move(units, holders, free_owners, bytes_per_element, ASSUMED) < seconds_saved:
             return free_owners, free_after
     return owners, after
-
-
-def _seconds_to_move(
-    units: Sequence[Unit], holders: Sequence[tuple[int, ...]], owners: Sequence[int], bytes_per_element: int
-) -> float:
-    """Estimate how long it takes to move units from ranks that hold them whole to other owners, and results back.
-
-    The busiest rank decides: a few ranks may hold all units that move.
-    """
-    moved: dict[int, float] = defaultdict(float)  # elements by rank
-    for unit, who, owner in zip(units, holders, owners, strict=True):
-        if who and owner not in who:
-            moved[owner] += unit.box.numel
-            for rank in who:
-                moved[rank] += unit.box.numel / len(who)
-    return ASSUMED.transfer(2 * max(moved.values(), default=0.0) * bytes_per_element)
 
 
 def _balance(

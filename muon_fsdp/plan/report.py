@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.plan.costs import Load, StageCost, Staging, Traffic, load_of, peak_bytes, stage_cost
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.slices import UpdateSlices, make_buckets
 from muon_fsdp.plan.staging import smallest_bound
 from muon_fsdp.plan.units import ParameterSpec, Unit
@@ -156,28 +155,6 @@ class PlanReport:
         repeated = f"\n{self.repeated}" if self.repeated is not None else ""
         overlap = f"\nOverlap with backward: {self.overlap}" if self.overlap else ""
         return f"{plain_table(header, rows)}\n{totals}{gathered}{repeated}{graph}{overlap}"
-
-
-def fsdp_layout(world_size: int | None, mesh: Sequence[int] | None) -> Layout:
-    """Return the layout that `fully_shard` gives every parameter on a mesh (shards,) or (replicas, shards)."""
-    shape = tuple(mesh) if mesh is not None else (world_size or 1,)
-    if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
-        raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
-    ranks = tuple(range(math.prod(shape)))
-    placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
-    return Layout(ranks, shape, placements)
-
-
-def state_layout(layout: Layout, *, shard_state: bool) -> Layout:
-    """Return the layout of state: that of the parameters, or rows over all ranks if `shard_state` is set."""
-    if not shard_state:
-        return layout
-    if layout.num_replicas != len(layout.ranks):
-        raise ValueError(
-            f"mesh {layout.mesh_shape} shards the parameters, and their state with them: shard_state=True is for "
-            "replicas, so pass mesh=(replicas, 1)"
-        )
-    return Layout(layout.ranks, (len(layout.ranks),), (Shard(0),))
 
 
 def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:

@@ -123,12 +123,10 @@ class Stage:
     rule: str
     positions_by_group: tuple[tuple[int, tuple[int, ...]], ...]
     units: tuple[Unit, ...]
-    mine: tuple[int, ...]  # the units this rank computes
     batches: tuple[Batch, ...]
     exchange: Exchange | None  # None if nothing is sent: this rank holds whole all that it computes
-    num_bytes: int  # of this rank's shards
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
-    unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # by number of the unit; batches lie together
+    unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # of the units it computes; batches lie together
     together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
     in_flight: int = 3  # how far it overlaps with other stages, as in `Staging`
 
@@ -248,16 +246,14 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     me = layout.ranks.index(rank)
     shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
     exchange = _make_exchange(outline, UpdateSlices(outline), me)
-    return Stage(0, "", (), (unit,), (0,), (), exchange, 0, shard_slots, _make_slots({0: shape}))
+    return Stage(0, "", (), (unit,), (), exchange, shard_slots, _make_slots({0: shape}))
 
 
 def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
     me = outline.ranks.index(rank)
     by_group: dict[int, list[int]] = defaultdict(list)
-    num_bytes = 0
     for spec in outline.specs:
         by_group[spec.group].append(spec.position)
-        num_bytes += spec.layout.boxes(spec.shape)[me].numel * spec.bytes_per_element
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
     batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
     slices = UpdateSlices(outline)
@@ -275,10 +271,8 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
         outline.rule,
         groups,
         outline.units,
-        mine,
         batches,
         exchange,
-        num_bytes,
         shard_slots,
         unit_slots,
         together,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from muon_fsdp.plan.costs import ONE_DEVICE_BYTES, Load, StageCost, Staging, peak_bytes, run_timeline, stage_cost
+from muon_fsdp.declarations.settings import ONE_DEVICE_BYTES
+from muon_fsdp.plan.costs import Load, StageCost, Staging, peak_bytes, run_timeline, stage_cost
 from muon_fsdp.plan.speeds import ASSUMED
 
 # Scratch may take this part of the memory of the smallest device, and at least these bytes. Total memory counts, not

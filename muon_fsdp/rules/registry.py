@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar, get_args
 
 from muon_fsdp.declarations.option import suggestion
+from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
-from muon_fsdp.plan.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
 from muon_fsdp.statistics.observer import STATISTICS
 

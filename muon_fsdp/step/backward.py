@@ -23,10 +23,10 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import Claim, groups_for, my_rank, world_reference
 from muon_fsdp.comm.recorder import Recorder
+from muon_fsdp.declarations.settings import NUM_UPDATES, Settings
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch, Rule
 from muon_fsdp.rules.base import NamedValues

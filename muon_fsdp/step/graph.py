@@ -14,9 +14,9 @@ import torch
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import CudaSegments, GraphRecorder, Recorder, Segments
+from muon_fsdp.declarations.settings import CudaGraph
 from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.settings import CudaGraph
 from muon_fsdp.step.fused import not_fusable
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.text import format_bytes, warn_user

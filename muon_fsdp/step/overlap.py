@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp.comm.bucket_hook import Listener, listen
 from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import are_claimed, claim_groups, num_ranks
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.wrappers import ddp_wrappers
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, Rule
 from muon_fsdp.step.backward import PURPOSE, Round, RoundContext, RoundThread

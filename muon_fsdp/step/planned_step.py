@@ -16,12 +16,12 @@ from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
 from muon_fsdp.comm.recorder import GraphRecorder, Recorder
 from muon_fsdp.declarations.option import PlannedOptions
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.plan.units import ParameterSpec

@@ -15,12 +15,12 @@ from torch import Tensor
 from muon_fsdp.comm.agreement import DECLARED, FLOPS, NO_GRADIENT, STATE, Agreed, Agreement, Line, fingerprint
 from muon_fsdp.comm.device_memory import total_memory
 from muon_fsdp.comm.process_groups import Ranks, group_like, is_destroyed, my_rank
+from muon_fsdp.declarations.settings import NUM_UPDATES, Settings
 from muon_fsdp.kernels.tables import is_on_device
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.plan.layout import Layout
-from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.rules import RULES
 
 # What to do if the process group of some parameters was destroyed, by where it came from.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import Recorder
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels.tables import TensorList
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions

@@ -22,9 +22,9 @@ from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import CudaSegments
 from muon_fsdp.comm.transfers import StageExchange
+from muon_fsdp.declarations.settings import CudaGraph
 from muon_fsdp.plan import outline
 from muon_fsdp.plan.costs import Staging
-from muon_fsdp.plan.settings import CudaGraph
 from muon_fsdp.rules import RULES, MatrixBatch
 from tests.fault_cases import error_of
 

@@ -8,12 +8,15 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from muon_fsdp.declarations.option import Option, flag, integer
-from muon_fsdp.plan.costs import ONE_DEVICE_BYTES
-from muon_fsdp.plan.outline import STRATEGIES, Strategy
 
 NonFinite = Literal["propagate", "skip", "raise"]
+Strategy = Literal["auto", "owner", "replicate"]
 Overlap = Literal["step", "backward"]
 CudaGraph: TypeAlias = Literal["auto"] | bool
+
+# The bound of a stage on one device, where there is no transfer to hide, and of any batch. Larger batches were not
+# faster on a GPU.
+ONE_DEVICE_BYTES = 256 * 2**20
 
 # Keys of a group that are not options: torch's own, those of its schedulers, and a free name.
 SCHEDULED_LRS = ("initial_lr", "max_lr", "min_lr")
@@ -49,7 +52,7 @@ SETTINGS = (
         "auto",
         'which ranks orthogonalize a matrix that several ranks hold: "owner" one rank of the whole job, "replicate" '
         'every rank, "auto" the faster one by an estimate, which is "replicate" for small models under DDP',
-        choices=STRATEGIES,
+        choices=get_args(Strategy),
     ),
     Option(
         "comm_dtype",
