@@ -170,7 +170,7 @@ def _rules_section() -> list[str]:
     parts.append(function_entry(rules.rule_named, "###"))
     parts += ["### RULES", f"The registered rules by name: {code_names(BUILT_IN)}, and yours."]
     parts += [record_entry(owner) for owner in (rules.Option, rules.PerParameter, rules.PerMatrix)]
-    for owner in (rules.MatrixBatch, rules.MatrixNumbers):
+    for owner in (rules.MatrixBatch, rules.MatrixValues):
         doc = parse(owner)
         rows = [(f"`{name}`", text) for name, text in doc.arguments.items()]
         parts += [f"### {owner.__name__}", doc.summary, table(["attribute", "meaning"], rows)]

@@ -30,8 +30,8 @@ from muon_fsdp.kernels import (
     triton_spectral,
     triton_subspace,
 )
+from muon_fsdp.kernels.launch import TileConfig
 from muon_fsdp.kernels.select import _candidates, _hopper_tiles
-from muon_fsdp.kernels.tiles import TileConfig
 from tests.small_cases import QUINTICS
 
 

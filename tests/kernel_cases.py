@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from muon_fsdp.kernels import launch, products, triton_elementwise, triton_norms, triton_products, triton_rows
-from muon_fsdp.kernels.tiles import TileConfig
+from muon_fsdp.kernels.launch import TileConfig
 from muon_fsdp.linalg import newton_schulz, scaling
 from muon_fsdp.step import fused
 

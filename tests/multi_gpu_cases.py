@@ -5,31 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
-from muon_fsdp.benchmarks.isolated import Place, Ranks
-from muon_fsdp.benchmarks.sharded_training import CPU_WORKLOADS, measure
+from muon_fsdp.benchmarks.multi_gpu import CPU_WORKLOADS, measure
+from muon_fsdp.benchmarks.ranks import Ranks, RanksError, on_this_machine
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any], limit: float = 120.0) -> list[Any]:
     """Call `work` with the `Ranks` of each rank; return the results by rank, or what was raised."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def one(rank: int) -> Any:
-        place = Place(rank, size, rank, size, "127.0.0.1", store.port)
-        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    def one(ranks: Ranks) -> Any:
         try:
-            return work(Ranks(place, limit, client))
-        except Exception as error:
+            return work(ranks)
+        except RanksError as error:
             return error
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(one, range(size)))
+    return on_this_machine(size, one, limit)
 
 
 def total(value: int) -> int:
@@ -51,6 +45,11 @@ def die_on_first() -> None:
     if dist.get_rank() == 0:
         os._exit(7)
     total(1)
+
+
+def print_as_gloo() -> int:
+    """Print to stdout below Python, as gloo of torch 2.10 does, and return a result."""
+    return os.write(1, b"[Gloo] Rank 0 is connected to 0 peer ranks.\n")
 
 
 def hang() -> None:

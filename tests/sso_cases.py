@@ -18,9 +18,9 @@ from muon_fsdp import SpectralSphereOptimizer
 from muon_fsdp.comm import transfers
 from muon_fsdp.comm.dtensors import layout_of
 from muon_fsdp.comm.process_groups import make_group
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.declarations.state import num_vectors
 from muon_fsdp.declarations.views import matrix_view
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.matrix_sets import make_sets
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.spectral import compute_spectral_norm

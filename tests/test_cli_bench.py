@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import pairwise
-from subprocess import CompletedProcess
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing import ProcessRaisedException
 from typer.testing import CliRunner
 
-from muon_fsdp.benchmarks import first_step, orthogonalization, pair, peers, ranks, steps, trace
+from experiments import ranks
+from muon_fsdp.benchmarks import contestants, orthogonalization, steps
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
-from muon_fsdp.benchmarks.one_optimizer import Gradients, PeakMemory
-from muon_fsdp.benchmarks.processes import run_on_ranks
+from muon_fsdp.benchmarks.steps import Gradients, PeakMemory
 from muon_fsdp.cli.app import app
 from tests.cli_cases import error_of, run, subprocess_run
 
@@ -31,7 +32,7 @@ RULES = ("normuon", "spectral_sphere:lambda_mode=projection")
 def small(monkeypatch):
     monkeypatch.setattr(Ceilings, "measure", classmethod(lambda cls, device: CEILINGS))
     monkeypatch.setattr(steps, "CPU_MODELS", {"tiny, 1 layer": [(16, 8), (8, 16)]})
-    monkeypatch.setattr(pair, "CPU_SIZES", {"small": 2 * [(8, 8)]})
+    monkeypatch.setattr(steps, "CPU_PAIR_SIZES", {"small": 2 * [(8, 8)]})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -176,13 +177,13 @@ def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(small, monkeypatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_a_run_that_is_stopped_keeps_the_figures_so_far(small, monkeypatch, tmp_path):
     file = tmp_path / "figures.json"
-    real = pair.measure
+    real = steps.measure_pair
 
     def stopped(setup):
         yield from real(setup)
         raise RuntimeError("stopped")
 
-    monkeypatch.setattr(pair, "measure", stopped)
+    monkeypatch.setattr(steps, "measure_pair", stopped)
     args = ["bench", "--repeats", "1", "--shapes", "1x8x8", "--rules", "", "--json", str(file)]
     assert isinstance(CliRunner().invoke(app, args).exception, RuntimeError)
     figures = json.loads(file.read_text())
@@ -233,29 +234,41 @@ def test_memory_between_watched_calls_does_not_count(monkeypatch):
     assert (memory.allocated, memory.reserved) == (30, 50)
 
 
+class FirstProcesses(ProcessPoolExecutor):
+    """New processes, of which only the first one computes."""
+
+    caches: ClassVar[list[str]] = []
+
+    def submit(self, function, device, shapes, cache, threads):
+        self.caches.append(cache)
+        if len(self.caches) == 1:
+            return super().submit(function, device, shapes, cache, threads)
+        done = Future()
+        done.set_result({"first_step_seconds": 2.0, "warm_up_seconds": 3.0})
+        return done
+
+
 def test_first_steps_are_measured_in_new_processes(monkeypatch, capsys):
-    real, caches = first_step.in_new_process, []
-
-    def in_new_process(device, shapes, cache):
-        caches.append(cache)
-        return real(device, shapes, cache) if len(caches) == 1 else {"first_step_seconds": 2.0, "warm_up_seconds": 3.0}
-
-    monkeypatch.setattr(first_step, "in_new_process", in_new_process)
-    results = list(first_step.measure(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]}))
-    assert caches[0] == caches[1]  # the second process finds what the first compiled
-    (entry,) = results
+    monkeypatch.setattr(steps, "ProcessPoolExecutor", FirstProcesses)
+    (entry,) = steps.measure_first(Setup("cpu", CEILINGS, 1, LiveLine()), {"tiny": [(16, 8), (8, 16)]})
+    first, second = FirstProcesses.caches
+    assert first == second  # the second process finds what the first compiled
     assert 0 < entry["cold"]["first_step_seconds"] < entry["cold"]["warm_up_seconds"]
-    assert first_step.show(results).splitlines()[2].split()[2] == "2.00"
+    assert steps.show_first([entry]).splitlines()[2].split()[2] == "2.00"
     assert "first step 1/1: tiny, warm cache ..." in capsys.readouterr().err
-    monkeypatch.setattr(first_step.subprocess, "run", lambda *_, **__: CompletedProcess([], 1, "", "no memory"))
-    with pytest.raises(RuntimeError, match="the process that takes the first step exited with 1:\nno memory"):
-        real("cpu", [(2, 2)], caches[0])
+
+
+def test_compiled_kernels_of_first_steps_stay_in_their_folder(monkeypatch, tmp_path):
+    for variable in steps.CACHES:
+        monkeypatch.setenv(variable, "elsewhere")
+    steps.first_steps("cpu", [(2, 2)], str(tmp_path), torch.get_num_threads())
+    assert [os.environ[variable] for variable in steps.CACHES] == [str(tmp_path / name) for name in steps.CACHES]
 
 
 def test_the_plain_iteration_is_the_published_one():
     """Its singular values are those of the polynomial, applied five times."""
     x = torch.randn(2, 12, 20, generator=torch.Generator().manual_seed(0))
-    found = torch.linalg.svdvals(peers.plain_newton_schulz(x.mT).float())
+    found = torch.linalg.svdvals(contestants.plain_newton_schulz(x.mT).float())
     values = torch.linalg.svdvals(x.double())
     values = values / values.norm(dim=-1, keepdim=True)
     for _ in range(5):
@@ -270,14 +283,14 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
 
     for name in ("dion", "dion.newton_schulz_triton", "gram_newton_schulz"):
         monkeypatch.setitem(sys.modules, name, None)
-    alone = set(peers.orthogonalizers("cuda")), set(peers.optimizers("cuda"))
-    assert alone == (set(peers.orthogonalizers("cpu")), set(peers.optimizers("cpu")))
+    alone = set(contestants.orthogonalizers("cuda")), set(contestants.optimizers("cuda"))
+    assert alone == (set(contestants.orthogonalizers("cpu")), set(contestants.optimizers("cpu")))
     monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=Other))
     monkeypatch.setitem(sys.modules, "dion.newton_schulz_triton", SimpleNamespace(newton_schulz_triton=abs))
     gram = SimpleNamespace(Muon=Other, POLAR_EXPRESS_COEFFICIENTS=(), GramNewtonSchulz=lambda **options: abs)
     monkeypatch.setitem(sys.modules, "gram_newton_schulz", gram)
-    assert {*peers.orthogonalizers("cuda")} - alone[0] == {"dion Triton", "gram-newton-schulz"}
-    more = peers.optimizers("cuda")
+    assert {*contestants.orthogonalizers("cuda")} - alone[0] == {"dion Triton", "gram-newton-schulz"}
+    more = contestants.optimizers("cuda")
     assert {*more} - alone[1] == {"dion Muon (Triton)", "dion Muon (Gram)", "gram-newton-schulz Muon"}
     assert more["dion Muon (Triton)"]([]).seen == ([], 0.02, {"use_triton": True})
 
@@ -313,14 +326,3 @@ def test_steps_on_ranks_are_measured(capsys):
     header, _, row = capsys.readouterr().out.splitlines()
     assert header.split() == ["ranks", "owner", "s", "replicate", "s"]
     assert row.split()[0] == "2"
-
-
-def test_a_rank_that_fails_ends_the_run():
-    with pytest.raises(ProcessRaisedException, match="could not convert string to float"):
-        run_on_ranks(2, float, "one")
-
-
-def test_a_timeline_is_drawn(tmp_path):
-    lanes = [("host", "gather stage 1"), ("GPU, NCCL stream", "ncclKernel"), ("GPU, computing stream", "gemm")]
-    trace.draw([(lane, name, start, 1.0) for start, (lane, name) in enumerate(lanes)], str(tmp_path / "trace.png"))
-    assert (tmp_path / "trace.png").stat().st_size > 10_000

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.cli import checks, two_ranks
+from muon_fsdp.cli import checks
+from tests import multi_gpu_cases as cases
 from tests.cli_cases import run
 
 
@@ -28,7 +32,7 @@ def only_processes(monkeypatch):
     ok = checks.Finding("self-test", "ok", "left out")
     monkeypatch.setattr(checks, "check_torch", lambda: ok)
     monkeypatch.setattr(checks, "check_settings", list)
-    monkeypatch.setattr(checks, "check_orthogonalization", list)
+    monkeypatch.setattr(checks, "check_orthogonalization", lambda dtype: ok)
     monkeypatch.setattr(checks, "check_step", lambda device: ok)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -115,36 +119,32 @@ def test_the_bf16_product_runs_in_a_process(monkeypatch):
 def test_two_ranks_are_tried(no_processes, only_processes, monkeypatch):
     finding = checks.check_two_ranks()
     assert finding.status == "ok", finding
-    monkeypatch.setattr(checks, "_two_ranks", lambda: (1.0, 1e-5, "off"))
+    monkeypatch.setattr(checks, "on_this_machine", lambda *_: [[1e-6, 1.0]])
     result = run("doctor", code=1)
-    assert "wrong    two ranks, gloo: 1.00e+00 off" in result.stdout
+    assert "wrong    two ranks, gloo: 1.00e+00 between a sharded step" in result.stdout
     assert result.stdout.endswith("Something is wrong: two ranks, gloo\n")
     monkeypatch.setattr(checks, "backends", lambda: {"gloo": False, "nccl": False})
-    assert checks.check_two_ranks().status == "warning"
+    *_, finding = checks.findings(quick=False)
+    assert (finding.name, finding.status) == ("two ranks", "warning")
 
 
-def test_a_rank_sees_a_difference(tmp_path, monkeypatch):
+def test_a_rank_sees_a_difference(monkeypatch):
     """On one rank nothing is sent, and the comparison is the same."""
-    assert two_ranks.main(0, str(tmp_path / "one"), world_size=1) < 1e-6
-    rates = iter((0.02, 0.03))
-    monkeypatch.setattr(two_ranks, "MuonOptimizer", lambda p, **options: MuonOptimizer(p, lr=next(rates), **options))
-    assert two_ranks.main(0, str(tmp_path / "two"), world_size=1) > 1e-3
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert checks.sharded_difference() < 1e-6
+        rates = iter((0.02, 0.03))
+        monkeypatch.setattr(checks, "MuonOptimizer", lambda p, **options: MuonOptimizer(p, lr=next(rates), **options))
+        assert checks.sharded_difference() > 1e-3
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_fails_is_named(monkeypatch):
-    monkeypatch.setattr(checks.sys, "executable", "/bin/false")
+    monkeypatch.setattr(checks, "sharded_difference", cases.raise_on_last)
     finding = checks.check_two_ranks()
-    assert (finding.status, finding.detail) == ("wrong", "RuntimeError: rank 0 failed: exit status 1")
-
-
-def test_what_gloo_prints_is_not_the_result(tmp_path, monkeypatch):
-    """Gloo of torch 2.10 prints to stdout how many peers are connected."""
-    rank = tmp_path / "rank"
-    rank.write_text("#!/bin/sh\necho '[Gloo] Rank 0 is connected to 1 peer ranks.'\necho 'difference: 0.5'\n")
-    rank.chmod(0o755)
-    monkeypatch.setattr(checks.sys, "executable", str(rank))
-    finding = checks.check_two_ranks()
-    assert finding.detail.startswith("5.00e-01 between a sharded step")
+    assert (finding.status, finding.advice) == ("wrong", "Ranks must reach each other through the loopback interface.")
+    assert finding.detail == "RanksError: rank 1: ValueError: the last rank has a problem"
 
 
 def test_a_build_for_gpus_that_sees_none(no_processes, monkeypatch):
@@ -172,7 +172,8 @@ def test_settings_that_leave_a_gpu_unused(monkeypatch):
 def test_processes_that_do_not_end(monkeypatch):
     monkeypatch.setattr(checks, "PATIENCE_SECONDS", 0.05)
     finding = checks.check_two_ranks()
-    assert (finding.status, finding.detail) == ("wrong", "RuntimeError: the ranks did not end within 0.05 s")
+    assert finding.status == "wrong"
+    assert re.fullmatch(r"RanksError: rank [01]: it took longer than 0\.05 s and was stopped", finding.detail)
     finding = checks.check_cpu_bf16()
     assert (finding.status, finding.detail) == ("warning", "unknown: the process did not end within 0.05 s")
 
@@ -186,12 +187,12 @@ def test_an_old_torch(monkeypatch):
 
 def test_no_path_of_the_user_is_shown(no_processes, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.setattr(checks.platform, "release", lambda: "6.1.2-somebody-s-machine")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.2-somebody-s-machine")
 
-    def fails(*args: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         raise OSError("can't read /home/somebody/secret/file")
 
-    monkeypatch.setattr(checks, "_step", fails)
+    monkeypatch.setattr(checks, "MuonOptimizer", fails)
     for args in (["--json"], []):
         text = run("doctor", "--quick", *args, code=1).stdout
         assert "somebody" not in text

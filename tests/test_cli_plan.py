@@ -17,11 +17,10 @@ from typer.main import get_command
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
-from muon_fsdp.cli import estimate
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.cli.loading import named_models
-from muon_fsdp.cli.plan import _plan
+from muon_fsdp.cli.planned import PlanOutput, estimate_time
 from muon_fsdp.plan import outline, speeds
 from muon_fsdp.plan.report import fsdp_layout
 from muon_fsdp.plan.staging import HARDLY_LONGER
@@ -409,7 +408,7 @@ def test_experts_are_moved_only_if_that_is_faster(monkeypatch, mesh):
                 patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
             optimizer = MuonOptimizer(experts)
             report = optimizer.plan_report(mesh=mesh)
-            times[name] = estimate.time(optimizer, report, layout, speeds.Speeds()).step
+            times[name] = estimate_time(optimizer, report, layout, speeds.Speeds()).step
     assert times["moved"] > 1.5 * times["kept"] or len(mesh) == 2
     assert times["chosen"] <= 1.02 * min(times.values())
 
@@ -517,7 +516,7 @@ class Terminal(io.StringIO):
 )
 def test_every_line_fits_the_terminal_and_no_word_is_cut(name, mesh, rule, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    planned = _plan(name, PlanFlags(name, shard_state=mesh == (8, 1)), mesh, rule, None, 10**9)
+    planned = PlanOutput.of(PlanFlags(name, shard_state=mesh == (8, 1)), mesh, rule, None, 10**9)
     whole = None
     for columns, stream in itertools.product((300, 120, 80, 60), (io.StringIO, Terminal)):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -8,11 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
-from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, label
 from muon_fsdp.comm.dtensors import local
 from tests.comparisons import assert_changed
 from tests.distributed_cases import lay_out, make_model, train
@@ -112,6 +113,39 @@ def test_numbers_that_differ_between_ranks_are_told(ranks: RankPool, name, value
             assert "Ranks disagree about what to optimize: parameter" in text
             assert f"rank 1 has {name}={value!r}" in text
             assert text.count("=") == 2  # what is equal is not printed
+
+
+class Conv1D(nn.Module):
+    """A weight that is stored (in, out), as the name of the class tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+
+def views_of_one_rank(kind: str) -> str:
+    """Build an optimizer from a model that tells another view on rank 1; return the error of its step."""
+    layer: nn.Module = nn.Linear(8, 8, bias=False)
+    if dist.get_rank() == 1:
+        if kind == "transposed":
+            layer = Conv1D()
+        else:
+            label(layer, "attn")
+    for weight in layer.parameters():
+        nn.init.ones_(weight)
+        weight.grad = torch.eye(8)
+    return error_of(MuonOptimizer(layer, replicate_group=dist.group.WORLD).step)
+
+
+@promise(
+    "The model tells another view of a parameter on one rank: another label, or weights stored (in, out)",
+    "All ranks raise before anything is changed, and say what differs",
+)
+@pytest.mark.parametrize(("kind", "view"), [("transposed", "matrix, transposed"), ("label", "attn")])
+def test_views_that_differ_between_ranks_are_told(ranks: RankPool, kind, view):
+    for text in ranks.run(2, views_of_one_rank, kind, timeout=LIMIT):
+        assert "parameter 'weight' of shape (8, 8): rank 0 has effective view='matrix'" in text
+        assert f"rank 1 has effective view={view!r}" in text
 
 
 def betas_as_a_list() -> list[float]:

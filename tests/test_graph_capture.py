@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
+from muon_fsdp.comm.recorder import GraphRecorder, Recorder
 from muon_fsdp.step.graph import CapturedStep, StepKey
 from tests import graph_cases
 

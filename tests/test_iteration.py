@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.kernels import products
-from muon_fsdp.kernels.addends import Addend
+from muon_fsdp.kernels.launch import Addend
 from muon_fsdp.linalg import iteration
 from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step, evaluate
 from muon_fsdp.linalg.coefficients import coefficients

@@ -12,8 +12,8 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.cli import checks
+from muon_fsdp.kernels.launch import TileConfig
 from muon_fsdp.kernels.select import Choice, Product
-from muon_fsdp.kernels.tiles import TileConfig
 from muon_fsdp.optimizers import muon
 
 pytest.importorskip("triton")

@@ -15,7 +15,7 @@ from muon_fsdp.kernels import select as select_function
 
 pytest.importorskip("triton")
 
-from muon_fsdp.kernels.tiles import KernelError, TileConfig
+from muon_fsdp.kernels.launch import KernelError, TileConfig
 from tests.kernel_cases import select_module, symmetric, unpacked
 
 

@@ -22,7 +22,7 @@ from muon_fsdp.linalg.newton_schulz import Shifted, orthogonalize, orthogonalize
 pytest.importorskip("triton")
 
 from muon_fsdp.kernels import schedule, tables, triton_norms, triton_products, triton_rows, triton_spectral
-from muon_fsdp.kernels.tiles import TileConfig
+from muon_fsdp.kernels.launch import TileConfig
 from tests.comparisons import assert_same
 from tests.kernel_cases import DEVICE, error, kernels_fixture, poisoned, random, symmetric, unpacked  # noqa: F401
 
@@ -365,7 +365,7 @@ def test_norms_of_matrices_with_many_chunks():
 
 
 def test_floor_of_the_benchmark():
-    from muon_fsdp.benchmarks.floor import least_flops
+    from muon_fsdp.benchmarks.orthogonalization import least_flops
 
     assert least_flops(1000, 1000) == pytest.approx(2e9 * 8.5)
     assert least_flops(4000, 1000) == pytest.approx(2e9 * 18.5)  # 3 * 4 + 6.5

@@ -7,12 +7,10 @@ import json
 import pytest
 import torch
 
-from muon_fsdp.benchmarks.contestants import OURS
-from muon_fsdp.benchmarks.isolated import Place, RanksError
-from muon_fsdp.benchmarks.multi_gpu import MultiGpu, combine, table
-from muon_fsdp.benchmarks.sharded_contestants import OVERLAPPED, contestants
-from muon_fsdp.benchmarks.sharded_training import CPU_WORKLOADS, Workload
-from muon_fsdp.cli import multi_gpu
+from muon_fsdp.benchmarks import machine, multi_gpu
+from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizers
+from muon_fsdp.benchmarks.multi_gpu import CPU_WORKLOADS, Workload, combine, ours_failed, table
+from muon_fsdp.benchmarks.ranks import Place, RanksError
 from muon_fsdp.training.model import GPTConfig
 from tests import multi_gpu_cases as cases
 from tests.cli_cases import ROOT, error_of, subprocess_run
@@ -33,7 +31,7 @@ def test_two_ranks_of_torchrun(tmp_path):
     assert figures["network_gigabytes_per_second"] > 0
     (entry,) = figures["models"]
     assert entry["notes"] == {}
-    assert list(entry["optimizers"]) == list(contestants("cpu"))
+    assert list(entry["optimizers"]) == list(sharded_optimizers("cpu"))
     for name, one in entry["optimizers"].items():
         assert one["tokens_per_second"] == pytest.approx(2 * 2 * 16 / (1e-3 * one["training_milliseconds"]))
         assert ("step_milliseconds" in one) == (name != OVERLAPPED)
@@ -73,6 +71,14 @@ def test_a_contestant_that_fails_or_hangs_stops_no_other():
         assert str(error)[len("rank 0: ") :] == "it took longer than 1 s and was stopped"
 
 
+def test_what_gloo_prints_is_not_on_stdout():
+    """`--json -` and `doctor --json` print JSON and nothing else."""
+    code = "from tests import multi_gpu_cases as cases; print(cases.on_ranks(1, lambda r: r.run(cases.print_as_gloo)))"
+    done = subprocess_run("-c", code)
+    assert (done.returncode, done.stdout) == (0, "[[44]]\n"), done.stderr
+    assert "[Gloo] Rank 0" in done.stderr
+
+
 class OneRank:
     """Ranks of which the contestants fail as told, without processes."""
 
@@ -96,16 +102,13 @@ class OneRank:
 def test_figures_are_saved_after_every_contestant():
     saved, shown = [], []
     failing = {"torch.optim.Muon"}
-    bench = MultiGpu(OneRank(failing), "cpu", (), 1, lambda it: saved.append(json.dumps(it)), shown.append)
-    bench.run()
-    assert len(saved) == 1 + len(contestants("cpu"))
+    figures = multi_gpu.run(OneRank(failing), "cpu", (), 1, lambda it: saved.append(json.dumps(it)), shown.append)
+    assert len(saved) == 1 + len(sharded_optimizers("cpu"))
     assert "models" not in json.loads(saved[0])
     assert list(json.loads(saved[2])["models"][0]["optimizers"]) == [OURS, OVERLAPPED]
-    assert not bench.ours_failed
-    assert shown[-1].splitlines()[-1] == "torch.optim.Muon: fails: rank 0: no memory"
-    bench = MultiGpu(OneRank({OURS}), "cpu", (), 1, lambda _: None, shown.append)
-    bench.run()
-    assert bench.ours_failed
+    assert not ours_failed(figures)
+    assert shown[-1].rstrip().splitlines()[-1] == "torch.optim.Muon: fails: rank 0: no memory"
+    assert ours_failed(multi_gpu.run(OneRank({OURS}), "cpu", (), 1, lambda _: None, shown.append))
 
 
 def test_the_slowest_rank_counts():
@@ -148,11 +151,11 @@ def test_dion_takes_part_on_gpus_where_it_is_installed(monkeypatch):
 
     found = {"dion": None}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name))
-    assert not any("dion" in name for name in contestants("cuda"))
+    assert not any("dion" in name for name in sharded_optimizers("cuda"))
     found["dion"] = object()
     monkeypatch.setattr("importlib.import_module", lambda name: type("dion", (), {"Muon": Muon}))
     model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 2, bias=False)})
-    (optimizer,) = contestants("cuda")["dion Muon (Triton)"](model, "mesh")
+    (optimizer,) = sharded_optimizers("cuda")["dion Muon (Triton)"](model, "mesh")
     (matrices, others), mesh = optimizer.seen
     assert [p.shape for p in matrices["params"]] == [(2, 3)]
     assert [tuple(p.shape) for p in others["params"]] == [(2,), (2, 2)]
@@ -164,8 +167,8 @@ def test_how_gpus_are_connected(monkeypatch, tmp_path):
     command.write_text('#!/bin/sh\necho "GPU0 NV18"\n')
     command.chmod(0o755)
     for found, lines in ((None, []), (str(command), ["GPU0 NV18"]), (str(tmp_path), [])):
-        monkeypatch.setattr(multi_gpu.shutil, "which", lambda _, found=found: found)
-        assert multi_gpu._topology() == lines
+        monkeypatch.setattr(machine.shutil, "which", lambda _, found=found: found)
+        assert machine.topology() == lines
 
 
 def test_where_figures_are_sent(monkeypatch):
@@ -177,11 +180,11 @@ def test_where_figures_are_sent(monkeypatch):
             return ["Repository, https://a.example", "Issues, https://b.example"]
 
     monkeypatch.setattr(multi_gpu.importlib.metadata, "metadata", lambda _: Installed())
-    assert multi_gpu._closing_line("f.json").endswith(f'the form "{multi_gpu.TEMPLATE}", https://b.example.')
+    assert multi_gpu.closing_line("f.json").endswith(f'the form "{multi_gpu.TEMPLATE}", https://b.example.')
 
     def missing(_):
         raise multi_gpu.importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(multi_gpu.importlib.metadata, "metadata", missing)
-    assert multi_gpu._closing_line(None).startswith("Add --json FILE to get a file that you can send")
-    assert ".github/ISSUE_TEMPLATE/multi_gpu.yml" in multi_gpu._closing_line(None)
+    assert multi_gpu.closing_line(None).startswith("Add --json FILE to get a file that you can send")
+    assert ".github/ISSUE_TEMPLATE/multi_gpu.yml" in multi_gpu.closing_line(None)

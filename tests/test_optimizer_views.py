@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.parameters import routing
+from muon_fsdp.parameters.facts import Layers
 from muon_fsdp.rules import RULES
 from tests.optimizer_cases import updates_of
 from tests.reference import ReferenceMuon
@@ -97,6 +99,84 @@ def test_transposed_storage_swaps_d_out_and_d_in(exact):
     torch.testing.assert_close(update, expected_update(layer.weight.grad.T, blocks=[5, 5, 5]).T)
     whole = MuonOptimizer(layer, scale="v3", **exact)
     torch.testing.assert_close(updates_of(whole, layer.weight)[0], expected_update(layer.weight.grad.T, scale="v3").T)
+
+
+class Attention(nn.Module):
+    """Queries of six heads, keys and values of two heads each, in two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(5, 12, bias=False, dtype=torch.float64)
+        self.key_value = nn.Linear(5, 8, bias=False, dtype=torch.float64)
+        for weight in self.parameters():
+            weight.grad = torch.randn_like(weight)
+
+
+def read_heads(layers: Layers) -> None:
+    """Stand for a reader of models: note the heads of every weight on its facts."""
+    for layer in layers.all:
+        if layer.name == "query":
+            layer.facts.num_heads = 6
+        elif layer.name == "key_value":
+            layer.facts.split_sizes = (2, 2, 4)
+
+
+@pytest.fixture
+def heads_are_read(monkeypatch):
+    monkeypatch.setattr(routing, "find_fused", read_heads)
+
+
+def cuts(optimizer: MuonOptimizer) -> list[str]:
+    return [str(record.view) for record in optimizer._records()]
+
+
+@pytest.mark.usefixtures("heads_are_read")
+def test_views_that_a_model_tells_do_not_divide_groups(exact):
+    model = Attention()
+    optimizer = MuonOptimizer(model, **exact)
+    assert len(optimizer.param_groups) == 1
+    assert cuts(optimizer) == ["matrix, num_heads=6", "matrix, split_sizes=(2, 2, 4)"]
+    query, key_value = updates_of(optimizer, *model.parameters())
+    torch.testing.assert_close(query, expected_update(model.query.weight.grad, blocks=[2] * 6))
+    torch.testing.assert_close(key_value, expected_update(model.key_value.weight.grad, blocks=[2, 2, 4]))
+
+
+@pytest.mark.usefixtures("heads_are_read")
+def test_options_of_a_group_win_over_what_a_model_tells():
+    """They hold for all parameters of the group, also if they are set later, and until they are None again."""
+    model = Attention()
+    told = ["matrix, num_heads=6", "matrix, split_sizes=(2, 2, 4)"]
+    for options, expected in (
+        ({"num_heads": 4}, 2 * ["matrix, num_heads=4"]),
+        ({"view": "matrix"}, 2 * ["matrix"]),
+        ({"transposed": True}, 2 * ["matrix, transposed"]),  # its rows are others than those that the model cuts
+    ):
+        assert cuts(MuonOptimizer([{"params": model.named_parameters(), **options}])) == expected
+        optimizer = MuonOptimizer(model)
+        optimizer.param_groups[0].update(options)
+        assert cuts(optimizer) == expected
+        optimizer.param_groups[0].update({"view": "auto", "num_heads": None, "transposed": None})
+        assert cuts(optimizer) == told
+    overridden = MuonOptimizer(model, overrides={"key_value.weight": {"num_heads": 2}})
+    assert sorted(cuts(overridden)) == ["matrix, num_heads=2", "matrix, num_heads=6"]
+
+
+def test_views_that_a_model_tells_are_no_part_of_checkpoints(monkeypatch):
+    """What was saved without them loads with them and the other way round, whatever options the groups have."""
+    model = Attention()
+    plain, by_group = MuonOptimizer(model), MuonOptimizer(model, num_heads=2)
+    monkeypatch.setattr(routing, "find_fused", read_heads)
+    told = MuonOptimizer(model)
+    for optimizer in (plain, by_group, told):
+        optimizer.step()
+    saved = [optimizer.state_dict() for optimizer in (plain, by_group, told)]
+    without_state, *others = ([{**group} for group in each["param_groups"]] for each in saved)
+    assert without_state == others[1]  # the same groups, keys and values
+    assert [group["num_heads"] for group in others[0]] == [2]
+    for each, expected in zip(saved, (cuts(told), 2 * ["matrix, num_heads=2"], cuts(told)), strict=True):
+        loaded = MuonOptimizer(model)
+        loaded.load_state_dict(each)
+        assert cuts(loaded) == expected
 
 
 def test_equal_matrices_are_computed_together(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muon_fsdp.rules import MatrixBatch, MatrixNumbers, Muon, Option, PerMatrix, PerParameter, Rule, register
+from muon_fsdp.rules import MatrixBatch, MatrixValues, Muon, Option, PerMatrix, PerParameter, Rule, register
 
 
 @register
@@ -65,11 +65,11 @@ class ToySphere(Muon):
     statistics = ("frobenius_norm", "row_norms")
     diagnostics = ("norm",)
 
-    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
-        norm = numbers.statistics["frobenius_norm"]
-        decay = 1 - numbers.options["lr"] * numbers.options["weight_decay"]
-        numbers.diagnostics["norm"] = norm
-        factor = torch.where(norm > 0, numbers.state["radius"] / norm.clamp_min(1e-30), 1.0)
+    def factors(self, values: MatrixValues) -> tuple[Tensor, Tensor]:
+        norm = values.statistics["frobenius_norm"]
+        decay = 1 - values.options["lr"] * values.options["weight_decay"]
+        values.diagnostics["norm"] = norm
+        factor = torch.where(norm > 0, values.state["radius"] / norm.clamp_min(1e-30), 1.0)
         return factor * decay, torch.full_like(norm, 0.5)
 
     def direction(self, batch: MatrixBatch) -> None:
@@ -94,10 +94,10 @@ class ToyMagnitudes(Muon):
     state = (*Muon.state, PerMatrix("magnitude", "rows", initial="row_norms"))
     statistics = ("row_norms", "column_norms", "top_singular")
 
-    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
-        norms, columns = numbers.statistics["row_norms"], numbers.statistics["column_norms"]
-        of_rows = (0.5 + 0.5 * numbers.state["magnitude"] / norms.clamp_min(1e-30)).unsqueeze(-1)
-        of_columns = 1 / (1 + columns / numbers.statistics["top_singular"].norm.clamp_min(1e-30)[:, None])
+    def factors(self, values: MatrixValues) -> tuple[Tensor, Tensor]:
+        norms, columns = values.statistics["row_norms"], values.statistics["column_norms"]
+        of_rows = (0.5 + 0.5 * values.state["magnitude"] / norms.clamp_min(1e-30)).unsqueeze(-1)
+        of_columns = 1 / (1 + columns / values.statistics["top_singular"].norm.clamp_min(1e-30)[:, None])
         return of_rows, of_columns.unsqueeze(-2)
 
 
@@ -108,8 +108,8 @@ class ToyScaled(Muon):
     name = "toy_scaled"
     statistics = ("frobenius_norm",)
 
-    def factors(self, numbers: MatrixNumbers) -> tuple[float, Tensor]:
-        return 1.0, numbers.statistics["frobenius_norm"]
+    def factors(self, values: MatrixValues) -> tuple[float, Tensor]:
+        return 1.0, values.statistics["frobenius_norm"]
 
 
 @register

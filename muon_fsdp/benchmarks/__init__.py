@@ -1,5 +1,1 @@
-"""Measure the speed and memory of optimizer steps.
-
-`muon-fsdp bench` runs `run.py`. Two more programs run on their own: `python -m muon_fsdp.benchmarks.ranks` (several CPU
-ranks) and `.trace` (a timeline of one step on two GPU ranks).
-"""
+"""Measure the speed and memory of optimizer steps; `muon-fsdp bench` runs it."""

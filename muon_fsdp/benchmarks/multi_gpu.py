@@ -1,25 +1,175 @@
-"""Compare optimizers on several ranks: `torchrun ... -m muon_fsdp.cli bench --multi-gpu`."""
+"""Compare optimizers on a transformer that FSDP2 shards over all ranks: `torchrun ... bench --multi-gpu`."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
-from muon_fsdp.benchmarks.contestants import OURS
-from muon_fsdp.benchmarks.isolated import Ranks, RanksError
-from muon_fsdp.benchmarks.live import LiveLine
-from muon_fsdp.benchmarks.sharded_contestants import contestants
-from muon_fsdp.benchmarks.sharded_training import Workload, measure, measure_network, workloads_on
-from muon_fsdp.text import plain_table
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizers
+from muon_fsdp.benchmarks.live import LiveLine
+from muon_fsdp.benchmarks.machine import describe, free_memory, topology, without_home
+from muon_fsdp.benchmarks.ranks import Ranks, RanksError
+from muon_fsdp.benchmarks.steps import WARM_UP
+from muon_fsdp.text import plain_table
+from muon_fsdp.timing import seconds
+from muon_fsdp.training.model import GPT, PRESETS, GPTConfig
+
+BLOCKS = 3  # series of training steps that are timed; the result is their median
 NETWORK_BYTES = {"cuda": 2**28, "cpu": 2**20}  # that a rank exchanges to measure the network
 SHARED_GPU = "Ranks share a GPU and exchange data over sockets: the figures show that it runs, not how fast it is."
+TIME_LIMIT = 600.0  # seconds for one optimizer on one model, the compilation of its kernels included
+TEMPLATE = "Figures from several GPUs"  # the name in .github/ISSUE_TEMPLATE/multi_gpu.yml
 
 
-class MultiGpu:
-    """A comparison on the ranks of a job; every rank makes one and runs it.
+@dataclass(frozen=True)
+class Workload:
+    """A model, and the sequences that every rank has in a batch."""
+
+    config: GPTConfig
+    sequences: int
+
+
+# The name before the comma is what `--models` accepts.
+WORKLOADS = {
+    "gpt2-124m": Workload(PRESETS["gpt2"], 8),
+    "1.3b": Workload(GPTConfig(24, 16, 2048, 1024, vocab_size=50304, tie_embeddings=True), 4),
+    "llama-8b, width of Llama-3 8B, 8 layers": Workload(GPTConfig(8, 32, 4096, 1024, vocab_size=128256), 2),
+}
+CPU_WORKLOADS = {"tiny": Workload(GPTConfig(1, 2, 16, 16, vocab_size=48), 2)}
+
+
+def workloads_on(device: str) -> dict[str, Workload]:
+    """Return the models that are measured on a device, by the name that the table shows."""
+    return WORKLOADS if device == "cuda" else CPU_WORKLOADS
+
+
+# --------------------------------------------------------------------------------------------------------- one rank
+
+
+def measure(workload: Workload, name: str, repeats: int) -> dict[str, Any]:
+    """Measure one contestant on this rank. Every rank calls this.
+
+    A step alone is timed on the gradients of one backward. A contestant that overlaps its step with backward has no
+    step alone.
+
+    Args:
+        workload: the model and its batch.
+        name: the contestant.
+        repeats: how many steps are timed.
+
+    Returns:
+        Milliseconds of each step alone; milliseconds of a training step, and of forward and backward without a step,
+        for each block of steps; seconds of the first step; on a GPU the peaks of memory in training, in GB.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = sharded_model(workload.config, mesh)
+    shape = (workload.sequences, workload.config.sequence_length + 1)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    tokens = torch.randint(workload.config.vocab_size, shape, device=device, generator=generator)
+    optimizers = sharded_optimizers(device)[name](model, mesh)
+
+    def backward() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        _, loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def train() -> None:
+        backward()
+        step()
+
+    backward()
+    first = _together(step, device)
+    for _ in range(WARM_UP[device] - 1):
+        train()
+    found: dict[str, Any] = {"first_step_seconds": first}
+    if name != OVERLAPPED:
+        backward()
+        found["step_milliseconds"] = [1e3 * _together(step, device) for _ in range(repeats)]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found["training_milliseconds"] = _blocks(train, device, repeats)
+    if device == "cuda":
+        found["peak_allocated_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
+        found["peak_reserved_gigabytes"] = torch.cuda.max_memory_reserved() / 1e9
+    found["backward_milliseconds"] = _blocks(backward, device, repeats)
+    return found
+
+
+def sharded_model(config: GPTConfig, mesh: DeviceMesh) -> GPT:
+    """Build a model on the device of this rank and shard it with FSDP2, in bfloat16 on a GPU."""
+    torch.manual_seed(0)
+    with torch.device(mesh.device_type):
+        model = GPT(config)
+    policy = MixedPrecisionPolicy()
+    if mesh.device_type == "cuda":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    free_memory(mesh.device_type)  # of the whole weights
+    return model
+
+
+def measure_network(num_bytes: int) -> float | None:
+    """Measure the GB/s that a rank sends in an all-to-all of this many bytes per rank; None if there is one rank."""
+    if dist.get_world_size() == 1:
+        return None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    each = num_bytes // dist.get_world_size()
+    sent = torch.zeros(each * dist.get_world_size(), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent)
+
+    times = [_together(exchange, device) for _ in range(7)]
+    return each * (dist.get_world_size() - 1) / statistics.median(times[2:]) / 1e9
+
+
+def _together(run: Callable[[], object], device: str) -> float:
+    """Return the seconds of a call on this rank that all ranks begin together."""
+    dist.barrier()
+    return seconds(run, device)
+
+
+def _blocks(run: Callable[[], object], device: str, repeats: int) -> list[float]:
+    """Return the milliseconds of a call in each of several series of calls back to back."""
+
+    def series() -> None:
+        for _ in range(repeats):
+            run()
+
+    return [1e3 * _together(series, device) / repeats for _ in range(BLOCKS)]
+
+
+# ------------------------------------------------------------------------------------------------------- all ranks
+
+
+def run(
+    ranks: Ranks,
+    device: str,
+    models: Sequence[str],
+    repeats: int,
+    save: Callable[[Mapping[str, Any]], None],
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure the network and every contestant on every model. Every rank calls this; only the first saves and shows.
 
     Args:
         ranks: all ranks of the job.
@@ -28,61 +178,64 @@ class MultiGpu:
         repeats: how many steps are timed for each figure.
         save: called with all figures so far whenever there is a new one.
         show: called with a text whenever a part has been measured.
+
+    Returns:
+        The figures, ready for JSON, with a description of the machine of this rank.
     """
+    place = ranks.place
+    if place.rank:
+        save = show = _ignore
+    live = LiveLine(io.StringIO() if place.rank else None)
+    figures = {
+        "world_size": place.size,
+        "repeats": repeats,
+        "date": date.today().isoformat(),
+        **without_home(describe()),
+        "ranks_per_machine": place.local_size,
+        "shares_gpu": place.shares_gpu,
+        "topology": topology(),
+    }
+    show(f"{figures['date']}, {place.size} ranks, {figures['devices'][-1]}, torch {torch.__version__}")
+    show(f"{SHARED_GPU}\n" if place.shares_gpu else "")
+    names: list[str] = ranks.from_first(list(sharded_optimizers(device)))
+    live.show("network ...")
+    try:
+        speeds = ranks.run(measure_network, NETWORK_BYTES[device])
+    except RanksError as failure:
+        figures["network_note"] = f"fails: {failure}"
+        show(f"The network could not be measured: {failure}\n")
+    else:
+        if None not in speeds:
+            figures["network_gigabytes_per_second"] = min(speeds)
+            show(f"network: the slowest rank sends {min(speeds):.3g} GB/s in an all-to-all\n")
+    save(figures)
+    entries = figures["models"] = []
+    workloads = {name: it for name, it in workloads_on(device).items() if not models or name.split(",")[0] in models}
+    for number, (model, workload) in enumerate(workloads.items(), start=1):
+        live.begin("multi-gpu", number, len(workloads), model)
+        entry: dict[str, Any] = {"model": model, "optimizers": {}, "notes": {}}
+        entries.append(entry)
+        for name in names:
+            live.running(name)
+            try:
+                by_rank = ranks.run(measure, workload, name, repeats)
+            except RanksError as failure:  # the others are still measured
+                entry["notes"][name] = f"fails: {failure}"
+            else:
+                entry["optimizers"][name] = combine(by_rank, workload)
+            save(figures)
+        live.clear()
+        show(f"{table(entry)}\n")
+    return figures
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: str,
-        models: Sequence[str],
-        repeats: int,
-        save: Callable[[Mapping[str, Any]], None],
-        show: Callable[[str], None],
-    ) -> None:
-        self.figures: dict[str, Any] = {"world_size": ranks.place.size, "repeats": repeats}
-        self._ranks, self._repeats, self._save, self._show = ranks, repeats, save, show
-        self._device, self._live = device, LiveLine(None if ranks.place.rank == 0 else io.StringIO())
-        workloads = workloads_on(device)
-        self._workloads = {name: it for name, it in workloads.items() if not models or name.split(",")[0] in models}
 
-    def run(self) -> None:
-        """Measure the network and every contestant on every model, and pass on each figure at once."""
-        names: list[str] = self._ranks.from_first(list(contestants(self._device)))
-        self._measure_network()
-        entries = self.figures["models"] = []
-        for number, (model, workload) in enumerate(self._workloads.items(), start=1):
-            self._live.begin("multi-gpu", number, len(self._workloads), model)
-            entry: dict[str, Any] = {"model": model, "optimizers": {}, "notes": {}}
-            entries.append(entry)
-            for name in names:
-                self._live.running(name)
-                try:
-                    by_rank = self._ranks.run(measure, workload, name, self._repeats)
-                except RanksError as failure:  # the others are still measured
-                    entry["notes"][name] = f"fails: {failure}"
-                else:
-                    entry["optimizers"][name] = combine(by_rank, workload)
-                self._save(self.figures)
-            self._live.clear()
-            self._show(table(entry))
+def _ignore(_: object) -> None:
+    """Do nothing."""
 
-    def _measure_network(self) -> None:
-        self._live.show("network ...")
-        try:
-            speeds = self._ranks.run(measure_network, NETWORK_BYTES[self._device])
-        except RanksError as failure:
-            self.figures["network_note"] = f"fails: {failure}"
-            self._show(f"The network could not be measured: {failure}")
-        else:
-            if None not in speeds:
-                self.figures["network_gigabytes_per_second"] = min(speeds)
-                self._show(f"network: the slowest rank sends {min(speeds):.3g} GB/s in an all-to-all")
-        self._save(self.figures)
 
-    @property
-    def ours_failed(self) -> bool:
-        """Return whether one of our own optimizers failed on some model."""
-        return any(name.startswith(OURS) for entry in self.figures["models"] for name in entry["notes"])
+def ours_failed(figures: Mapping[str, Any]) -> bool:
+    """Return whether one of our own optimizers failed on some model."""
+    return any(name.startswith(OURS) for entry in figures["models"] for name in entry["notes"])
 
 
 def combine(by_rank: Sequence[Mapping[str, Any]], workload: Workload) -> dict[str, Any]:
@@ -137,3 +290,19 @@ def table(entry: Mapping[str, Any]) -> str:
         )
     notes = [f"{name}: {note}" for name, note in entry["notes"].items()]
     return "\n".join([entry["model"], plain_table(header, rows), *notes])
+
+
+def closing_line(json: str | None) -> str:
+    """Return where to send the figures: the form for them among the issues of this project."""
+    what = "Add --json FILE to get a file that you can send" if json is None else f"To send {json}"
+    return f'{what}: open an issue with the form "{TEMPLATE}", {_issues()}.'
+
+
+def _issues() -> str:
+    """Return the address of the issues as the installed package gives it, or where the form lies in the repository."""
+    try:
+        urls = importlib.metadata.metadata("muon_fsdp").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        urls = []
+    found = [url.partition(", ")[2] for url in urls if url.startswith("Issues, ")]
+    return found[0] if found else ".github/ISSUE_TEMPLATE/multi_gpu.yml in the repository"

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muon_fsdp.benchmarks.floor import floor_milliseconds, least_flops
+from muon_fsdp.benchmarks.contestants import OURS, Orthogonalizer, orthogonalizers
 from muon_fsdp.benchmarks.machine import Setup, free_memory
-from muon_fsdp.benchmarks.peers import Orthogonalizer, orthogonalizers
-from muon_fsdp.kernels.recorder import CudaSegments, GraphRecorder, Recorder
-from muon_fsdp.linalg.newton_schulz import orthogonalize
+from muon_fsdp.comm.recorder import CudaSegments, GraphRecorder, Recorder
+from muon_fsdp.linalg.newton_schulz import orthogonalization_flops, orthogonalize
 from muon_fsdp.text import plain_table
 from muon_fsdp.timing import Series, medians_in_turn
 
@@ -29,7 +28,6 @@ GPU_SHAPES = [
     (128, 128, 4096),
 ]
 CPU_SHAPES = [(4, 128, 128), (4, 128, 512), (2, 384, 384), (1, 768, 768), (1, 768, 3072)]
-OURS = "muon_fsdp"
 
 Mode = Callable[[Orthogonalizer, Tensor], Callable[[], object]]
 
@@ -45,6 +43,14 @@ def parse_shape(text: str) -> tuple[int, int, int]:
         raise ValueError(f"shape {text!r} is not BATCHxROWSxCOLUMNS, for example 48x768x768")
     count, rows, cols = map(int, sizes)
     return count, rows, cols
+
+
+def least_flops(rows: int, cols: int) -> float:
+    """Return the floating-point operations of our orthogonalization with five iterations.
+
+    Symmetric products count half, because the kernels compute one triangle. All tables get their operations from here.
+    """
+    return orthogonalization_flops(rows, cols, 5, symmetric=0.5)
 
 
 def captured(function: Orthogonalizer, matrices: Tensor) -> Callable[[], object]:
@@ -90,7 +96,7 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
         times = medians_in_turn(all_series, setup.repeats, setup.live.running)
         flops = count * least_flops(rows, cols)
         best = min(times[OURS + mode] for mode in modes)
-        floor = floor_milliseconds(setup.ceilings, flops, 2 * matrices.nbytes)
+        floor = setup.ceilings.floor_milliseconds(flops, 2 * matrices.nbytes)
         del all_series, matrices
         free_memory(device)
         yield {

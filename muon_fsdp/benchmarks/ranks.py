@@ -1,64 +1,215 @@
-"""Measure how a step on this CPU slows down as ranks are added: `python -m muon_fsdp.benchmarks.ranks`.
+"""Run functions on ranks, each in a new process, so that one that fails or hangs stops no other.
 
-The ranks share the cores of the machine and compute with one thread each.
+The processes that torchrun started form no process group. They only start a process each, wait for it, and exchange
+results through the store of the job. A process that hangs in a collective can be killed from outside, and nothing else
+ends a collective of NCCL. `on_this_machine` does the same without torchrun, with threads in the place of its processes.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from typing import Literal
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from muon_fsdp import MuonOptimizer
-from muon_fsdp.benchmarks.one_optimizer import Shapes
-from muon_fsdp.benchmarks.processes import run_on_ranks
-from muon_fsdp.benchmarks.steps import MODELS
-from muon_fsdp.text import plain_table
-from muon_fsdp.timing import seconds
+Result = TypeVar("Result")
 
-Strategy = Literal["owner", "replicate"]
-
-STRATEGIES: tuple[Strategy, ...] = ("owner", "replicate")
-FOUR_LAYERS = MODELS["gpt2-124m"][:16]
+_GRACE_SECONDS = 1.0  # before a rank reports an error, which may follow from the death of a process of another rank
+_PATIENCE_SECONDS = 60.0  # that ranks wait for each other beyond the time limit
 
 
-def seconds_per_step(strategy: Strategy, shapes: Shapes) -> float:
-    """Return the median seconds of a step on matrices that FSDP2 shards over all ranks. Every rank calls it."""
-    model = nn.Sequential(*[nn.Linear(cols, rows, bias=False) for rows, cols in shapes])
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    optimizer = MuonOptimizer(model.parameters(), strategy=strategy)
-    for p in model.parameters():
-        assert isinstance(p, DTensor)
-        p.grad = distribute_tensor(torch.randn(p.shape), p.device_mesh, p.placements)
-
-    def step_of_all_ranks() -> None:
-        optimizer.step()
-        dist.barrier()
-
-    times = []
-    for _ in range(4):
-        dist.barrier()
-        times.append(seconds(step_of_all_ranks, "cpu"))
-    return statistics.median(times[1:])  # the first step makes the plan and the process groups
+class RanksError(Exception):
+    """A function failed on some rank, or took too long; the message names the rank and the reason."""
 
 
-def main(world_sizes: Sequence[int] = (1, 2, 4), shapes: Shapes = FOUR_LAYERS) -> None:
-    """Print the seconds of a step on four layers of GPT-2 small, by number of ranks and strategy."""
-    rows = []
-    for world_size in world_sizes:
-        times = [run_on_ranks(world_size, seconds_per_step, strategy, shapes)[0] for strategy in STRATEGIES]
-        rows.append([str(world_size), *(f"{time:.2f}" for time in times)])
-    print(plain_table(["ranks", *(f"{strategy} s" for strategy in STRATEGIES)], rows, left=0))
+@dataclass(frozen=True)
+class Place:
+    """The place of this process in a job, as torchrun writes it into the environment."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+
+    @classmethod
+    def of_torchrun(cls) -> Place | None:
+        """Return the place of this process; None if no launcher has set the variables of torchrun."""
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if any(name not in os.environ for name in names):
+            return None
+        rank, size, host, port = (os.environ[name] for name in names)
+        local_rank, local_size = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", size)
+        return cls(int(rank), int(size), int(local_rank), int(local_size), host, int(port))
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Return whether ranks of this machine share a GPU."""
+        return 0 < torch.cuda.device_count() < self.local_size
 
 
-if __name__ == "__main__":
-    main()
+class Ranks:
+    """All ranks of a job, as one of them sees them. All ranks must call the same methods in the same order.
+
+    Args:
+        place: the place of this process in the job.
+        limit: seconds that a function may take.
+        store: the store of the job; None connects to it.
+        backend: that of the process groups; None means NCCL if the machine has a GPU, else gloo.
+    """
+
+    def __init__(self, place: Place, limit: float, store: Store | None = None, backend: str | None = None) -> None:
+        self.place = place
+        self._limit = limit
+        self._backend = backend
+        # A new process then starts by a fork of a process that has imported PyTorch and has not used CUDA.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["muon_fsdp.benchmarks.multi_gpu"])
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun opens the store itself
+        if store is None:
+            is_master = place.rank == 0 and not is_hosted
+            store = TCPStore(place.host, place.port, is_master=is_master, wait_for_workers=False)
+        self._store = PrefixStore("muon_fsdp bench", store)
+        self._calls = 0
+
+    def from_first(self, value: Any) -> Any:
+        """Return on all ranks what the first rank passes, which must be valid JSON."""
+        self._calls += 1
+        key = f"{self._calls}/value"
+        if self.place.rank == 0:
+            self._store.set(key, json.dumps(value))
+        self._store.wait([key], timedelta(seconds=_PATIENCE_SECONDS))
+        return json.loads(self._store.get(key))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(*args)` on all ranks, in new processes that form a process group.
+
+        Args:
+            function: a function that can be imported by name. Its result must be valid JSON.
+            args: its arguments, which must be picklable.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RanksError: a rank raised an error, died or exceeded the time limit. Every rank raises it.
+        """
+        self._calls += 1
+        failed = f"{self._calls}/error"
+        result, error = self._run_here(function, args, failed)
+        if error is not None:  # the first error counts: later ones are consequences, such as closed connections
+            self._store.compare_set(failed, "", f"rank {self.place.rank}: {error}")
+        self._store.set(f"{self._calls}/result/{self.place.rank}", json.dumps(result))
+        keys = [f"{self._calls}/result/{rank}" for rank in range(self.place.size)]
+        self._store.wait(keys, timedelta(seconds=self._limit + _PATIENCE_SECONDS))
+        if self._store.check([failed]):
+            raise RanksError(self._store.get(failed).decode())
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _run_here(self, function: Callable[..., Any], args: tuple[Any, ...], failed: str) -> tuple[Any, str | None]:
+        """Call the function in a new process of this rank, until the time limit or until the store has `failed`.
+
+        Returns:
+            The result, and the error if there is one.
+        """
+        ours, theirs = self._context.Pipe()
+        join = (self.place, f"muon_fsdp bench/{self._calls}", self._limit, self._backend)
+        process = self._context.Process(target=_serve, args=(theirs, join, function, args), daemon=True)
+        process.start()
+        theirs.close()
+        deadline = time.monotonic() + self._limit
+        try:
+            while not ours.poll(0.1):
+                if time.monotonic() > deadline:
+                    return None, f"it took longer than {self._limit:g} s and was stopped"
+                if self._store.check([failed]):
+                    return None, None
+            result, error = ours.recv()
+            if error is not None:
+                time.sleep(_GRACE_SECONDS)
+            return result, error
+        except EOFError:
+            return None, "its process died without a message"
+        finally:
+            process.kill()
+            process.join()
+
+
+def on_this_machine(
+    size: int, work: Callable[[Ranks], Result], limit: float = 600.0, backend: str | None = None
+) -> list[Result]:
+    """Call `work` with the `Ranks` of each of `size` new ranks, which meet over the loopback device.
+
+    Args:
+        size: the number of ranks.
+        work: is called in one thread per rank.
+        limit: seconds that a function may take which `Ranks.run` calls.
+        backend: as for `Ranks`.
+
+    Returns:
+        The results by rank.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))  # TCPStore itself would listen to the network
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    def one(rank: int) -> Result:
+        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        return work(Ranks(Place(rank, size, rank, size, "127.0.0.1", port), limit, client, backend))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def _serve(
+    connection: Connection,
+    join: tuple[Place, str, float, str | None],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Join a process group as one rank, call the function, send its result or its error, and end this process."""
+    os.dup2(2, 1)  # gloo of torch 2.10 prints to stdout, which holds only the results of the command
+    reply: tuple[Any, str | None]
+    try:
+        _join(*join)
+        reply = function(*args), None
+        dist.barrier()  # a rank that leaves early would close connections that others still use
+    except BaseException as error:
+        reply = None, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    connection.send(reply)
+    # The caller kills this process. If it ended by itself after an error, others would report closed connections.
+    time.sleep(_PATIENCE_SECONDS)
+    os._exit(1)
+
+
+def _join(place: Place, prefix: str, limit: float, backend: str | None) -> None:
+    """Join the process group of a function, over the loopback device if all ranks are on this machine."""
+    store = PrefixStore(prefix, TCPStore(place.host, place.port, is_master=False, wait_for_workers=False))
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if place.local_size == place.size and platform.system() == "Linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "gloo":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        if place.shares_gpu:
+            # NCCL refuses two ranks on one GPU of one host, so every rank claims to be a host of its own.
+            os.environ["NCCL_HOSTID"] = f"rank{place.rank}"
+            if place.local_size == place.size:
+                os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=limit)
+    )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from muon_fsdp.benchmarks import first_step, orthogonalization, pair, steps, throttling
+from muon_fsdp.benchmarks import orthogonalization, steps, throttling
 from muon_fsdp.benchmarks.contestants import DEFAULT_RULES
 from muon_fsdp.benchmarks.live import LiveLine
-from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_machine, show_machine
+from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_run, show_run
 from muon_fsdp.benchmarks.throttling import Sample, Watch
 
 TABLES = ("orthogonalization", "step", "pair")
 
 Save = Callable[[Mapping[str, Any]], None]
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,18 @@ class Report:
         self._texts: list[str] = []
         self._watch, self._save = watch, save
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Record what the GPU does while the body measures a part and adds its text, then add that, and save."""
+        watching: AbstractContextManager[list[Sample]] = self._watch.samples() if self._watch else nullcontext([])
+        with watching as samples:
+            yield
+        if self._watch:
+            summary = self._watch.summarize(samples)
+            self.figures.setdefault("gpu", {})[name] = summary
+            self._texts[-1] += f"\n{throttling.show(summary)}"
+        self._save(self.figures)
+
     def add(self, name: str, title: str, entries: Iterator[Any], show: Callable[[Any], str]) -> None:
         """Measure one table and add it to the report.
 
@@ -56,42 +67,15 @@ class Report:
             entries: measures one part of the table after the other.
             show: returns all parts as text.
         """
-
-        def measure() -> list[Any]:
+        with self.part(name):
             found = self.figures[name] = []
             for entry in entries:
                 found.append(entry)
                 self._save(self.figures)
-            return found
-
-        self._add(name, title, measure, show)
-
-    def add_ceilings(self, device: str) -> Ceilings:
-        """Measure the ceilings of the device and add them to the report."""
-
-        def measure() -> Ceilings:
-            ceilings = Ceilings.measure(device)
-            self.figures["ceilings"] = asdict(ceilings)
-            return ceilings
-
-        return self._add("ceilings", "ceilings: ", measure, Ceilings.show)
-
-    def _add(self, name: str, title: str, measure: Callable[[], Found], show: Callable[[Found], str]) -> Found:
-        """Measure one part while the GPU is watched, and add its text; `measure` writes and returns the figures."""
-        watching: AbstractContextManager[list[Sample]] = self._watch.samples() if self._watch else nullcontext([])
-        with watching as samples:
-            found = measure()
-        text = title + show(found).rstrip()
-        if self._watch:
-            summary = self._watch.summarize(samples)
-            self.figures.setdefault("gpu", {})[name] = summary
-            text += f"\n{throttling.show(summary)}"
-        self._texts.append(text)
-        self._save(self.figures)
-        return found
+            self.note(title + show(found).rstrip())
 
     def note(self, text: str) -> None:
-        """Add a line that has no figures."""
+        """Add a text."""
         self._texts.append(text)
 
     def text(self) -> str:
@@ -113,27 +97,27 @@ def run(device: str, request: Request, save: Save) -> tuple[dict[str, Any], str]
     if device == "cpu":
         torch.set_num_threads(request.threads)
     live, report = LiveLine(), Report(Watch.of_gpu() if device == "cuda" else None, save)
-    machine = describe_machine(device, request.threads)
+    machine = describe_run(device, request.threads)
     report.figures.update(machine, repeats=request.repeats)
-    report.note(show_machine(machine))
+    report.note(show_run(machine))
     live.show("ceilings ...")
-    setup = Setup(device, report.add_ceilings(device), request.repeats, live)
+    with report.part("ceilings"):
+        ceilings = Ceilings.measure(device)
+        report.figures["ceilings"] = asdict(ceilings)
+        report.note(f"ceilings: {ceilings.show()}")
+    setup = Setup(device, ceilings, request.repeats, live)
     models = steps.models_on(device, request.models)
     if "orthogonalization" in request.tables:
         title = "Orthogonalization, five steps; the floor is at the sustained rate\n"
         report.add("orthogonalization", title, orthogonalization.measure(setup, request.shapes), orthogonalization.show)
     if "step" in request.tables:
-        report.add(
-            "step",
-            "One step; the floor is at the sustained rate\n",
-            steps.measure(setup, models, request.rules),
-            steps.show,
-        )
+        title = "One step; the floor is at the sustained rate\n"
+        report.add("step", title, steps.measure(setup, models, request.rules), steps.show)
     if "pair" in request.tables:
-        report.add("pair", "The element-wise pair\n", pair.measure(setup), pair.show)
+        report.add("pair", "The element-wise pair\n", steps.measure_pair(setup), steps.show_pair)
     if request.first_step and device == "cuda":
         title = "The first step of a new process\n"
-        report.add("first_step", title, first_step.measure(setup, models), first_step.show)
+        report.add("first_step", title, steps.measure_first(setup, models), steps.show_first)
     elif request.first_step:
         report.note("The first step of a new process: not measured, because no kernels are compiled on a CPU")
     live.clear()

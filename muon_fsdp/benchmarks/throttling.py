@@ -10,10 +10,10 @@ import re
 import shutil
 import statistics
 import subprocess
-import threading
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,30 +85,30 @@ class Watch:
 
     @contextmanager
     def samples(self) -> Iterator[list[Sample]]:
-        """Yield a list that receives samples while the body runs."""
+        """Yield a list that has all samples once the body has ended.
+
+        The command writes to a file, which is read at the end: a thread that reads would take time from the host while
+        something is timed.
+        """
         found: list[Sample] = []
-        process = self._start()
-        if process is None or process.stdout is None:
+        if self.command is None:
             yield found
             return
-        reader = threading.Thread(target=_read, args=(process.stdout, found), daemon=True)
-        reader.start()
-        try:
-            yield found
-        finally:
-            _stop(process)
-            reader.join(timeout=5)
-            process.stdout.close()
-
-    def _start(self) -> subprocess.Popen[str] | None:
-        """Start the command, or return None if there is none or it does not start."""
-        if self.command is None:
-            return None
-        try:
-            return subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        except OSError as error:
-            self.unknown = f"{self.command[0]} failed: {error}"
-            return None
+        with tempfile.TemporaryFile("w+") as output:
+            process = None
+            try:
+                process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.DEVNULL)
+            except OSError as error:
+                self.unknown = f"{self.command[0]} failed: {error}"
+            try:
+                yield found
+            finally:
+                if process is not None:
+                    process.kill()
+                    process.wait()
+                output.seek(0)
+                whole_lines = [line for line in output if line.endswith("\n")]
+                found += filter(None, map(parse_sample, whole_lines))
 
     def summarize(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Return the clocks, the power, the temperature and the reasons for throttling in all samples.
@@ -163,21 +163,3 @@ def _select_device() -> list[str]:
         return []
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return [f"--id=GPU-{properties.uuid}"] if hasattr(properties, "uuid") else []
-
-
-def _read(stream: TextIO, found: list[Sample]) -> None:
-    """Append the sample of every line of the stream to `found`, until the stream ends."""
-    for line in stream:
-        sample = parse_sample(line)
-        if sample is not None:
-            found.append(sample)
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Stop the process, by force if it does not end."""
-    process.terminate()
-    try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

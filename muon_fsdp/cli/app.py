@@ -10,15 +10,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import muon_fsdp
-from muon_fsdp.cli.bench import EPILOG as BENCH_EPILOG
 from muon_fsdp.cli.bench import bench
-from muon_fsdp.cli.compare import EPILOG as COMPARE_EPILOG
 from muon_fsdp.cli.compare import compare
-from muon_fsdp.cli.doctor import EPILOG as DOCTOR_EPILOG
 from muon_fsdp.cli.doctor import doctor
 from muon_fsdp.cli.output import examples
-from muon_fsdp.cli.plan import EPILOG as PLAN_EPILOG
-from muon_fsdp.cli.plan import plan
+from muon_fsdp.cli.plan import ABOUT_TIME, plan
 from muon_fsdp.cli.train import OPTIONS, train
 from muon_fsdp.training.terminal import print_error
 
@@ -74,18 +70,36 @@ def main(
     """Train with Muon on one device or FSDP2, compare runs, plan and measure steps, and check this machine."""
 
 
-def _add(command: Callable[..., None], epilog: str) -> None:
-    """Add a command, whose docstring is its help; a terminal breaks the lines of a paragraph, not the docstring."""
+def _add(command: Callable[..., None], *lines: str, before: str = "") -> None:
+    """Add a command with its examples; its docstring is its help, whose lines a terminal breaks as it likes."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(cls=_Command, help=text, epilog=epilog)(command)
+    app.command(cls=_Command, help=text, epilog=before + examples(*lines))(command)
 
 
 app.command(**OPTIONS)(train)
-_add(compare, COMPARE_EPILOG)
-_add(plan, PLAN_EPILOG)
-_add(bench, BENCH_EPILOG)
-_add(doctor, DOCTOR_EPILOG)
+_add(
+    compare,
+    "muon-fsdp compare runs/small-adamw runs/small-muon",
+    "muon-fsdp compare runs/* --plot losses.png",
+    "muon-fsdp compare runs/one runs/two --json > figures.json",
+)
+_add(
+    plan,
+    "muon-fsdp plan --list",
+    "muon-fsdp plan llama-3-70b --mesh 8,64",
+    "muon-fsdp plan path/to/config.json --world-size 16 --routing",
+    "muon-fsdp plan my_package.models:build --world-size 8 --rule normuon --json",
+    before=ABOUT_TIME,
+)
+_add(
+    bench,
+    "muon-fsdp bench",
+    "muon-fsdp bench --tables step --models gpt2-124m --rules normuon",
+    "muon-fsdp bench --tables orthogonalization --shapes 48x768x768,8x2048x2048 --json figures.json",
+    "torchrun --standalone --nproc-per-node 8 -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json",
+)
+_add(doctor, "muon-fsdp doctor", "muon-fsdp doctor --quick", "muon-fsdp doctor --json > doctor.json")
 
 # Typer exports BadParameter but not its base class, which is click's in some versions of Typer and its own in others.
 UsageError: Any = typer.BadParameter.__mro__[1]

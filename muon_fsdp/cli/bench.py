@@ -5,25 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from muon_fsdp.cli.flags import command_with
-from muon_fsdp.cli.output import examples, fail, print_json
+from muon_fsdp.cli.flags import command_with, option
+from muon_fsdp.cli.output import fail, print_json
 from muon_fsdp.training.terminal import import_torch
 
 if TYPE_CHECKING:
     from muon_fsdp.benchmarks.run import Request
 
 TABLES = "orthogonalization,step,pair"
-EPILOG = examples(
-    "muon-fsdp bench",
-    "muon-fsdp bench --tables step --models gpt2-124m --rules normuon",
-    "muon-fsdp bench --tables orthogonalization --shapes 48x768x768,8x2048x2048 --json figures.json",
-    "torchrun --standalone --nproc-per-node 8 -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json",
-)
 ALSO_ON_RANKS = ("multi_gpu", "models", "repeats", "json")  # flags that --multi-gpu uses
 
 
@@ -31,72 +26,46 @@ ALSO_ON_RANKS = ("multi_gpu", "models", "repeats", "json")  # flags that --multi
 class BenchFlags:
     """The flags of `muon-fsdp bench`, as the user gave them."""
 
-    multi_gpu: Annotated[
-        bool,
-        typer.Option(
-            "--multi-gpu",
-            help="Compare training with several optimizers on a model that FSDP2 shards over the ranks of torchrun.",
-        ),
-    ] = False
-    tables: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            show_default=False,
-            help=f"Tables to measure, separated by commas. Default: {TABLES.replace(',', ', ')}.",
-        ),
-    ] = TABLES
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHAPES",
-            help="Batches to orthogonalize instead of the default ones, such as 48x768x768,8x2048x2048.",
-        ),
-    ] = None
-    models: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Measure these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m, or tiny with --multi-gpu.",
-        ),
-    ] = None
-    rules: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RULES",
-            help="Further rules in the table of steps, with options if needed: RULE or RULE:OPTION=VALUE, separated by "
-            "commas; '' for none. Default: normuon, and spectral_sphere with lambda_mode=projection.",
-        ),
-    ] = None
-    first_step: Annotated[
-        bool,
-        typer.Option(
-            "--first-step",
-            help="Also measure the first step of new processes, with an empty and with a full cache of kernels. "
-            "Only on a GPU.",
-        ),
-    ] = False
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="How often each figure is measured; the median is shown. Default: 10 on a GPU, 3 on a CPU.",
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="CPU threads, on a machine without a GPU. Default: OMP_NUM_THREADS, or 2."
-        ),
-    ] = None
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Write the figures to this file as JSON, after each part; '-' prints the JSON and nothing else.",
-        ),
-    ] = None
+    multi_gpu: bool = option(
+        False, None, "Compare training with several optimizers on a model that FSDP2 shards over the ranks of torchrun."
+    )
+    tables: str = option(
+        TABLES,
+        "NAMES",
+        f"Tables to measure, separated by commas. Default: {TABLES.replace(',', ', ')}.",
+        show_default=False,
+    )
+    shapes: str | None = option(
+        None, "SHAPES", "Batches to orthogonalize instead of the default ones, such as 48x768x768,8x2048x2048."
+    )
+    models: str | None = option(
+        None,
+        "NAMES",
+        "Measure these models only: gpt2-124m, 1.3b, llama-8b; on a CPU gpt2-124m, or tiny with --multi-gpu.",
+    )
+    rules: str | None = option(
+        None,
+        "RULES",
+        "Further rules in the table of steps, with options if needed: RULE or RULE:OPTION=VALUE, separated by commas; "
+        "'' for none. Default: normuon, and spectral_sphere with lambda_mode=projection.",
+    )
+    first_step: bool = option(
+        False,
+        None,
+        "Also measure the first step of new processes, with an empty and with a full cache of kernels. Only on a GPU.",
+    )
+    repeats: int | None = option(
+        None,
+        "N",
+        "How often each figure is measured; the median is shown. Default: 10 on a GPU, 3 on a CPU.",
+        min=1,
+    )
+    threads: int | None = option(
+        None, "N", "CPU threads, on a machine without a GPU. Default: OMP_NUM_THREADS, or 2.", min=1
+    )
+    json: str | None = option(
+        None, "PATH", "Write the figures to this file as JSON, after each part; '-' prints the JSON and nothing else."
+    )
 
 
 @command_with(BenchFlags)
@@ -117,7 +86,7 @@ def bench(flags: BenchFlags) -> None:
     if flags.multi_gpu:
         _run_on_ranks(flags, device)
         return
-    figures, text = run(device, _request(flags, device), lambda figures: _save(figures, flags.json))
+    figures, text = run(device, _request(flags, device), partial(_save, path=flags.json))
     if flags.json == "-":
         print_json(figures)
     else:
@@ -125,17 +94,38 @@ def bench(flags: BenchFlags) -> None:
 
 
 def _run_on_ranks(flags: BenchFlags, device: str) -> None:
-    """Check the flags of `--multi-gpu` and run it."""
-    from muon_fsdp.benchmarks.sharded_training import workloads_on
-    from muon_fsdp.cli.multi_gpu import run
+    """Check the flags of `--multi-gpu` and run it; the first rank prints the tables and saves the figures."""
+    import torch
+
+    from muon_fsdp.benchmarks import multi_gpu
+    from muon_fsdp.benchmarks.ranks import Place, Ranks
 
     for field in fields(flags):
         if field.name not in ALSO_ON_RANKS and getattr(flags, field.name) != field.default:
             fail(f"--{field.name.replace('_', '-')} does not work with --multi-gpu; leave one of them out")
     models = _split(flags.models)
-    _check_names("--models", models, [name.split(",")[0] for name in workloads_on(device)])
-    repeats = flags.repeats or _default_repeats(device)
-    run(models, repeats, flags.json, lambda figures: _save(figures, flags.json))
+    _check_names("--models", models, [name.split(",")[0] for name in multi_gpu.workloads_on(device)])
+    place = Place.of_torchrun()
+    if place is None:
+        count = torch.cuda.device_count() or 2
+        fail(
+            "--multi-gpu measures the ranks of a job, and no launcher has started one. Run: torchrun --standalone "
+            f"--nproc-per-node {count} -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json"
+        )
+    figures = multi_gpu.run(
+        Ranks(place, multi_gpu.TIME_LIMIT),
+        device,
+        models,
+        flags.repeats or _default_repeats(device),
+        partial(_save, path=flags.json),
+        (lambda text: None) if flags.json == "-" else print,
+    )
+    if place.rank == 0 and flags.json == "-":
+        print_json(figures)
+    elif place.rank == 0:
+        print(multi_gpu.closing_line(flags.json))
+    if multi_gpu.ours_failed(figures):
+        raise typer.Exit(1)
 
 
 def _save(figures: Mapping[str, Any], path: str | None) -> None:

@@ -1,33 +1,35 @@
-"""Run the self-tests of `muon-fsdp doctor`."""
+"""Run the self-tests of `muon-fsdp doctor`, and ask which kernels compute."""
 
 from __future__ import annotations
 
+import functools
 import os
-import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.cli.facts import ISA_VARIABLE, backends, best_device
-from muon_fsdp.cli.two_ranks import PREFIX
+from muon_fsdp.benchmarks.machine import ISA_VARIABLE, backends, best_device
+from muon_fsdp.benchmarks.ranks import on_this_machine
 from muon_fsdp.elementwise import find_other_muon_optimizer
 from muon_fsdp.kernels import Addend, multiply_add, symmetric_product
 from muon_fsdp.kernels.select import (
     KERNELS_VARIABLE,
+    Product,
     gluon_unusable,
     is_hopper,
     probe_gluon,
+    select,
     unusable,
 )
 from muon_fsdp.linalg.newton_schulz import orthogonalize
@@ -42,6 +44,8 @@ LEAST_TORCH = (2, 10)
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 # Far longer than any check needs, so that a busy machine does not fail.
 PATIENCE_SECONDS = 180
+# Returns the error that it measured, the largest error that is right, and what the error is.
+SelfTest = Callable[..., tuple[float, float, str]]
 REPORT = "Please report this, with the whole output."
 
 
@@ -55,7 +59,29 @@ class Finding:
     advice: str = ""
 
 
-# ------------------------------------------------------------------------------------------------------ self-tests
+def self_test(name: str, advice: str = REPORT) -> Callable[[SelfTest], Callable[..., Finding]]:
+    """Return a decorator that makes a check of a self-test, also if it raises.
+
+    Args:
+        name: the name of the finding, in which {} stands for the argument of the test.
+        advice: what to do if the error is too large or the test raises.
+    """
+
+    def decorate(test: SelfTest) -> Callable[..., Finding]:
+        @functools.wraps(test)
+        def check(*args: Any) -> Finding:
+            title = name.format(*args)
+            try:
+                error, tolerance, what = test(*args)
+            except Exception as failure:  # the report must be complete whatever a self-test raises
+                text = " ".join(str(failure).split())
+                return Finding(title, "wrong", f"{type(failure).__name__}: {text[:400]}", advice)
+            detail = f"{error:.2e} {what} (at most {tolerance:.0e})"
+            return Finding(title, "ok", detail) if error <= tolerance else Finding(title, "wrong", detail, advice)
+
+        return check
+
+    return decorate
 
 
 def findings(*, quick: bool) -> list[Finding]:
@@ -66,13 +92,16 @@ def findings(*, quick: bool) -> list[Finding]:
     """
     with ThreadPoolExecutor(max_workers=2) as executor:
         bf16 = executor.submit(check_cpu_bf16)
-        ranks = None if quick else executor.submit(check_two_ranks)
-        found = [check_torch(), *check_settings(), *check_orthogonalization(), check_step(best_device())]
+        ranks = executor.submit(check_two_ranks) if not quick and backends()["gloo"] else None
+        dtypes = ("float64", "float32", "bfloat16", "float16") if torch.cuda.is_available() else ("float64", "float32")
+        found = [check_torch(), *check_settings(), *map(check_orthogonalization, dtypes), check_step(best_device())]
         if torch.cuda.is_available():
             found += [check_kernels(best_device()), *check_hopper_kernel(best_device())]
         found.append(bf16.result())
         if ranks is not None:
             found.append(ranks.result())
+        elif not quick:
+            found.append(Finding("two ranks", "warning", "not tried, because torch has no gloo"))
     return found
 
 
@@ -89,52 +118,41 @@ def check_torch() -> Finding:
 
 def check_settings() -> list[Finding]:
     """Look for settings that make a GPU slow or leave it unused, and for a package that hides a module of ours."""
-    found = []
+    found: list[Finding] = []
+
+    def warn(name: str, detail: str, advice: str) -> None:
+        found.append(Finding(name, "warning", detail, advice))
+
     other = find_other_muon_optimizer()
     if other is not None:
         advice = "Import from muon_fsdp.elementwise, or uninstall that package and reinstall muon_fsdp."
-        found.append(Finding("module muon_optimizer", "warning", f"belongs to another package: {other}", advice))
+        warn("module muon_optimizer", f"belongs to another package: {other}", advice)
     if not backends()["gloo"]:
-        found.append(
-            Finding(
-                "gloo",
-                "warning",
-                "not in this build of torch",
-                "Install a build of torch with gloo to use ranks on CPUs.",
-            )
-        )
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        advice = (
-            "If there is one, check that nvidia-smi lists it, that its driver is new enough, and CUDA_VISIBLE_DEVICES."
-        )
-        found.append(Finding("GPU", "warning", f"none visible to torch, a build for CUDA {torch.version.cuda}", advice))
-    if torch.cuda.is_available():
-        if not backends()["nccl"]:
-            advice = "Install a build of torch with NCCL to use ranks on GPUs."
-            found.append(Finding("NCCL", "warning", "not in this build of torch", advice))
-        reason = unusable(best_device())
-        if reason is not None:
-            advice = {
-                "Triton is not installed": "Install it: pip install triton.",
-                f"{KERNELS_VARIABLE}=torch": f"Unset {KERNELS_VARIABLE} to use them.",
-            }.get(reason, "PyTorch's own products are used instead: they are correct, but slower.")
-            found.append(Finding("kernels", "warning", f"ours are not used: {reason}", advice))
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            detail = "TRITON_INTERPRET=1: kernels run in Triton's interpreter"
-            found.append(Finding("kernels", "warning", detail, "Unset TRITON_INTERPRET."))
+        warn("gloo", "not in this build of torch", "Install a build of torch with gloo to use ranks on CPUs.")
+    if not torch.cuda.is_available():
+        if torch.version.cuda is not None:
+            advice = "If there is one, check that nvidia-smi lists it, that its driver is new enough, and "
+            detail = f"none visible to torch, a build for CUDA {torch.version.cuda}"
+            warn("GPU", detail, f"{advice}CUDA_VISIBLE_DEVICES.")
+        return found
+    if not backends()["nccl"]:
+        warn("NCCL", "not in this build of torch", "Install a build of torch with NCCL to use ranks on GPUs.")
+    reason = unusable(best_device())
+    if reason is not None:
+        advice = {
+            "Triton is not installed": "Install it: pip install triton.",
+            f"{KERNELS_VARIABLE}=torch": f"Unset {KERNELS_VARIABLE} to use them.",
+        }.get(reason, "PyTorch's own products are used instead: they are correct, but slower.")
+        warn("kernels", f"ours are not used: {reason}", advice)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        warn("kernels", "TRITON_INTERPRET=1: kernels run in Triton's interpreter", "Unset TRITON_INTERPRET.")
     return found
 
 
-def check_orthogonalization() -> list[Finding]:
-    """Compare the orthogonalization in every usual precision with an SVD."""
-    dtypes = [torch.float64, torch.float32]
-    if torch.cuda.is_available():
-        dtypes += [torch.bfloat16, torch.float16]
-    return [_attempt(f"orthogonalization, {_name(dtype)}", partial(_orthogonalization, dtype)) for dtype in dtypes]
-
-
-def _orthogonalization(dtype: torch.dtype) -> tuple[float, float, str]:
-    """Measure the error of the orthogonalization; see `_attempt` for what is returned."""
+@self_test("orthogonalization, {}")
+def check_orthogonalization(dtype_name: str) -> tuple[float, float, str]:
+    """Compare the orthogonalization in a precision with an SVD."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for shape in ((4, 64, 128), (2, 300, 100)):
@@ -151,13 +169,9 @@ def polar(matrices: Tensor) -> Tensor:
     return svd[0] @ svd[2]
 
 
-def check_step(device: torch.device) -> Finding:
-    """Compare two steps of MuonOptimizer with the formulas."""
-    return _attempt(f"one step on {device.type}", partial(_step, device))
-
-
-def _step(device: torch.device) -> tuple[float, float, str]:
-    """Measure the error of two steps of a matrix and a vector; see `_attempt` for what is returned."""
+@self_test("one step on {0.type}")
+def check_step(device: torch.device) -> tuple[float, float, str]:
+    """Compare two steps of MuonOptimizer, with a matrix and a vector, with the formulas."""
     generator = torch.Generator().manual_seed(0)
     lr, momentum, decay, adamw_lr = 0.1, 0.9, 0.01, 0.05
     matrix, vector, *gradients = [torch.randn(s, generator=generator) for s in ((96, 768), (7,), (96, 768), (7,))]
@@ -187,11 +201,6 @@ def _step(device: torch.device) -> tuple[float, float, str]:
     return max(errors), tolerance, "from the formulas in float64, in units of the learning rate"
 
 
-def check_kernels(device: torch.device) -> Finding:
-    """Compare the matrix products of our kernels with products in float64."""
-    return _attempt(f"products on {device.type}", partial(_kernels, device))
-
-
 def check_hopper_kernel(device: torch.device) -> list[Finding]:
     """Check that large symmetric products use their fast kernel, on GPUs that have one."""
     if unusable(device) is not None or not is_hopper(device):
@@ -202,8 +211,9 @@ def check_hopper_kernel(device: torch.device) -> list[Finding]:
     return [Finding("Gluon kernel for Hopper", "warning", f"not used: {gluon_unusable()}", advice)]
 
 
-def _kernels(device: torch.device) -> tuple[float, float, str]:
-    """Measure the error of the matrix products; see `_attempt` for what is returned."""
+@self_test("products on {0.type}")
+def check_kernels(device: torch.device) -> tuple[float, float, str]:
+    """Compare the matrix products of our kernels with products in float64."""
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -221,21 +231,19 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def check_cpu_bf16() -> Finding:
-    """Try bfloat16 products on this CPU in another process, because they kill the process on some virtual machines."""
+    """Try bfloat16 products on this CPU in another process, because they kill the process on some virtual machines.
+
+    The products run with and without AMX, to tell which setting of oneDNN is needed.
+    """
     name = "bfloat16 products on the CPU"
+    given, setting = os.environ.get(ISA_VARIABLE), f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}"
     try:
-        return _judge_bf16(name)
+        code = run_bf16_product(given)
+        other = None if code == 0 and given is None else run_bf16_product(ISA_WITHOUT_AMX if given is None else None)
     except subprocess.TimeoutExpired:
         return Finding(name, "warning", f"unknown: the process did not end within {PATIENCE_SECONDS} s", "Try again.")
-
-
-def _judge_bf16(name: str) -> Finding:
-    """Run the products with and without AMX, and tell which setting of oneDNN is needed."""
-    given, setting = os.environ.get(ISA_VARIABLE), f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}"
-    code = run_bf16_product(given)
-    if code == 0 and given is None:
+    if other is None:
         return Finding(name, "ok", "they run")
-    other = run_bf16_product(ISA_WITHOUT_AMX if given is None else None)
     if code == 0:
         if other == 0:
             return Finding(name, "ok", f"they run, with {ISA_VARIABLE}={given} and without it")
@@ -283,67 +291,58 @@ def _exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
-def check_two_ranks() -> Finding:
+@self_test("two ranks, gloo", "Ranks must reach each other through the loopback interface.")
+def check_two_ranks() -> tuple[float, float, str]:
     """Compare a sharded step on two gloo ranks with a step on one device."""
-    if not backends()["gloo"]:
-        return Finding("two ranks", "warning", "not tried, because torch has no gloo")
-    return _attempt("two ranks, gloo", _two_ranks, "Ranks must reach each other through the loopback interface.")
+    found, *_ = on_this_machine(2, lambda ranks: ranks.run(sharded_difference), PATIENCE_SECONDS, "gloo")
+    return max(found), 1e-5, "between a sharded step and one on a single device"
 
 
-def _two_ranks() -> tuple[float, float, str]:
-    """Run `two_ranks.py` in two processes; see `_attempt` for what is returned."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
-    if platform.system() == "Linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        command = [sys.executable, "-m", "muon_fsdp.cli.two_ranks"]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), store],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            outputs = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in ranks]
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"the ranks did not end within {PATIENCE_SECONDS} s") from error
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill()
-                    rank.communicate()
-    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
-        if rank.returncode:
-            last = errors.strip().splitlines()[-1:] or [_exit(rank.returncode)]
-            raise RuntimeError(f"rank {number} failed: {last[0]}")
-    results = [line.removeprefix(PREFIX) for out, _ in outputs for line in out.splitlines() if line.startswith(PREFIX)]
-    return max(map(float, results)), 1e-5, "between a sharded step and one on a single device"
+def sharded_difference() -> float:
+    """Compare two sharded steps with the same steps on one device. Every rank calls this function.
 
-
-def _attempt(name: str, test: Callable[[], tuple[float, float, str]], advice: str = REPORT) -> Finding:
-    """Turn a self-test into a finding.
-
-    Args:
-        name: the name of the finding.
-        test: returns the error that it measured, the largest error that is right, and what the error is.
-        advice: what to do if the error is too large or the test raises.
+    Returns:
+        The largest difference between the weights.
     """
-    try:
-        error, tolerance, what = test()
-    except Exception as failure:  # the report must be complete whatever a self-test raises
-        text = " ".join(str(failure).split())
-        return Finding(name, "wrong", f"{type(failure).__name__}: {text[:400]}", advice)
-    detail = f"{error:.2e} {what} (at most {tolerance:.0e})"
-    return Finding(name, "ok", detail) if error <= tolerance else Finding(name, "wrong", detail, advice)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((9, 16), (16, 8), (8, 8))
+    whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    sharded = [nn.Parameter(distribute_tensor(weight.detach().clone(), mesh, [Shard(0)])) for weight in whole]
+    optimizers = [MuonOptimizer(weights, strategy="owner", nesterov=True) for weights in (whole, sharded)]
+    for _ in range(2):
+        for weight, shard in zip(whole, sharded, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            shard.grad = distribute_tensor(weight.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    worst = 0.0
+    for weight, shard in zip(whole, sharded, strict=True):
+        assert isinstance(shard.data, DTensor)
+        worst = max(worst, float((shard.data.full_tensor() - weight.detach()).abs().max()))
+    return worst
 
 
-def _name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without the prefix "torch."."""
-    return str(dtype).removeprefix("torch.")
+def kernel_choices(device: torch.device) -> list[dict[str, str]]:
+    """Return which kernel computes matrix products of typical sizes, and why."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    products = [
+        Product("symmetric", 12, 768, 768, 3072, dtype),
+        Product("multiply_add", 12, 768, 3072, 768, dtype),
+        Product("symmetric", 1, 4096, 4096, 4096, dtype),
+        Product("multiply_add", 1, 4096, 14336, 4096, dtype),
+        Product("symmetric", 128, 64, 64, 128, torch.float32),
+    ]
+    found = []
+    for product in products:
+        choice = select(product, device)
+        found.append(
+            {
+                "product": f"{product.operation} {product.num_matrices} x ({product.rows} x {product.inner} x "
+                f"{product.cols})",
+                "dtype": str(product.dtype).removeprefix("torch."),
+                "kernel": choice.path or "chosen by timing at the first use",
+                "why": choice.reason,
+            }
+        )
+    return found

@@ -11,16 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from muon_fsdp.cli.output import examples, fail, print_json
+from muon_fsdp.cli.output import fail, print_json
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.report import print_comparison, summarize, write_plot
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result, read_start
 
-EPILOG = examples(
-    "muon-fsdp compare runs/small-adamw runs/small-muon",
-    "muon-fsdp compare runs/* --plot losses.png",
-    "muon-fsdp compare runs/one runs/two --json > figures.json",
-)
 # Settings that change what a loss means, by their place in the first line of metrics.jsonl, with their flags.
 _SAME = {
     ("config", "data"): "--data",

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from muon_fsdp.cli.output import examples, print_json, status
+from muon_fsdp.cli.output import print_json, status
 from muon_fsdp.training.terminal import Color, colored, import_torch, print_table
 
-EPILOG = examples("muon-fsdp doctor", "muon-fsdp doctor --quick", "muon-fsdp doctor --json > doctor.json")
 _COLORS: dict[str, Color] = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
@@ -26,17 +25,15 @@ def doctor(
     Each finding says what to do. The exit status is 1 if something is wrong. No network but loopback is used.
     """
     import_torch("muon-fsdp doctor")
-    from muon_fsdp.cli import checks, facts
+    from muon_fsdp.benchmarks.machine import best_device, describe, without_home
+    from muon_fsdp.cli import checks
 
     with status("checking this machine ..."):
         found = checks.findings(quick=quick)
-        content: dict[str, Any] = facts.without_home(
+        content: dict[str, Any] = without_home(
             {
-                "versions": facts.versions(),
-                "devices": facts.devices(),
-                "backends": facts.backends(),
-                "environment": facts.environment(),
-                "kernels": facts.kernel_choices(facts.best_device()),
+                **describe(),
+                "kernels": checks.kernel_choices(best_device()),
                 "findings": [asdict(finding) for finding in found],
                 "ok": not any(finding.status == "wrong" for finding in found),
             }

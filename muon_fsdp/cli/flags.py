@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -17,20 +17,37 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 Flags = TypeVar("Flags")
 
 
+def option(default: Any, metavar: str | None, text: str, *, name: str | None = None, **settings: Any) -> Any:
+    """Return a field of a dataclass that `command_with` makes an option.
+
+    Args:
+        default: its value if the user does not give it.
+        metavar: what the help shows for its value; None for a switch.
+        text: its help.
+        name: its name, such as "--list". Default: the name of the field with dashes.
+        settings: further arguments of `typer.Option`.
+    """
+    return field(default=default, metadata={"name": name, "settings": {"metavar": metavar, "help": text, **settings}})
+
+
 def command_with(flags: Callable[..., Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
     """Return a decorator that turns a function of one dataclass into a command for Typer.
 
     Typer reads the signature of a command. The decorated function gets one keyword argument per field of `flags`, with
-    its annotation and default, builds an instance from the arguments and passes it on.
+    its default, builds an instance from the arguments and passes it on.
 
     Args:
-        flags: a dataclass whose fields are annotated with `typer.Argument` or `typer.Option`.
+        flags: a dataclass whose fields are made by `option`, or annotated for Typer.
     """
     hints = get_type_hints(flags, include_extras=True)
-    parameters = [
-        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(flags).parameters.values()
-    ]
+    parameters = []
+    for each in fields(flags):  # type: ignore[arg-type]
+        if each.metadata:
+            # A switch that gives its name has no opposite, such as --no-json.
+            name = each.metadata["name"] or f"--{each.name.replace('_', '-')}"
+            hints[each.name] = Annotated[hints[each.name], typer.Option(name, **each.metadata["settings"])]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(each.name, keyword, default=each.default, annotation=hints[each.name]))
 
     def decorate(function: Callable[[Flags], None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -56,82 +73,49 @@ class PlanFlags:
             "returns a torch.nn.Module.",
         ),
     ] = None
-    list_models: Annotated[bool, typer.Option("--list", help="List the models that have a name.")] = False
-    world_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of ranks. Default: the number of ranks in --mesh.")
-    ] = None
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MESH",
-            help="SHARDS, or REPLICAS,SHARDS for HSDP; REPLICAS,1 for DDP. Default: one shard per rank.",
-        ),
-    ] = None
-    strategy: Annotated[
-        str, typer.Option(metavar="NAME", help="Which ranks orthogonalize a matrix: auto, owner or replicate.")
-    ] = "auto"
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Rule for the matrices, by name (a wrong name lists all). Default: the same as in MuonOptimizer.",
-        ),
-    ] = None
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE", help="Python file, or package.module, that registers your own rules; may be repeated."
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Precision of the weights: {', '.join(DTYPES)}. Default: float32, or as a callable builds it.",
-        ),
-    ] = None
-    comm_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Precision of updates that are sent between ranks. Default: bfloat16, as on GPUs."
-        ),
-    ] = None
-    max_stage_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Bytes of updates that a rank holds or computes in a stage, at most, as a number or a size such as "
-            "64MiB. Default: chosen by the planner.",
-        ),
-    ] = None
-    device_memory: Annotated[
-        str,
-        typer.Option(
-            metavar="BYTES",
-            help="Total memory of the smallest device, as a number or a size. The planner chooses stages so that "
-            "scratch takes at most 5% of it.",
-        ),
-    ] = f"{DEVICE_MEMORY // 2**30}GiB"
-    shard_state: Annotated[
-        bool,
-        typer.Option("--shard-state", help="DDP with shard_state=True; needs --mesh REPLICAS,1."),
-    ] = False
-    tflops: Annotated[
-        float,
-        typer.Option(metavar="X", help="Assumed speed of matrix products on a rank, in TFLOP/s (see below)."),
-    ] = FLOPS_PER_SECOND / 1e12
-    bandwidth: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="Assumed GB/s that a rank sends, and also receives: one 400 Gb/s network card per rank.",
-        ),
-    ] = BYTES_PER_SECOND / 1e9
-    memory_bandwidth: Annotated[
-        float,
-        typer.Option(metavar="X", help="Assumed TB/s of a rank's device memory: that of a copy on an H200."),
-    ] = MEMORY_BYTES_PER_SECOND / 1e12
-    routing: Annotated[bool, typer.Option("--routing", help="Show every parameter with its rule and the reason.")] = (
-        False
+    list_models: bool = option(False, None, "List the models that have a name.", name="--list")
+    world_size: int | None = option(None, "N", "Number of ranks. Default: the number of ranks in --mesh.", min=1)
+    mesh: str | None = option(
+        None, "MESH", "SHARDS, or REPLICAS,SHARDS for HSDP; REPLICAS,1 for DDP. Default: one shard per rank."
     )
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False
+    strategy: str = option("auto", "NAME", "Which ranks orthogonalize a matrix: auto, owner or replicate.")
+    rule: str | None = option(
+        None, "NAME", "Rule for the matrices, by name (a wrong name lists all). Default: the same as in MuonOptimizer."
+    )
+    plugin: list[str] | None = option(  # noqa: RUF009 (it returns a field)
+        None, "FILE", "Python file, or package.module, that registers your own rules; may be repeated."
+    )
+    dtype: str | None = option(
+        None,
+        "NAME",
+        f"Precision of the weights: {', '.join(DTYPES)}. Default: float32, or as a callable builds it.",
+    )
+    comm_dtype: str | None = option(
+        None, "NAME", "Precision of updates that are sent between ranks. Default: bfloat16, as on GPUs."
+    )
+    max_stage_bytes: str | None = option(
+        None,
+        "BYTES",
+        "Bytes of updates that a rank holds or computes in a stage, at most, as a number or a size such as 64MiB. "
+        "Default: chosen by the planner.",
+    )
+    device_memory: str = option(
+        f"{DEVICE_MEMORY // 2**30}GiB",
+        "BYTES",
+        "Total memory of the smallest device, as a number or a size. The planner chooses stages so that scratch takes "
+        "at most 5% of it.",
+    )
+    shard_state: bool = option(False, None, "DDP with shard_state=True; needs --mesh REPLICAS,1.")
+    tflops: float = option(
+        FLOPS_PER_SECOND / 1e12, "X", "Assumed speed of matrix products on a rank, in TFLOP/s (see below)."
+    )
+    bandwidth: float = option(
+        BYTES_PER_SECOND / 1e9,
+        "X",
+        "Assumed GB/s that a rank sends, and also receives: one 400 Gb/s network card per rank.",
+    )
+    memory_bandwidth: float = option(
+        MEMORY_BYTES_PER_SECOND / 1e12, "X", "Assumed TB/s of a rank's device memory: that of a copy on an H200."
+    )
+    routing: bool = option(False, None, "Show every parameter with its rule and the reason.")
+    json: bool = option(False, None, "Print JSON and nothing else.")

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 from muon_fsdp.cli.flags import DTYPES, PlanFlags, command_with
-from muon_fsdp.cli.output import examples, fail, print_json, status
+from muon_fsdp.cli.output import fail, print_json, status
 from muon_fsdp.text import format_count
 from muon_fsdp.training.terminal import import_torch, print_table
-
-if TYPE_CHECKING:
-    import torch
-
-    from muon_fsdp.cli.planned import PlanOutput
 
 MOST_RANKS = 1 << 16
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-EPILOG = (
+ABOUT_TIME = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
     "--memory-bandwidth, and 0.1 ms for every transfer. FLOPs count symmetric products in full, although only half of "
     "each is computed. Counted this way, one H200 reached 1,000 to 1,030 TFLOP/s on matrices of 4096 rows, 850 to 880 "
     "on 2048 rows, and 580 to 660 on 768 rows (docs/performance.md).\n\n"
-) + examples(
-    "muon-fsdp plan --list",
-    "muon-fsdp plan llama-3-70b --mesh 8,64",
-    "muon-fsdp plan path/to/config.json --world-size 16 --routing",
-    "muon-fsdp plan my_package.models:build --world-size 8 --rule normuon --json",
 )
 
 
@@ -52,10 +41,21 @@ def plan(flags: PlanFlags) -> None:
     for option in ("tflops", "bandwidth", "memory_bandwidth"):
         if not 1e-6 <= getattr(flags, option) < math.inf:
             fail(f"--{option.replace('_', '-')} {getattr(flags, option):g} is no speed; pass at least 1e-6")
+    for option in ("dtype", "comm_dtype"):
+        if getattr(flags, option) not in (None, *DTYPES):
+            fail(f"--{option.replace('_', '-')} {getattr(flags, option)} is not one of {', '.join(DTYPES)}")
     import_torch("muon-fsdp plan")
+    from muon_fsdp.cli.loading import LoadingError
+    from muon_fsdp.cli.planned import PlanOutput
+
     with status(f"planning {flags.model} ..."):
         rule = _rule(flags.rule, flags.plugin or [])
-        planned = _plan(flags.model, flags, mesh, rule, stage_bytes, device_memory)
+        try:
+            planned = PlanOutput.of(flags, mesh, rule, stage_bytes, device_memory)
+        except LoadingError as error:
+            fail(str(error))
+        except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
+            fail(f"{flags.model}: {error}")
     if flags.json:
         print_json(planned.as_json(routing=flags.routing))
     else:
@@ -117,60 +117,3 @@ def _size(option: str, text: str) -> int:
     if match is None or match[2] not in SIZES or float(match[1]) * SIZES[match[2]] < 1:
         fail(f"{option} {text} is not a number of bytes; pass for example 268435456 or 256MiB")
     return int(float(match[1]) * SIZES[match[2]])
-
-
-def _dtype(option: str, text: str | None) -> torch.dtype | None:
-    """Return the torch.dtype of a name, or None if the option was not given."""
-    import torch
-
-    if text is None:
-        return None
-    if text not in DTYPES:
-        fail(f"{option} {text} is not one of {', '.join(DTYPES)}")
-    found = getattr(torch, text)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def _plan(
-    name: str, flags: PlanFlags, mesh: tuple[int, ...], rule: str, max_stage_bytes: int | None, device_memory: int
-) -> PlanOutput:
-    """Build the model on the meta device, plan its step, and estimate memory and time."""
-    from muon_fsdp.cli import estimate
-    from muon_fsdp.cli.loading import LoadingError, load_model
-    from muon_fsdp.cli.planned import PlanOutput
-    from muon_fsdp.optimizers.muon import MuonOptimizer
-    from muon_fsdp.plan.report import fsdp_layout, state_layout
-    from muon_fsdp.plan.speeds import Speeds
-
-    dtype, comm_dtype = _dtype("--dtype", flags.dtype), _dtype("--comm-dtype", flags.comm_dtype)
-    try:
-        model = load_model(name, dtype)
-        optimizer = MuonOptimizer(
-            model,
-            rule=rule,
-            strategy=flags.strategy,  # type: ignore[arg-type]  # checked by the optimizer
-            max_stage_bytes=max_stage_bytes,
-            comm_dtype=comm_dtype,
-            shard_state=flags.shard_state,
-        )
-    except LoadingError as error:
-        fail(str(error))
-    except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
-        fail(f"{name}: {error}")
-    report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=device_memory)
-    layout = fsdp_layout(math.prod(mesh), mesh)
-    of_state = state_layout(layout, shard_state=flags.shard_state)
-    speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
-    return PlanOutput(
-        flags=flags,
-        mesh=mesh,
-        rule=rule,
-        max_stage_bytes=max_stage_bytes,
-        device_memory=device_memory,
-        model=model,
-        report=report,
-        routes=optimizer.routing_report(full=True),
-        memory=estimate.memory(model, optimizer, report, layout, of_state),
-        time=estimate.time(optimizer, report, of_state, speeds),
-    )

@@ -1,18 +1,26 @@
-"""Show a planned optimizer step as text tables or as JSON."""
+"""Plan the optimizer step of a model, count its memory, estimate its time, and show all this as tables or as JSON."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from muon_fsdp.cli.estimate import Memory, Time, routing_summary
 from muon_fsdp.cli.flags import PlanFlags
-from muon_fsdp.parameters.routing_report import RoutingReport
-from muon_fsdp.plan.report import PlanReport, PlanRow
-from muon_fsdp.plan.speeds import FIXED_SECONDS
+from muon_fsdp.cli.loading import load_model
+from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.optimizers.muon import MuonOptimizer
+from muon_fsdp.parameters.records import held_elements, state_bytes
+from muon_fsdp.parameters.routing_report import RoutingReport, RoutingRow
+from muon_fsdp.plan.costs import run_timeline
+from muon_fsdp.plan.layout import Layout
+from muon_fsdp.plan.report import PlanReport, PlanRow, fsdp_layout, state_layout
+from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.staging import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
@@ -24,6 +32,122 @@ _OVERLAP = {
     2: "; gathers overlap with computation; scatters do not, to save memory",
     1: ", one after the other, to save memory",
 }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank that holds the most, compared with AdamW for all parameters."""
+
+    weights: int
+    gradients: int
+    state: int
+    scratch: int  # an upper bound
+    least_scratch: int  # that of the parameter that needs the most, in a stage of its own
+    adamw_state: int
+    mean_weights: float  # mean over all ranks
+
+    @property
+    def total(self) -> int:
+        """Return the sum for the planned optimizer."""
+        return self.weights + self.gradients + self.state + self.scratch
+
+    @property
+    def adamw_total(self) -> int:
+        """Return the sum if AdamW updated every parameter."""
+        return self.weights + self.gradients + self.adamw_state
+
+
+def count_memory(
+    model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout, of_state: Layout
+) -> Memory:
+    """Count the memory of the first rank, which has the largest shard of every parameter.
+
+    Args:
+        model: on the meta device.
+        optimizer: has the rule of every parameter.
+        report: its plan.
+        layout: the layout of all parameters.
+        of_state: the layout of their state.
+    """
+    weights = gradients = state = adamw_state = total = 0
+    for parameter in model.parameters():
+        bytes_held = held_elements(parameter, layout) * parameter.element_size()
+        weights += bytes_held
+        gradients += bytes_held if parameter.requires_grad else 0
+        total += parameter.numel() * parameter.element_size() * layout.num_replicas
+    for record in optimizer._records():
+        state += state_bytes(record.rule, record.tensor, record.view, of_state)
+        adamw_state += state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
+    mean = total / len(layout.ranks)
+    return Memory(weights, gradients, state, report.scratch_bytes, report.least_scratch_bytes, adamw_state, mean)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds that the busiest rank spends in each part of a step, and in the whole step.
+
+    The step is the sum of its parts, less what overlaps.
+    """
+
+    orthogonalize: float
+    elementwise: float  # momentum, AdamW and weights, limited by device memory
+    gather: float
+    scatter: float
+    weights: float  # all-gather of the weights that other ranks have updated
+    waiting: float  # for other ranks that compute, send or receive more, and for transfers to start
+    overlapped: float  # the time of transfers in which the rank computes
+    step: float
+    num_stages: int
+
+
+def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout, speeds: Speeds) -> Time:
+    """Estimate the time of a step on the busiest rank.
+
+    `of_state` is the layout of state and of what a rank updates.
+    """
+    moved = 0
+    for group in optimizer.param_groups:
+        moments = sum(spec.is_sharded for spec in RULES[group["rule"]].all_state)
+        for parameter in group["params"]:
+            # A step reads the gradient and the weight and writes the weight; it reads and writes the moments. The
+            # update of a matrix is also written to a buffer and read from it.
+            staged = 4 if RULES[group["rule"]].needs_matrices else 0
+            working = working_dtype(parameter.dtype).itemsize
+            each = 3 * parameter.element_size() + 2 * moments * working + staged
+            moved += each * held_elements(parameter, of_state)
+            if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
+                moved += 2 * parameter.element_size() * parameter.numel()
+    elementwise = moved / speeds.memory_bytes
+    gather = speeds.send(report.traffic.busiest_gather)
+    scatter = speeds.send(report.traffic.busiest_scatter)
+    weights = speeds.send(report.traffic.weights)
+    orthogonalize = speeds.compute(report.max_flops)
+    timeline = run_timeline(report.stages, speeds)
+    busiest = max(report.flops_by_rank, key=report.flops_by_rank.__getitem__, default=0)
+    overlapped = timeline.overlap(report.stages, speeds, busiest)
+    return Time(
+        orthogonalize=orthogonalize,
+        elementwise=elementwise,
+        gather=gather,
+        scatter=scatter,
+        weights=weights,
+        waiting=timeline.seconds + overlapped - orthogonalize - gather - scatter,
+        overlapped=overlapped,
+        step=elementwise + timeline.seconds + weights,
+        num_stages=report.num_stages,
+    )
+
+
+def routing_summary(rows: Sequence[RoutingRow]) -> list[dict[str, Any]]:
+    """Return how many parameters and elements have each rule for each reason, those with the most elements first."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row in rows:
+        found[(row.rule, row.reason)].append(math.prod(row.shape))
+    summary = [
+        {"rule": rule, "reason": reason, "parameters": len(sizes), "elements": sum(sizes)}
+        for (rule, reason), sizes in found.items()
+    ]
+    return sorted(summary, key=lambda routed: -routed["elements"])
 
 
 @dataclass(frozen=True)
@@ -40,6 +164,47 @@ class PlanOutput:
     routes: RoutingReport
     memory: Memory
     time: Time
+
+    @classmethod
+    def of(cls, flags: PlanFlags, mesh: tuple[int, ...], rule: str, stage_bytes: int | None, memory: int) -> PlanOutput:
+        """Build the model on the meta device, plan its step, and estimate memory and time.
+
+        Args:
+            flags: the others are those that have been parsed.
+            mesh: (shards,) or (replicas, shards).
+            rule: the name of the rule for matrices.
+            stage_bytes: the value of --max-stage-bytes.
+            memory: the total memory of a device.
+
+        Raises:
+            LoadingError: the model can't be built.
+            ValueError, TypeError: the optimizer refuses an option, or a model without parameters.
+        """
+        model = load_model(flags.model or "", _dtype(flags.dtype))
+        optimizer = MuonOptimizer(
+            model,
+            rule=rule,
+            strategy=flags.strategy,  # type: ignore[arg-type]  # checked by the optimizer
+            max_stage_bytes=stage_bytes,
+            comm_dtype=_dtype(flags.comm_dtype),
+            shard_state=flags.shard_state,
+        )
+        report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=memory)
+        layout = fsdp_layout(math.prod(mesh), mesh)
+        of_state = state_layout(layout, shard_state=flags.shard_state)
+        speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
+        return cls(
+            flags=flags,
+            mesh=mesh,
+            rule=rule,
+            max_stage_bytes=stage_bytes,
+            device_memory=memory,
+            model=model,
+            report=report,
+            routes=optimizer.routing_report(full=True),
+            memory=count_memory(model, optimizer, report, layout, of_state),
+            time=estimate_time(optimizer, report, of_state, speeds),
+        )
 
     @property
     def num_elements(self) -> int:
@@ -83,7 +248,7 @@ class PlanOutput:
             "max_stage_bytes": self.max_stage_bytes,
             "shard_state": self.flags.shard_state,
             "assumed": self.assumed,
-            "routing": [asdict(routed) for routed in routing_summary(self.routes.rows)],
+            "routing": routing_summary(self.routes.rows),
             "warnings": self.routes.warnings,
             "memory": {**asdict(self.memory), "total": self.memory.total, "adamw_total": self.memory.adamw_total},
             "time": asdict(self.time),
@@ -134,11 +299,11 @@ class PlanOutput:
         """Print how many parameters take which rule, and why."""
         rows = [
             (
-                routed.rule,
-                routed.reason,
-                str(routed.parameters),
-                format_count(routed.elements),
-                f"{100 * routed.elements / self.num_elements:.1f}%",
+                routed["rule"],
+                routed["reason"],
+                str(routed["parameters"]),
+                format_count(routed["elements"]),
+                f"{100 * routed['elements'] / self.num_elements:.1f}%",
             )
             for routed in routing_summary(self.routes.rows)
         ]
@@ -259,3 +424,10 @@ def _work(gathered: float, scattered: float, flops: float) -> tuple[str, str, st
 def _numbered(number: int, what: str) -> str:
     """Return a number with a noun in the singular or the plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """Return the torch.dtype of a name, or None if no name was given."""
+    found = None if name is None else getattr(torch, name)
+    assert found is None or isinstance(found, torch.dtype)
+    return found

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import layout_of, local, local_part
 from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
-from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.plan.packing import Copies, Packing
 from muon_fsdp.plan.stages import Stage, make_gather_stage
 

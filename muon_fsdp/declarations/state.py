@@ -102,7 +102,7 @@ class PerMatrix:
         """Return the number of elements in the state of `count` (rows, cols) matrices."""
         return count * prod(self.shape_of_matrix(rows, cols))
 
-    def place(self, view: MatrixView, block: int, start: int = 0, stop: int | None = None) -> slice:
+    def span(self, view: MatrixView, block: int, start: int = 0, stop: int | None = None) -> slice:
         """Return where the state of some matrices of a block of the view is in the flat tensor of a parameter."""
         before = sum(self.numel(*shape) for shape in view.block_shapes[:block])
         count, rows, cols = view.block_shapes[block]

@@ -27,6 +27,17 @@ class MatrixView:
     row_heights: tuple[int, ...]  # the rows of every matrix are cut into blocks of these heights
     stacked_heads: int  # every block is cut into this many matrices of equal height
 
+    def __str__(self) -> str:
+        """Return the view as options would describe it, such as "matrix, split_sizes=(4, 2, 2)"."""
+        parts = [self.kind]
+        if self.transposed:
+            parts.append("transposed")
+        if self.stacked_heads > 1:
+            parts.append(f"num_heads={self.stacked_heads}")
+        if len(self.row_heights) > 1:
+            parts.append(f"split_sizes={self.row_heights}")
+        return ", ".join(parts)
+
     @cached_property
     def block_shapes(self) -> tuple[BlockShape, ...]:
         """Return the shape (count, rows, cols) of every tensor that `split` returns."""

@@ -1,4 +1,4 @@
-"""Launch Triton kernels, and find the compiled form of a kernel with little host time.
+"""Launch Triton kernels: the tiles and addends of a product, and the compiled form of a kernel with little host time.
 
 At every launch Triton inspects all arguments to find the compiled kernel for them, which takes longer than many of our
 kernels run. `launch` caches the compiled kernel instead, under a key that the caller provides. Only documented
@@ -7,12 +7,66 @@ interfaces of Triton are used here, because other ones change from release to re
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 _compiled: dict[Hashable, tuple[Any, Any]] = {}  # the kernel and its compiled form
+
+
+class KernelError(RuntimeError):
+    """Raised when a kernel could not be compiled or launched; the caller then uses another kernel."""
+
+
+class TileConfig(NamedTuple):
+    """The tiles of a product: a tile is `rows` x `cols` of the result, computed in steps of `inner`."""
+
+    rows: int
+    cols: int
+    inner: int
+    num_warps: int
+    num_stages: int
+    persistent: bool = False  # one program per multiprocessor that computes many tiles, not one program per tile
+    group: int = 8  # rows of tiles that are computed together, so that their operands stay in the L2 cache
+
+
+@lru_cache(maxsize=64)
+def num_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Addend(NamedTuple):
+    """A batch of matrices that is multiplied by a factor and added to a product.
+
+    Args:
+        matrices: (B, m, n), the matrices before the multiplication.
+        factor: one number for the whole batch.
+    """
+
+    matrices: Tensor
+    factor: float = 1.0
+
+
+def contiguous(addends: Sequence[Addend]) -> Sequence[Addend]:
+    """Return the addends with contiguous matrices, which kernels require."""
+    if all(addend.matrices.is_contiguous() for addend in addends):
+        return addends
+    return [Addend(matrices.contiguous(), factor) for matrices, factor in addends]
+
+
+def unpack(addends: Sequence[Addend]) -> tuple[Tensor | None, float, Tensor | None, float]:
+    """Split up to two addends into the arguments that a kernel has for them.
+
+    Returns:
+        The matrices and the factor of the first addend, then those of the second one. A missing addend is None and 0.
+    """
+    padded: list[tuple[Tensor | None, float]] = [*addends, *[(None, 0.0)] * (2 - len(addends))]
+    (first, first_factor), (second, second_factor) = padded
+    return first, first_factor, second, second_factor
 
 
 def is_aligned(*tensors: Tensor | None) -> tuple[bool, ...]:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muon_fsdp.kernels.addends import Addend, contiguous, unpack
+from muon_fsdp.kernels.launch import Addend, KernelError, contiguous, unpack
 from muon_fsdp.kernels.select import Product, give_up_gluon, probe_gluon, select, tune
-from muon_fsdp.kernels.tiles import KernelError
 
 if TYPE_CHECKING:
-    from muon_fsdp.kernels.tiles import TileConfig
+    from muon_fsdp.kernels.launch import TileConfig
 
 # PyTorch's library multiplies an addend by at most this number before it is rounded. Half precision holds the product,
 # since the entries of normalized matrices are at most 1.

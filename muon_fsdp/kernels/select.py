@@ -24,10 +24,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from muon_fsdp.kernels.addends import Addend
+from muon_fsdp.kernels.launch import Addend, TileConfig, num_processors
 from muon_fsdp.kernels.schedule import NO_TILE
 from muon_fsdp.kernels.tables import ALIGNMENT
-from muon_fsdp.kernels.tiles import TileConfig, num_processors
 from muon_fsdp.timing import seconds
 
 Operation = Literal["symmetric", "multiply_add"]

@@ -32,10 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from muon_fsdp.kernels.addends import Addend, unpack
-from muon_fsdp.kernels.launch import launch
+from muon_fsdp.kernels.launch import Addend, KernelError, launch, num_processors, unpack
 from muon_fsdp.kernels.schedule import NO_TILE, packed, schedule
-from muon_fsdp.kernels.tiles import KernelError, num_processors
 
 SIDE = 128  # rows and columns of a tile
 INNER = 32  # columns of a block of an operand, 128 x 32, and the step along the inner dimension

@@ -16,10 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from muon_fsdp.kernels.addends import Addend, unpack
-from muon_fsdp.kernels.launch import is_aligned, launch
+from muon_fsdp.kernels.launch import Addend, TileConfig, is_aligned, launch, num_processors, unpack
 from muon_fsdp.kernels.tables import ALIGNMENT
-from muon_fsdp.kernels.tiles import TileConfig, num_processors
 
 INTERPRETED_PROGRAMS = 4  # programs of a persistent kernel in Triton's interpreter, which has no multiprocessors
 

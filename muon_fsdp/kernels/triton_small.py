@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muon_fsdp.kernels.launch import is_aligned, launch
-from muon_fsdp.kernels.tiles import num_processors
+from muon_fsdp.kernels.launch import is_aligned, launch, num_processors
 
 # (degree, products, identity): X <- (Z + identity I) X. Every product holds its factors (alpha, beta[, gamma]).
 Step: TypeAlias = tuple[int, Sequence[Sequence[float]], float]

@@ -41,14 +41,13 @@ from muon_fsdp.plan.settings import MICRO_STEP, NUM_UPDATES, STARTED, CudaGraph,
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE
 from muon_fsdp.step.changes import plan_key
-from muon_fsdp.step.clipping import clip_gradients, parts_to_clip
+from muon_fsdp.step.clipping import clip_gradients, find_siblings, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, Written, own_memory, ranks_of_agreement, shared_ranks
-from muon_fsdp.step.siblings import find_siblings
 from muon_fsdp.text import warn_user
 
 

@@ -49,6 +49,8 @@ class Facts:
     view: str = "auto"
     labelled: bool = False  # the user has set the view
     transposed: bool = False
+    num_heads: int | None = None  # how its model cuts the rows of every matrix, as the options of the same names do
+    split_sizes: tuple[int, ...] | None = None
     other_reason: str | None = None  # why it is not updated as a matrix
     matrix_reason: str | None = None
     guessed: bool = False

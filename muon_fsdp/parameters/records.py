@@ -147,29 +147,38 @@ def layouts_of_groups(
 
 
 def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | None:
-    """Return how a parameter of a group is read as matrices; None under an element-wise rule."""
+    """Return how a parameter of a group is read as matrices; None under an element-wise rule.
+
+    A parameter's own view is part of its route, so parameters with different views share a group. An option that the
+    group sets holds for all of its parameters. How rows are cut is taken from the route only if the group leaves open
+    everything that it depends on.
+    """
     if not RULES[group["rule"]].needs_matrices:
         return None
     kind = group["view"] if group["view"] != "auto" else route.view
     detected = route.transposed and can_be_transposed(shape, kind)
+    transposed = detected if group["transposed"] is None else group["transposed"]
+    num_heads, split_sizes = group["num_heads"], group["split_sizes"]
+    if not _decides_cut(group) and transposed == detected:
+        num_heads, split_sizes = route.num_heads, route.split_sizes
     return matrix_view(
-        shape,
-        name=route.name,
-        kind=kind,
-        transposed=detected if group["transposed"] is None else group["transposed"],
-        num_heads=group["num_heads"],
-        split_sizes=group["split_sizes"],
+        shape, name=route.name, kind=kind, transposed=transposed, num_heads=num_heads, split_sizes=split_sizes
     )
+
+
+def _decides_cut(group: Group) -> bool:
+    """Return whether options of a group say how the rows of its parameters are cut, or that they are not."""
+    return group["view"] != "auto" or group["num_heads"] is not None or group["split_sizes"] is not None
 
 
 def looks_fused(group: Group, route: Route) -> Fused | None:
     """Return what a parameter seems to consist of, if it is read as one matrix and the user has not decided that."""
-    if not RULES[group["rule"]].needs_matrices or route.fused is None or group["view"] != "auto":
-        return None
-    if group["num_heads"] is not None or group["split_sizes"] is not None:
+    if not RULES[group["rule"]].needs_matrices or route.fused is None or _decides_cut(group):
         return None
     view = view_of(group, route, route.shape)
     assert view is not None
+    if len(view.row_heights) > 1 or view.stacked_heads > 1:
+        return None
     rows = sum(view.row_heights)  # `transposed` may have changed them
     options = dict(route.fused.options)
     fits = sum(options.get("split_sizes", (rows,))) == rows and rows % options.get("num_heads", 1) == 0

@@ -48,8 +48,11 @@ class Route:
     reason: str
     # Not decided by the user, the type of the module or a name; `strict` refuses guesses.
     guessed: bool = False
+    # How the parameter is read as matrices, by its model or its name. The options of its group win where they are set.
     view: str = "auto"
     transposed: bool = False
+    num_heads: int | None = None
+    split_sizes: tuple[int, ...] | None = None
     pattern: str | None = None  # the override that matches its name
     overridden: tuple[str, ...] = ()  # the names of the options that this override sets for it
     lr_origin: str = ""  # which option its learning rate came from, if its rule may follow the matrices
@@ -159,7 +162,20 @@ class Router:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
         shape = tuple(parameter.shape)
         fused = None if decided or view == "attn" or not RULES[rule].needs_matrices else facts.fused
-        return Route(name, shape, rule, reason, guessed, view, facts.transposed, pattern, decided=decided, fused=fused)
+        return Route(
+            name,
+            shape,
+            rule,
+            reason,
+            guessed,
+            view,
+            facts.transposed,
+            facts.num_heads,
+            facts.split_sizes,
+            pattern,
+            decided=decided,
+            fused=fused,
+        )
 
     def doubts(self, routes: Sequence[Route]) -> list[str]:
         """Return the questions about these parameters that neither the model nor the user answers."""

@@ -211,7 +211,7 @@ def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None
 
 
 @dataclass(frozen=True)
-class Place:
+class ClassMember:
     """Matrices [first, first + count) of a class: one block of a parameter's view."""
 
     position: int
@@ -229,7 +229,7 @@ class MatrixClass:
     options: PlannedOptions
     rows: int
     cols: int
-    places: tuple[Place, ...]
+    members: tuple[ClassMember, ...]
     # Per matrix: 1 if this rank's part of it counts in sums over the ranks, 0 if an earlier rank holds the same part.
     weights: tuple[float, ...]
     device: torch.device
@@ -267,7 +267,7 @@ def make_sets(specs: Iterable[ParameterSpec], rank: int) -> list[MatrixSet]:
 
 
 def _make_set(specs: list[ParameterSpec], rank: int) -> MatrixSet:
-    places: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+    members: dict[tuple[Any, ...], list[ClassMember]] = defaultdict(list)
     weights: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     numbers: dict[tuple[Any, ...], int] = {}
     blocks: list[Block] = []
@@ -283,7 +283,7 @@ def _make_set(specs: list[ParameterSpec], rank: int) -> MatrixSet:
             number = numbers.setdefault(key, len(numbers))
             first = len(weights[key])
             base.append((number, first))
-            places[key].append(Place(spec.position, block, first, count, spec.group))
+            members[key].append(ClassMember(spec.position, block, first, count, spec.group))
             weights[key] += [weight] * count
         is_split |= any(box.shape != spec.matrices.shape for box in boxes)
         if spec.is_observed:
@@ -291,7 +291,7 @@ def _make_set(specs: list[ParameterSpec], rank: int) -> MatrixSet:
             blocks += blocks_of(spec.position, spec.matrices, boxes[me], base)
     device, dtype = specs[0].device, specs[0].dtype
     classes = tuple(
-        MatrixClass(rule, options, rows, cols, tuple(places[key]), tuple(weights[key]), device, dtype)
+        MatrixClass(rule, options, rows, cols, tuple(members[key]), tuple(weights[key]), device, dtype)
         for key in numbers
         for rule, options, rows, cols in [key]
     )

@@ -3,7 +3,7 @@
 from muon_fsdp.declarations.option import Option
 from muon_fsdp.declarations.state import PerMatrix, PerParameter
 from muon_fsdp.rules.adamw import AdamW
-from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixNumbers, Rule
+from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixValues, Rule
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
 from muon_fsdp.rules.registry import RULES, register, register_built_in, rule_named
@@ -22,7 +22,7 @@ __all__ = [
     "AdamW",
     "FusedKernels",
     "MatrixBatch",
-    "MatrixNumbers",
+    "MatrixValues",
     "Muon",
     "NorMuon",
     "Option",

@@ -145,7 +145,7 @@ class MatrixBatch:
         return self._update
 
 
-class MatrixNumbers:
+class MatrixValues:
     """State, statistics and options of B matrices of one shape, which `factors` gets on every rank.
 
     Args:
@@ -255,11 +255,11 @@ class Rule:
         """
         raise NotImplementedError
 
-    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor | float, Tensor | float]:
+    def factors(self, values: MatrixValues) -> tuple[Tensor | float, Tensor | float]:
         """Return the factors f of the weights and g of the updates in W <- f W - lr g U.
 
         f replaces weight decay. To keep weight decay, multiply f by
-        `1 - numbers.options["lr"] * numbers.options["weight_decay"]`. Every rank calls this with the same numbers.
+        `1 - values.options["lr"] * values.options["weight_decay"]`. Every rank calls this with the same values.
 
         Returns:
             f and g, each a number or a tensor (B,), (B, d_out, 1) or (B, 1, d_in).
@@ -419,8 +419,8 @@ class Rule:
         }
 
     @cached_property
-    def has_matrix_numbers(self) -> bool:
-        """Return whether the rule keeps, computes or reports numbers that belong to whole matrices."""
+    def has_matrix_values(self) -> bool:
+        """Return whether the rule keeps, computes or reports values that belong to whole matrices."""
         return bool(self.matrix_state or self.statistics or self.multiplies_weights or self.diagnostics)
 
     @cached_property
@@ -489,7 +489,7 @@ __all__ = [
     "FusedKernels",
     "GroupOptions",
     "MatrixBatch",
-    "MatrixNumbers",
+    "MatrixValues",
     "Option",
     "PerMatrix",
     "PerParameter",

@@ -14,7 +14,7 @@ from muon_fsdp.linalg.newton_schulz import inverse_norms, orthogonalization_flop
 from muon_fsdp.linalg.scaling import ADAMW_RATIO, damp
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
-from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixNumbers
+from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
 from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches
 from muon_fsdp.statistics.observer import TopSingular
 
@@ -72,26 +72,26 @@ class SpectralSphere(Muon):
     )
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.0}
 
-    def factors(self, numbers: MatrixNumbers) -> tuple[Tensor, Tensor]:
+    def factors(self, values: MatrixValues) -> tuple[Tensor, Tensor]:
         """Return the factors of weights and updates.
 
         Returns:
             The retraction f, which at the first step always reaches the sphere, and the radius R, both (B,).
         """
-        options, saved = numbers.options, numbers.state["radius"]
-        norm, lr = numbers.statistics["top_singular"].norm, options["lr"]
+        options, saved = values.options, values.state["radius"]
+        norm, lr = values.statistics["top_singular"].norm, options["lr"]
         modes = options["radius_mode"], options["retract_mode"]
         found = retraction_of_step(
             norm,
             saved,
-            target_radius(numbers.rows, numbers.cols, modes[0], options["radius_scaler"]),
+            target_radius(values.rows, values.cols, modes[0], options["radius_scaler"]),
             lr,
             options["weight_decay"],
             options["retract_alpha"],
             modes,
         )
-        numbers.state["radius"] = found.saved
-        numbers.diagnostics.update(norm_over_radius=found.ratio, without_norm=found.without_norm)
+        values.state["radius"] = found.saved
+        values.diagnostics.update(norm_over_radius=found.ratio, without_norm=found.without_norm)
         return found.factor, found.radius
 
     def direction(self, batch: MatrixBatch) -> None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import add_up
 from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.declarations.state import PerMatrix, State
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.plan.matrix_sets import MatrixSet
 from muon_fsdp.statistics.top_singular import Survey
 
@@ -89,9 +89,9 @@ class _Norm(SummedStatistic):
     def add(self, sums: Tensor, part: Tensor, matrices: slice, rows: slice, cols: slice) -> None:
         # In float64, because the square of 1e20 overflows in float32.
         squares = torch.linalg.vector_norm(part, dim=self._dims, dtype=torch.float64).square()
-        kept = [place for dim, place in ((-2, rows), (-1, cols)) if dim not in self._dims]
-        place = (matrices, *kept)
-        sums[place] += squares
+        kept = [part_of_dim for dim, part_of_dim in ((-2, rows), (-1, cols)) if dim not in self._dims]
+        where = (matrices, *kept)
+        sums[where] += squares
 
     def finish(self, total: Tensor) -> Tensor:
         return total.sqrt()

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import layout_of, local
 from muon_fsdp.comm.process_groups import group_like, make_group, my_rank
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import add_up
 from muon_fsdp.declarations.state import num_vectors, working_dtype
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.kernels import on_device
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.linalg.power_iteration import COLD_STEPS
 from muon_fsdp.linalg.subspaces import Refined, best_in_krylov_space, normalized_or, num_products, refine, start_vectors
 from muon_fsdp.plan.matrix_sets import MatrixSet, make_sets

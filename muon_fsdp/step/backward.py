@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import Claim, groups_for, my_rank, world_reference
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import NUM_UPDATES, Settings
 from muon_fsdp.plan.stages import Member, Stage
@@ -34,7 +34,7 @@ from muon_fsdp.step.changes import Arrival, NotedOptions, NotedState
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStage, FusedStep
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.matrix_state import LeftNumbers
+from muon_fsdp.step.matrix_state import BatchValues
 from muon_fsdp.step.metrics import Samples, TakenSamples
 from muon_fsdp.step.pipeline import run_stages
 from muon_fsdp.step.random_numbers import RandomNumbers
@@ -177,8 +177,8 @@ class CopiesSource:
                     view = self._context.records[unit.position].view
                     assert view is not None
                     first = unit.first_matrix(view, member.block)
-                    place = spec.place(view, member.block, first + member.start, first + member.stop)
-                    parts.append(states[unit.position][spec.name][place])
+                    span = spec.span(view, member.block, first + member.start, first + member.stop)
+                    parts.append(states[unit.position][spec.name][span])
                 shape = spec.shape_of_matrix(*batch.matrices.shape[1:])
                 rows[spec.name] = torch.cat(parts).view(-1, *shape)
             batch.state = NamedValues(stage.rule, "state", rows)
@@ -218,7 +218,7 @@ class KeepingSink:
         self.unproven: set[int] = set()
         self.samples: TakenSamples | None = None  # set when the round runs: `metrics()` may ask for samples until then
         self._stream, self._results = context.stream, results
-        self._left: defaultdict[int, dict[int, LeftNumbers]] = defaultdict(dict)  # by numbers of stage and batch
+        self._values: defaultdict[int, dict[int, BatchValues]] = defaultdict(dict)  # by numbers of stage and batch
         self._failed: dict[int, tuple[str, Exception]] = {}  # by number of the stage: the method, and its error
 
     def has_failed(self, stage: Stage) -> bool:
@@ -232,19 +232,19 @@ class KeepingSink:
         """Return whether `direction` of a rule runs in `step()`, because it needs weights."""
         return rule.needs_weights
 
-    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
-        self._left[stage.number][number] = left
+    def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
+        self._values[stage.number][number] = values
 
-    def sample(self, stage: Stage, number: int, place: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+    def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
         if self.samples is not None:
             self.samples.take(stage, number, batch, matrix, group, None)
 
     def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
         """Keep the updates or the gathered units of a stage; if its rule has failed, keep the error for `step()`."""
-        failure, left = self._failed.get(stage.number), self._left.pop(stage.number, {})
+        failure, values = self._failed.get(stage.number), self._values.pop(stage.number, {})
         samples = self.samples.of(stage) if self.samples is not None else {}
         event = self._stream.record_event() if self._stream is not None else None
-        result = StageResult(buffer, left if failure is None else {}, samples, failure)
+        result = StageResult(buffer, values if failure is None else {}, samples, failure)
         self._results[stage.number].set_result((result, event))
 
 
@@ -351,9 +351,9 @@ class Round:
         if event is not None:
             stream = torch.cuda.current_stream(found.buffer.device)
             stream.wait_event(event)
-            left = found.numbers.values()
-            numbers = [value for each in left for part in (each.state, each.diagnostics) for value in part.values()]
-            for value in (found.buffer, *numbers):
+            written = found.values.values()
+            values = [value for each in written for part in (each.state, each.diagnostics) for value in part.values()]
+            for value in (found.buffer, *values):
                 value.record_stream(stream)  # it was allocated on another stream, which must not reuse it too early
         return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -11,18 +13,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon_fsdp.comm.dtensors import local
-from muon_fsdp.comm.process_groups import Ranks, make_group, my_rank
-from muon_fsdp.comm.transfers import add_up, largest_of
+from muon_fsdp.comm.dtensors import is_replica, local
+from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group, my_rank
+from muon_fsdp.comm.recorder import Recorder
+from muon_fsdp.comm.transfers import add_up, largest_of, of_all
 from muon_fsdp.declarations.state import working_dtype
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.linalg.fingerprints import NUM_SUMS, random_sums
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.step.replica_check import GRADIENT_DIFFERENCE
-from muon_fsdp.step.siblings import Siblings
 
 Part: TypeAlias = str | int  # what is clipped together: "all", the name of a rule, or the number of a group
 EPS = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """The parameters of this rank that look like those of other ranks, though neither tensors nor the user say so.
+
+    Under tensor parallelism, ranks hold the same normalization weights as plain tensors, or the same matrices on slices
+    of a mesh. Local experts look just like these and are not the same. Only gradients tell them apart.
+
+    Args:
+        ranks: the ranks that one step connects, in ascending order.
+        number_of: by position, the number of the parameter among all of these ranks' parameters with siblings.
+        count: how many such parameters there are on all of these ranks.
+    """
+
+    ranks: Ranks
+    number_of: Mapping[int, int] = field(default_factory=dict)
+    count: int = 0
+
+
+def find_siblings(records: Sequence[ParameterRecord], ranks: Ranks, device: torch.device) -> Siblings:
+    """Find out which parameters have siblings on other ranks; all of the ranks must call this.
+
+    Args:
+        records: one per parameter.
+        ranks: the ranks that one step connects.
+        device: where the process group of these ranks reduces numbers.
+    """
+    if len(ranks) == 1 or is_pretended():
+        return Siblings(ranks)
+    own = {
+        _sibling_key(record): record
+        for record in records
+        # All ranks know what DDP ignores to be each rank's own.
+        if len(record.layout.ranks) < len(ranks) and (is_replica(record.tensor) or not record.is_plain)
+    }
+    longest = int(largest_of(torch.tensor([len(own)], device=device), ranks))
+    table = torch.full((longest, 2), -1, dtype=torch.int64)
+    for row, (key, record) in enumerate(own.items()):
+        table[row] = torch.tensor([key, len(record.layout.ranks)])
+    found: list[list[int]] = of_all(table.to(device), ranks).view(-1, 2).tolist() if longest else []
+    num_holders = Counter(key for key, _ in found)
+    sizes = {key: size for key, size in found if size > 0}
+    numbers = {key: number for number, key in enumerate(k for k in sorted(sizes) if num_holders[k] > sizes[k])}
+    number_of = {record.position: numbers[key] for key, record in own.items() if key in numbers}
+    return Siblings(ranks, number_of, len(numbers))
+
+
+def _sibling_key(record: ParameterRecord) -> int:
+    """Return a number that siblings have in common, and no other parameter."""
+    layout = record.layout
+    text = repr((record.name, record.shape, layout.mesh_shape, layout.placements))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def parts_to_clip(

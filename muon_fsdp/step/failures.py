@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
-from muon_fsdp.kernels.recorder import Recorder
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.text import first_names
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from muon_fsdp.comm.dtensors import local
-from muon_fsdp.kernels.recorder import CudaSegments, GraphRecorder, Recorder, Segments
+from muon_fsdp.comm.recorder import CudaSegments, GraphRecorder, Recorder, Segments
 from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import CudaGraph

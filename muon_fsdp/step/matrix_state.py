@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import add_up
 from muon_fsdp.declarations.state import PerMatrix, State
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.plan.units import ParameterSpec
-from muon_fsdp.rules import RULES, MatrixBatch, MatrixNumbers, Rule
+from muon_fsdp.rules import RULES, MatrixBatch, MatrixValues, Rule
 from muon_fsdp.rules.base import NamedValues, shown
 from muon_fsdp.rules.checks import check_names, checked_factors, checked_metrics
 from muon_fsdp.statistics.observer import STATISTICS, Observer
@@ -35,12 +35,12 @@ from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors,
 # zeros gets its first direction in the first step.
 COLD_STEPS = 2
 
-BatchPlace: TypeAlias = tuple[int, Tensor | slice]  # a class, and the indices of the matrices in it
+Selection: TypeAlias = tuple[int, Tensor | slice]  # a class, and the indices of the matrices in it
 
 
 @dataclass(frozen=True)
-class LeftNumbers:
-    """The state and the diagnostics that `direction` has left for the matrices of a batch: tensors (count, ...)."""
+class BatchValues:
+    """The state and the diagnostics that `direction` has written for the matrices of a batch: tensors (count, ...)."""
 
     count: int
     state: Mapping[str, Tensor]
@@ -48,16 +48,16 @@ class LeftNumbers:
 
 
 @dataclass
-class _ClassNumbers:
-    """The numbers of one class in one step; every tensor is (count, ...)."""
+class _ClassValues:
+    """The values of one class in one step; every tensor is (count, ...)."""
 
     is_alone: bool  # whether this is the only rank that holds the class
     state: State  # what `factors` and `direction` may change
     observed: State  # the state of the statistics
     statistics: dict[str, Any]
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
-    # What `direction` has left on this rank, by name of the state or diagnostic. Several ranks add it up, so there it
-    # begins with zeros; a single rank keeps the tensors of a batch that has all matrices, without a copy.
+    # What `direction` has written here, by name of the state or diagnostic. Several ranks add it up, so there it begins
+    # with zeros; a single rank keeps the tensors of a batch that has all matrices, without a copy.
     found: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -73,23 +73,23 @@ class MatrixStates:
         self._specs = [tuple(s for s in rule.all_state if isinstance(s, PerMatrix)) for rule in self._rules]
         self._observers = [Observer(own, [RULES[kind.rule].statistics for kind in own.classes]) for own in self.sets]
         self._class_of = {  # (position, block of its view): its class, and its first matrix there
-            (place.position, place.block): (index, place.first)
+            (member.position, member.block): (index, member.first)
             for index, kind in enumerate(self._classes)
-            for place in kind.places
+            for member in kind.members
         }
         boxes = {p.position: p.layout.box_on(rank, p.shape) for p in parameters}
         self.factors = WeightFactors(parameters, boxes, self._classes, self._class_of)
         self._per_step = [_PerStepValues(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
-        # The place of every batch, made once: a captured step keeps the addresses of these tensors.
-        self._places = [
-            [self._place(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_numbers else []
+        # The matrices of every batch, found once: a captured step keeps the addresses of these tensors.
+        self._selections = [
+            [self._select(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_values else []
             for stage in stages
         ]
         self._set_states = [_SetState(own) for own in self.sets]
         self._addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step
         self._times = 0  # steps with these tensors
-        self._now: list[_ClassNumbers] = []
-        self._finished: list[_ClassNumbers] = []  # of the last step that has ended
+        self._now: list[_ClassValues] = []
+        self._finished: list[_ClassValues] = []  # of the last step that has ended
         self._stream = self._own_stream(stages)
         self._is_pending = False  # whether the stream of its own may still be at work
 
@@ -114,10 +114,10 @@ class MatrixStates:
     def fill(self, inputs: StepInputs) -> None:
         """Find the state tensors of this step, and write flags and options where a captured step reads them."""
         now = [
-            inputs.states[place.position][spec.name]
+            inputs.states[member.position][spec.name]
             for kind, specs in zip(self._classes, self._specs, strict=True)
             for spec in specs
-            for place in kind.places
+            for member in kind.members
         ]
         # State may be replaced, or moved by assigning to its `data`. The slices keep the old memory allocated, so equal
         # addresses mean the same memory.
@@ -134,9 +134,10 @@ class MatrixStates:
 
     def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Mapping[int, State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
-        views = {place.position: self._parameters[place.position].matrices for place in kind.places}
+        views = {member.position: self._parameters[member.position].matrices for member in kind.members}
         return [
-            states[place.position][spec.name][spec.place(views[place.position], place.block)] for place in kind.places
+            states[member.position][spec.name][spec.span(views[member.position], member.block)]
+            for member in kind.members
         ]
 
     @property
@@ -180,49 +181,49 @@ class MatrixStates:
             observed = [of_statistics for _, of_statistics in states]
             found = observer.observe(by_position, observed, recorder, cold=self.is_cold)
             for (state, of_statistics), statistics in zip(states, found, strict=True):
-                self._now.append(_ClassNumbers(set_state.is_alone, state, of_statistics, statistics))
-        self.factors.set([self._start(index, numbers, failures) for index, numbers in enumerate(self._now)])
+                self._now.append(_ClassValues(set_state.is_alone, state, of_statistics, statistics))
+        self.factors.set([self._start(index, current, failures) for index, current in enumerate(self._now)])
 
-    def _start(self, index: int, numbers: _ClassNumbers, failures: Failures) -> Factors | None:
+    def _start(self, index: int, current: _ClassValues, failures: Failures) -> Factors | None:
         """Initialize state from statistics where it is zero, make room for results, and ask the rule for factors."""
         rule, kind = self._rules[index], self._classes[index]
         for spec in rule.matrix_state:
             if spec.initial is not None:
-                value = numbers.state[spec.name]
-                value.copy_(torch.where(value == 0, numbers.statistics[spec.initial], value))
+                value = current.state[spec.name]
+                value.copy_(torch.where(value == 0, current.statistics[spec.initial], value))
         factors = None
         if rule.multiplies_weights:
             try:
-                factors = self._ask(index, numbers)
+                factors = self._ask(index, current)
             except Exception as error:  # ranks that have no matrix of this rule do not raise it, and wait for transfers
-                failures.add(rule.name, "factors", error, [place.position for place in kind.places])
+                failures.add(rule.name, "factors", error, [member.position for member in kind.members])
                 failures.rules.add(rule.name)
-                numbers.state = {name: value.clone() for name, value in self._originals(index).items()}
-                numbers.diagnostics = {}
-        if numbers.is_alone:
-            numbers.found = dict(numbers.state)
+                current.state = {name: value.clone() for name, value in self._originals(index).items()}
+                current.diagnostics = {}
+        if current.is_alone:
+            current.found = dict(current.state)
         else:
-            numbers.found = {spec.name: torch.zeros_like(numbers.state[spec.name]) for spec in rule.matrix_state}
+            current.found = {spec.name: torch.zeros_like(current.state[spec.name]) for spec in rule.matrix_state}
             for name in self._own_diagnostics(index):
-                numbers.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+                current.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
         return factors
 
-    def _ask(self, index: int, numbers: _ClassNumbers) -> Factors:
+    def _ask(self, index: int, current: _ClassValues) -> Factors:
         """Return the factors of a class, and keep the state and the diagnostics that `factors` leaves."""
         rule, kind = self._rules[index], self._classes[index]
-        of_class = MatrixNumbers(
+        of_class = MatrixValues(
             kind.rows,
             kind.cols,
-            NamedValues(rule.name, "state", numbers.state),
-            NamedValues(rule.name, "statistics", numbers.statistics),
+            NamedValues(rule.name, "state", current.state),
+            NamedValues(rule.name, "statistics", current.statistics),
             self._per_step[index].options,
         )
         of_weights, of_updates = checked_factors(rule, rule.factors(of_class))
         check_names(rule, of_class.state, of_class.diagnostics)
         for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
             value = _checked(rule, spec.name, of_class.state[spec.name], self._shape(index, spec))
-            numbers.state[spec.name] = value.to(kind.dtype)
-        numbers.diagnostics = {
+            current.state[spec.name] = value.to(kind.dtype)
+        current.diagnostics = {
             name: _checked(rule, name, value, torch.Size((kind.count,))) for name, value in of_class.diagnostics.items()
         }
         return self.factors.accept(index, (as_factor(of_weights, kind), as_factor(of_updates, kind)))
@@ -245,71 +246,71 @@ class MatrixStates:
 
     # -------------------------------------------------------------------------------------------- within the stages
 
-    def complete(self, place: BatchPlace, batch: MatrixBatch) -> None:
-        """Give a batch the state and the statistics of its matrices, which are at a place."""
-        index, where = place
+    def complete(self, selection: Selection, batch: MatrixBatch) -> None:
+        """Give a batch the state and the statistics of the matrices that were selected."""
+        index, where = selection
         if isinstance(where, Tensor):
             self.wait()  # rows that are not adjacent are copied
-        numbers, rule = self._now[index], self._rules[index]
-        rows = {spec.name: _rows(numbers.state[spec.name], where) for spec in rule.matrix_state}
+        current, rule = self._now[index], self._rules[index]
+        rows = {spec.name: _rows(current.state[spec.name], where) for spec in rule.matrix_state}
         batch.state = NamedValues(rule.name, "state", rows)
         batch.statistics = NamedValues(
-            rule.name, "statistics", {name: _rows(value, where) for name, value in numbers.statistics.items()}
+            rule.name, "statistics", {name: _rows(value, where) for name, value in current.statistics.items()}
         )
         if self._is_pending:
             batch.state, batch.statistics = _Awaited(batch.state, self.wait), _Awaited(batch.statistics, self.wait)
 
-    def take(self, stage: Stage, number: int, place: BatchPlace, left: LeftNumbers) -> None:
-        """Keep what `direction` has left for a batch, if this rank is the one that contributes these matrices."""
-        for name in left.diagnostics.keys() - set(self._own_diagnostics(place[0])):
+    def take(self, stage: Stage, number: int, selection: Selection, values: BatchValues) -> None:
+        """Keep what `direction` has written for a batch, if this rank is the one that contributes these matrices."""
+        for name in values.diagnostics.keys() - set(self._own_diagnostics(selection[0])):
             raise ValueError(
                 f"rule {stage.rule!r} writes diagnostics[{name!r}] in factors and in direction: write it in one of them"
             )
         owner = stage.units[stage.batches[number].members[0].unit].owner
         if owner is None and stage.exchange is not None and stage.exchange.ranks[0] != my_rank():
             return  # all ranks have computed the same, and the first contributes it
-        index, where = place
-        rule, count = self._rules[index], left.count
+        index, where = selection
+        rule, count = self._rules[index], values.count
         for spec in rule.matrix_state:
-            value = _checked(rule, spec.name, left.state[spec.name], self._shape(index, spec, count))
+            value = _checked(rule, spec.name, values.state[spec.name], self._shape(index, spec, count))
             self._keep(index, spec.name, where, value)
-        for name, value in left.diagnostics.items():
+        for name, value in values.diagnostics.items():
             self._keep(index, name, where, _checked(rule, name, value, torch.Size((count,))))
 
     def restore(self, stage: Stage) -> None:
         """Keep the state from before this step for the batches of a stage, because it has failed on this rank."""
         self.wait()
-        for number, place in enumerate(self._places[stage.number]):
-            index, where = place
+        for number, selection in enumerate(self._selections[stage.number]):
+            index, where = selection
             state = {name: _rows(value, where) for name, value in self._originals(index).items()}
-            self.take(stage, number, place, LeftNumbers(stage.batches[number].count, state, {}))
+            self.take(stage, number, selection, BatchValues(stage.batches[number].count, state, {}))
 
-    def factor_of_updates(self, place: BatchPlace) -> Tensor:
+    def factor_of_updates(self, selection: Selection) -> Tensor:
         """Return the factors of the updates of a batch."""
-        index, where = place
+        index, where = selection
         self.wait()
         return self.factors.of_updates(index)[where]
 
     def _keep(self, index: int, name: str, where: Tensor | slice, value: Tensor) -> None:
         """Store the values of some matrices of a class; without a copy if they are in place, or all on one rank."""
-        kind, numbers = self._classes[index], self._now[index]
-        if numbers.is_alone and isinstance(where, slice) and len(value) == kind.count:
-            numbers.found[name] = value.to(kind.dtype)
+        kind, current = self._classes[index], self._now[index]
+        if current.is_alone and isinstance(where, slice) and len(value) == kind.count:
+            current.found[name] = value.to(kind.dtype)
             return
-        if name not in numbers.found:
-            numbers.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
-        target = numbers.found[name]
+        if name not in current.found:
+            current.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+        target = current.found[name]
         is_there = isinstance(where, slice) and target[where].data_ptr() == value.data_ptr()
         if not is_there or target.dtype != value.dtype or not value.is_contiguous():
             target[where] = value.to(target.dtype)
 
-    def place(self, stage: Stage, batch_number: int, members: Sequence[Member]) -> BatchPlace:
+    def selection(self, stage: Stage, batch_number: int, members: Sequence[Member]) -> Selection:
         """Return the class of some members of one batch, and their numbers there."""
         if len(members) == len(stage.batches[batch_number].members):
-            return self._places[stage.number][batch_number]
-        return self._place(stage, members)
+            return self._selections[stage.number][batch_number]
+        return self._select(stage, members)
 
-    def _place(self, stage: Stage, members: Sequence[Member]) -> BatchPlace:
+    def _select(self, stage: Stage, members: Sequence[Member]) -> Selection:
         ranges: list[tuple[int, int]] = []
         index = -1
         for member in members:
@@ -340,8 +341,8 @@ class MatrixStates:
             if values and not set_state.is_alone:
                 values = add_up(values, own.ranks, recorder)
             for (index, name, _), value in zip(found, values, strict=True):
-                numbers = self._now[index]
-                (numbers.state if name in numbers.state else numbers.diagnostics)[name] = value
+                current = self._now[index]
+                (current.state if name in current.state else current.diagnostics)[name] = value
             for index in indices:
                 kind, diagnostics = self._classes[index], self._now[index].diagnostics
                 for name in self._own_diagnostics(index):  # a rule need not write all of them
@@ -349,7 +350,7 @@ class MatrixStates:
             set_state.write([(self._now[index].state, self._now[index].observed) for index in indices])
         now = self._now
 
-        def show() -> None:  # eager steps between two replays have numbers of their own
+        def show() -> None:  # eager steps between two replays have values of their own
             self._now = self._finished = now
 
         recorder.host(show)
@@ -377,9 +378,9 @@ class MatrixStates:
         """Return the rules' metrics of the last step and of all steps; none before the first step with this plan."""
         result: dict[str, float] = {}
         for rule in dict.fromkeys(self._rules if self._finished else ()):
-            of_rule = [numbers for other, numbers in zip(self._rules, self._finished, strict=True) if other is rule]
+            of_rule = [current for other, current in zip(self._rules, self._finished, strict=True) if other is rule]
             last = {
-                name: torch.cat([numbers.diagnostics[name].double().cpu() for numbers in of_rule])
+                name: torch.cat([current.diagnostics[name].double().cpu() for current in of_rule])
                 for name in rule.diagnostics
             }
             sums = totals[rule.name].tolist() if rule.name in totals else [0.0] * len(rule.diagnostics)
@@ -446,9 +447,9 @@ class _SetState:
 
     def fill(self, updated: Collection[int]) -> None:
         """Write which matrices are updated, given the positions of parameters, to where a captured step reads it."""
-        flags = tuple([place.position in updated for kind in self._classes for place in kind.places])
+        flags = tuple([member.position in updated for kind in self._classes for member in kind.members])
         if flags != self._flags:
-            counts = [place.count for kind in self._classes for place in kind.places]
+            counts = [member.count for kind in self._classes for member in kind.members]
             each = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
             self._updated.copy_(pinned(each, torch.bool, self._updated.device), non_blocking=True)
             torch.index_select(self._updated, 0, self._matrix_of, out=self._elements)
@@ -494,11 +495,11 @@ class _SetState:
 
     def _holds(self, values: Sequence[Tensor]) -> bool:
         """Return whether the values still lie in the buffer of `read`: rules have changed them in place, if at all."""
-        place = self._flat.data_ptr()
+        address = self._flat.data_ptr()
         for value in values:
-            if value.data_ptr() != place or value.dtype != self._flat.dtype or not value.is_contiguous():
+            if value.data_ptr() != address or value.dtype != self._flat.dtype or not value.is_contiguous():
                 return False
-            place += value.numel() * value.itemsize
+            address += value.numel() * value.itemsize
         return True
 
     @staticmethod
@@ -516,10 +517,10 @@ class _PerStepValues:
 
     def __init__(self, rule: Rule, kind: MatrixClass) -> None:
         self._kind = kind
-        self._groups = sorted({place.group for place in kind.places})
+        self._groups = sorted({member.group for member in kind.members})
         self._names = rule.per_step_numbers if rule.multiplies_weights else ()
         self._table = torch.zeros(len(self._names), len(self._groups), dtype=torch.float64, device=kind.device)
-        group_of = [self._groups.index(place.group) for place in kind.places for _ in range(place.count)]
+        group_of = [self._groups.index(member.group) for member in kind.members for _ in range(member.count)]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(kind.device)
         self._of_matrices = torch.zeros(len(self._names), kind.count, dtype=torch.float64, device=kind.device)
         self._values: list[list[float]] = []
@@ -536,10 +537,10 @@ class _PerStepValues:
             return
         self._table.copy_(pinned(values, torch.float64, self._table.device), non_blocking=True)
         self._values, self._had_tensors = values, has_tensors
-        for row, places in zip(rows, self._table, strict=True):
-            for value, place in zip(row, places, strict=True):
+        for row, targets in zip(rows, self._table, strict=True):
+            for value, target in zip(row, targets, strict=True):
                 if is_on_device(value):
-                    place.copy_(value.reshape(()))
+                    target.copy_(value.reshape(()))
         torch.index_select(self._table, 1, self._group_of, out=self._of_matrices)
 
     @property

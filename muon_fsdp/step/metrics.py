@@ -12,7 +12,7 @@ from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 
 STEPS_BETWEEN = 50
-_Place: TypeAlias = tuple[int, int]  # the numbers of a stage and of a batch in it
+_BatchKey: TypeAlias = tuple[int, int]  # the numbers of a stage and of a batch in it
 
 
 class Samples:
@@ -25,8 +25,8 @@ class Samples:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._has_matrices = any(stage.batches for stage in stages)
-        self._sizes: dict[_Place, tuple[Tensor, float | Tensor]] = {}  # each with lr at that step
-        self._residuals: dict[_Place, Tensor] = {}
+        self._sizes: dict[_BatchKey, tuple[Tensor, float | Tensor]] = {}  # each with lr at that step
+        self._residuals: dict[_BatchKey, Tensor] = {}
         self._steps, self._asked = STEPS_BETWEEN, True
 
     def start(self, device_type: str, *, rarely: bool) -> TakenSamples | None:
@@ -52,10 +52,10 @@ class Samples:
         self._steps += 1
         if taken is None:
             return
-        for place, sample in taken.samples.items():
-            self._sizes[place] = sample.size, _kept(groups[sample.group]["lr"])
+        for key, sample in taken.samples.items():
+            self._sizes[key] = sample.size, _kept(groups[sample.group]["lr"])
             if sample.residual is not None:
-                self._residuals[place] = sample.residual
+                self._residuals[key] = sample.residual
         if taken.has_residuals:
             self._steps, self._asked = 1, False
 
@@ -77,7 +77,7 @@ class TakenSamples:
 
     def __init__(self, *, has_residuals: bool) -> None:
         self.has_residuals = has_residuals
-        self.samples: dict[_Place, Sample] = {}
+        self.samples: dict[_BatchKey, Sample] = {}
 
     def take(
         self, stage: Stage, index: int, batch: MatrixBatch, matrix: int, group: int, factor: Tensor | None
@@ -102,9 +102,9 @@ class TakenSamples:
             residual = RULES[stage.rule].residual(one)
         self.samples[stage.number, index] = Sample(group, size, residual)
 
-    def of(self, stage: Stage) -> dict[_Place, Sample]:
+    def of(self, stage: Stage) -> dict[_BatchKey, Sample]:
         """Return the samples of one stage, once."""
-        return {place: self.samples.pop(place) for place in list(self.samples) if place[0] == stage.number}
+        return {key: self.samples.pop(key) for key in list(self.samples) if key[0] == stage.number}
 
 
 def _kept(lr: float | Tensor) -> float | Tensor:

@@ -25,7 +25,7 @@ from muon_fsdp.rules.checks import (
 )
 from muon_fsdp.step.gradients import are_finite
 from muon_fsdp.step.inputs import in_precision
-from muon_fsdp.step.matrix_state import LeftNumbers
+from muon_fsdp.step.matrix_state import BatchValues
 from muon_fsdp.step.sinks import Sink
 from muon_fsdp.step.sources import Source, StageResult
 
@@ -243,8 +243,8 @@ class _StageRun:
             self._sink.samples.samples.update(begun.samples)
 
         def take() -> None:
-            for number, left in begun.numbers.items():
-                self._sink.take(self.stage, number, None, left)
+            for number, values in begun.values.items():
+                self._sink.take(self.stage, number, None, values)
 
         self._attempt("direction", take, torch.empty(0))
         return begun.buffer
@@ -342,9 +342,9 @@ class _StageRun:
                 check_returned(rule, "direction", rule.direction(part.batch))  # type: ignore[func-returns-value]
             check_direction(rule, part.batch)
             self._check_values(part)
-            if rule.has_matrix_numbers:
-                left = LeftNumbers(len(part.batch.matrices), part.batch.state, part.batch.diagnostics)
-                self._sink.take(self.stage, part.number, part.place, left)
+            if rule.has_matrix_values:
+                values = BatchValues(len(part.batch.matrices), part.batch.state, part.batch.diagnostics)
+                self._sink.take(self.stage, part.number, part.selection, values)
             self._sample(part)
             if part.pieces:
                 sizes = [len(piece) for piece in part.pieces]
@@ -379,7 +379,7 @@ class _StageRun:
             position = self.stage.units[member.unit].position
             if position in self._inputs.updated:
                 group = next(group for group, members in self.stage.positions_by_group if position in members)
-                self._sink.sample(self.stage, part.number, part.place, part.batch, number, group)
+                self._sink.sample(self.stage, part.number, part.selection, part.batch, number, group)
                 return
             number += member.stop - member.start
 
@@ -421,14 +421,14 @@ class _BatchPart:
         members: those that take part.
         batch: what `direction` gets.
         pieces: where the updates belong, if they are not contiguous in the buffer of results.
-        place: the class of the matrices and their numbers there; None if the rule has no per-matrix numbers.
+        selection: the class of the matrices and their numbers there; None if the rule has no per-matrix values.
     """
 
     number: int
     members: Sequence[Member]
     batch: MatrixBatch
     pieces: list[Tensor]
-    place: Any = None
+    selection: Any = None
 
 
 def _block(stage: Stage, unit: int, block: int, buffer: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
+from muon_fsdp.comm.recorder import GraphRecorder, Recorder
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import State, working_dtype
-from muon_fsdp.kernels.recorder import GraphRecorder, Recorder
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.layout import LayoutError, local_layout
@@ -27,6 +27,7 @@ from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
+from muon_fsdp.step.clipping import Siblings
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
@@ -38,7 +39,6 @@ from muon_fsdp.step.pipeline import run_stages
 from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
-from muon_fsdp.step.siblings import Siblings
 from muon_fsdp.step.sinks import StepSink
 from muon_fsdp.step.sources import StageResult, StepSource, make_store
 from muon_fsdp.step.weight_gather import WeightGather
@@ -96,7 +96,7 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
-        numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_numbers and math.prod(spec.shape) > 0]
+        numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
         self.random = RandomNumbers(records)

@@ -16,7 +16,7 @@ from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Member, Stage
 
 Draw: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype], Tensor]  # of a call, a shape and a dtype
-_Place: TypeAlias = tuple[int, int, tuple[Member, ...]]  # a stage, a batch in it and its members
+_BatchKey: TypeAlias = tuple[int, int, tuple[Member, ...]]  # a stage, a batch in it and its members
 
 
 class RandomNumbers:
@@ -29,7 +29,7 @@ class RandomNumbers:
     def __init__(self, records: Sequence[ParameterRecord]) -> None:
         self._records = records
         # Made by the first eager step that draws. A captured step keeps the addresses of these tensors.
-        self._streams: dict[_Place, tuple[Tensor, Tensor]] = {}
+        self._streams: dict[_BatchKey, tuple[Tensor, Tensor]] = {}
         self._numbers: dict[torch.device, Tensor] = {}  # of the present step
         self._number = 0
 
@@ -56,14 +56,14 @@ class RandomNumbers:
     def _draw(
         self,
         stage: Stage,
-        place: _Place,
+        key: _BatchKey,
         device: torch.device,
         number: int | None,
         call: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Tensor:
-        keys, matrices = self._stream_of(stage, place, device)
+        keys, matrices = self._stream_of(stage, key, device)
         counter = torch.empty(len(matrices), 3, dtype=torch.int64, device=device)
         counter[:, 0] = matrices
         counter[:, 1] = self._present(device) if number is None else number
@@ -75,11 +75,11 @@ class RandomNumbers:
             self._numbers[device] = torch.full((), self._number, dtype=torch.int64, device=device)
         return self._numbers[device]
 
-    def _stream_of(self, stage: Stage, place: _Place, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _stream_of(self, stage: Stage, key: _BatchKey, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the keys (B, 2) of the parameters of some matrices, and the numbers (B,) of the matrices in these."""
-        if place in self._streams:
-            return self._streams[place]
-        _, batch, members = place
+        if key in self._streams:
+            return self._streams[key]
+        _, batch, members = key
         seed = stage.batches[batch].options.get("seed", 0)
         keys: list[tuple[int, int]] = []
         matrices: list[int] = []
@@ -94,7 +94,7 @@ class RandomNumbers:
         # The host waits for these copies: another stream may use them next.
         stream = (torch.tensor(keys, device=device), torch.tensor(matrices, device=device))
         if len(members) == len(stage.batches[batch].members):  # there may be many other subsets
-            self._streams[place] = stream
+            self._streams[key] = stream
         return stream
 
 

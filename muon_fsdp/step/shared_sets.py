@@ -371,5 +371,6 @@ def _line(record: ParameterRecord, flops: float) -> Line:
         "dtype": str(record.tensor.dtype),
         "mesh": str(layout.mesh_shape),
         "placements": str(layout.placements),
+        "effective view": repr(str(record.view)),
         FLOPS: f"{flops:.6g}",
     }

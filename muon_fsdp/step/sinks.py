@@ -12,7 +12,7 @@ from muon_fsdp.rules import RULES, MatrixBatch, Rule
 from muon_fsdp.rules.checks import check_applied
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import in_precision
-from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
+from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
 from muon_fsdp.step.metrics import TakenSamples
 from muon_fsdp.step.sources import StageInputs
 
@@ -33,10 +33,10 @@ class Sink(Protocol):
     def wants_units(self, rule: Rule) -> bool:
         """Return whether stages of a rule end with gathered units, before `direction`."""
 
-    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
-        """Take the per-matrix state that `direction` has left for a batch at a place."""
+    def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
+        """Take the per-matrix state that `direction` has written for a batch with its selection of matrices."""
 
-    def sample(self, stage: Stage, number: int, place: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+    def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
         """Sample the update of one matrix of a batch, if this step takes samples."""
 
     def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
@@ -81,22 +81,22 @@ class StepSink:
     def wants_units(self, rule: Rule) -> bool:
         return False
 
-    def take(self, stage: Stage, number: int, place: Any, left: LeftNumbers) -> None:
+    def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         assert self._matrices is not None
-        if place is None:  # the stage ran in backward, with all members of its batches
-            place = self._matrices.place(stage, number, stage.batches[number].members)
-        self._matrices.take(stage, number, place, left)
+        if selection is None:  # the stage ran in backward, with all members of its batches
+            selection = self._matrices.selection(stage, number, stage.batches[number].members)
+        self._matrices.take(stage, number, selection, values)
 
-    def sample(self, stage: Stage, number: int, place: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+    def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
         if self.samples is not None:
             factor = None
             if RULES[stage.rule].multiplies_weights:
                 assert self._matrices is not None
-                factor = self._matrices.factor_of_updates(place)[matrix]
+                factor = self._matrices.factor_of_updates(selection)[matrix]
             self.samples.take(stage, number, batch, matrix, group, factor)
 
     def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
-        matrices = self._matrices if RULES[stage.rule].has_matrix_numbers else None
+        matrices = self._matrices if RULES[stage.rule].has_matrix_values else None
         if not self.has_failed(stage):
             try:
                 self._apply(stage, inputs, buffer, updates, matrices)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.declarations.state import State
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Member, Stage
@@ -23,7 +23,7 @@ from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions
 from muon_fsdp.step.fused import FusedStage, FusedStep
 from muon_fsdp.step.inputs import StepInputs, in_precision
-from muon_fsdp.step.matrix_state import LeftNumbers, MatrixStates
+from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
 from muon_fsdp.step.metrics import Sample
 from muon_fsdp.step.random_numbers import RandomNumbers
 
@@ -187,13 +187,13 @@ class StageResult(NamedTuple):
 
     Args:
         buffer: the updates, (stage.shard_numel,); the gathered units, (stage.unit_numel,), if the rule needs weights.
-        numbers: by number of the batch, what `direction` has left; empty if the rule needs weights.
+        values: by number of the batch, the per-matrix state that `direction` has written; empty for units.
         samples: the samples that were taken for `metrics()`.
         failure: the method of the rule that failed and what it raised; None if all is well.
     """
 
     buffer: Tensor
-    numbers: Mapping[int, LeftNumbers]
+    values: Mapping[int, BatchValues]
     samples: Mapping[tuple[int, int], Sample]
     failure: tuple[str, Exception] | None = None
 
@@ -226,7 +226,7 @@ class Source(Protocol):
             batch: what `direction` will get.
 
         Returns:
-            The place of its per-matrix state, for the sink; None if the rule has none.
+            Which per-matrix state it got, for the sink; None if the rule has none.
         """
 
 
@@ -274,10 +274,10 @@ class StepSource:
         self._store.take_back(stage, lent)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
-        place = None
-        if RULES[stage.rule].has_matrix_numbers:
+        selection = None
+        if RULES[stage.rule].has_matrix_values:
             assert self._matrices is not None
-            place = self._matrices.place(stage, number, members)
-            self._matrices.complete(place, batch)
+            selection = self._matrices.selection(stage, number, members)
+            self._matrices.complete(selection, batch)
         batch.draw = self._random.source(stage, number, members, batch.matrices.device, None)
-        return place
+        return selection

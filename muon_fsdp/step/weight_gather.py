@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import Ranks
+from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import AllGather
-from muon_fsdp.kernels.recorder import Recorder
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.slices import Bucket, make_buckets
 

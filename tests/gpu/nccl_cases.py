@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from muon_fsdp import FSDPMuonOptimizer
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.recorder import CudaSegments
 from muon_fsdp.comm.transfers import StageExchange
-from muon_fsdp.kernels.recorder import CudaSegments
 from muon_fsdp.plan import outline
 from muon_fsdp.plan.costs import Staging
 from muon_fsdp.plan.settings import CudaGraph

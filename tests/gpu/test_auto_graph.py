@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.kernels.recorder import CudaSegments
+from muon_fsdp.comm.recorder import CudaSegments
 from muon_fsdp.step import graph
 from muon_fsdp.step.graph import MEMORY_LIMIT
 from tests.comparisons import assert_same

@@ -7,14 +7,12 @@ import json
 import pytest
 import torch
 
-from muon_fsdp.benchmarks import first_step, orthogonalization, steps
-from muon_fsdp.benchmarks.contestants import OURS
-from muon_fsdp.benchmarks.isolated import Ranks
+from muon_fsdp.benchmarks import orthogonalization, steps
+from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
-from muon_fsdp.benchmarks.multi_gpu import combine
-from muon_fsdp.benchmarks.sharded_contestants import OVERLAPPED
-from muon_fsdp.benchmarks.sharded_training import Workload, measure, measure_network
+from muon_fsdp.benchmarks.multi_gpu import Workload, combine, measure, measure_network
+from muon_fsdp.benchmarks.ranks import Ranks
 from muon_fsdp.training.model import GPTConfig
 from tests.cli_cases import run
 from tests.multi_gpu_cases import on_ranks
@@ -64,7 +62,7 @@ def test_a_capture_that_fails_does_not_disturb_the_next(monkeypatch):
 
 def test_the_first_step_is_faster_with_the_kernels_of_another_process():
     setup = Setup("cuda", Ceilings(1e14, 1e14, 1e12), 1, LiveLine())
-    (entry,) = first_step.measure(setup, TINY)
+    (entry,) = steps.measure_first(setup, TINY)
     assert entry["warm"]["first_step_seconds"] < entry["cold"]["first_step_seconds"]
 
 
