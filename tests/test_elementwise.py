@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -65,6 +66,17 @@ def test_kernels_follow_float64(monkeypatch, kernels, cls, norm):
     compare(cls, [(3, 7), (20_000,), (0, 4), (129, 65), ()], layerwise_norm=norm, nesterov=norm, steps=2)
     expected = ["_sums_of_squares_kernel", "_update_kernel"] if norm else ["_update_kernel"]
     assert kernels == 2 * expected  # all tensors in one launch
+
+
+def test_a_step_by_kernels_does_not_keep_gradients(kernels):
+    """Their tables stay for the next step; a gradient that they kept would not free its memory at zero_grad()."""
+    p = nn.Parameter(torch.ones(4, device=DEVICE))
+    p.grad = torch.ones(4, device=DEVICE)
+    optimizer, grad = TritonMuon([p], layerwise_norm=True), weakref.ref(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert kernels
+    assert grad() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

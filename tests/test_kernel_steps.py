@@ -200,5 +200,5 @@ def test_tensors_of_another_alignment_have_a_list_of_their_own(kernels_everywher
         p.grad = random(*p.shape)
     params[4].grad = random(49)[1:]  # as FSDP2 makes it: behind another gradient in a flat buffer
     optimizer.step()
-    lists = {tuple(sorted(each.positions)): each.tensors.aligned for each in optimizer._planned._fused.lists}
+    lists = {tuple(sorted(each.positions)): each.aligned for each in optimizer._planned._fused.lists}
     assert lists == {(0, 1): True, (2, 3, 4): False, (5,): True, (6,): False}

@@ -7,23 +7,26 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from threading import Lock
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Stage
+from muon_fsdp.rules.muon import MuonKernels
 from muon_fsdp.step import planned_step
 from muon_fsdp.step.sources import StateStore
 from tests.comparisons import assert_near, assert_same
 from tests.distributed_cases import OPTIONS, lay_out, make_model, train
 from tests.fault_cases import LIMIT
+from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
 from tests.pool import RankPool
 
 NUM_STEPS = 6
@@ -182,3 +185,41 @@ def test_toy_stores_on_one_device(rule: str, overlap: str):
 def test_toy_stores_on_shards(ranks: RankPool, world_size: int, overlap: str):
     for rule in ("muon", "normuon", "spectral_sphere"):
         ranks.run(world_size, check_stores, overlap, rule, timeout=LIMIT)
+
+
+class LoggedStore(StateStore):
+    """Notes for which rules state was lent, with the number of open loans."""
+
+    log: ClassVar[list[tuple[str, int]]] = []
+    open_loans: ClassVar[list[int]] = []
+
+    def lend(self, stage: Stage, listed: Sequence[int], fused: Collection[int]) -> dict[int, State]:
+        assert not listed
+        assert fused
+        self.open_loans.append(stage.number)
+        self.log.append((stage.rule, len(self.open_loans)))
+        return super().lend(stage, listed, fused)
+
+    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
+        self.open_loans.remove(stage.number)
+
+
+@pytest.mark.parametrize("in_apply", [False, True])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_state_is_lent_to_apply_if_kernels_declare_it(monkeypatch, kernels_everywhere, overlap: str, in_apply: bool):
+    """A rule of matrices gets it again; an element-wise rule has one loan for `prepare` and `apply`."""
+    monkeypatch.setattr(planned_step, "make_store", LoggedStore)
+    monkeypatch.setattr(MuonKernels, "state_in_apply", in_apply)
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((8, 16), (16,))]
+    optimizer = MuonOptimizer(params, lr=0.05, ns_steps=1, overlap=overlap, cuda_graph=False)
+    for _ in range(3):
+        LoggedStore.log.clear()
+        sum((p * p).sum() for p in params).backward()
+        if optimizer._planned is not None and optimizer._planned.overlap is not None:
+            optimizer._planned.overlap._round.wait()  # Triton's interpreter runs one kernel at a time
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sorted(LoggedStore.log) == [("adamw", 1), *[("muon", 1)] * (1 + in_apply)]
+        assert not LoggedStore.open_loans
+    assert optimizer.metrics().get("overlapped_stages", 0) == (overlap == "backward")

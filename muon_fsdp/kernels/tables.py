@@ -7,8 +7,9 @@ and lr may change, and neither the plan nor a captured CUDA graph has to be rene
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import Any, TypeGuard
@@ -61,98 +62,104 @@ PAIR_LAYOUT = TableLayout(
 
 @dataclass
 class TensorList:
-    """A list of tensors with the same parameter group and dtypes, as kernels read it."""
+    """Tensors of one parameter group, with the same dtypes, that kernels update in one launch.
 
-    num_tensors: int
+    A position is the number of a tensor among those that `Tables.fill` gets.
+    """
+
+    layout: TableLayout
+    group: int
+    positions: Sequence[int]  # in the order of the table
     parameter_dtype: torch.dtype
     gradient_dtype: torch.dtype
     chunks: Tensor  # (num_chunks, 4) int64: tensor, first element, number of elements, index of the partial norm
     aligned_chunks: bool
-    slots: Tensor | None  # (num_tensors,) int64: where a tensor begins in a staging buffer
-    addresses: Tensor  # (rows, num_tensors) int64
+    slots: Tensor | None = None  # (num_tensors,) int64: where a tensor begins in a staging buffer
+    # Chunks with one factor each, and whether they are aligned; None if the rule does not multiply weights.
+    factor_chunks: tuple[Tensor, bool] | None = None
+    # (num_matrices + 1,) int32: where the partial norms of each matrix begin, and their number. The lists of a stage
+    # share it; None if kernels do not leave norms, because matrices are not whole on this rank.
+    first_partials: Tensor | None = None
+    # The table, of which `Tables` makes these views.
+    addresses: Tensor = field(init=False)  # (rows, num_tensors) int64
     # (num_tensors,) int64: whether the tensor is updated in this step; its gradient may still be missing (zero)
-    updated: Tensor
-    scalars: Tensor  # (num_scalars,) float32
-    aligned: bool = True  # whether all addresses of this step are multiples of 16 bytes
+    updated: Tensor = field(init=False)
+    scalars: Tensor = field(init=False)  # (num_scalars,) float32
+    aligned: bool = field(init=False, default=True)  # whether all addresses of this step are multiples of 16 bytes
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.positions)
 
     @property
     def tables(self) -> tuple[Tensor | None, ...]:
         """Return the first arguments of a kernel that reads or writes a staging buffer."""
         return (self.chunks, self.addresses, self.updated, self.scalars, self.slots)
 
-
-@dataclass(frozen=True)
-class ListSpec:
-    """The properties of a list of tensors that stay the same as long as sizes and dtypes do."""
-
-    layout: TableLayout
-    num_tensors: int
-    parameter_dtype: torch.dtype
-    gradient_dtype: torch.dtype
-    chunks: Tensor
-    aligned_chunks: bool
-    slots: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ListValues:
-    """The tensors and scalars of a list in one step."""
-
-    gradients: Sequence[Tensor | None]  # None stands for zeros
-    updated: Sequence[bool]
-    parameters: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]  # in the order of the layout
-    lr: float | Tensor
-    scalars: Mapping[str, float]  # all scalars of the layout except lr
+    def with_factor_chunks(self) -> TensorList:
+        """Return the list, with the same table, cut so that every chunk has one factor."""
+        assert self.factor_chunks is not None
+        result = copy(self)
+        result.chunks, aligned = self.factor_chunks
+        result.aligned = self.aligned and aligned  # these chunks may begin at other addresses than those of the list
+        return result
 
 
 class Tables:
-    """The tables of several lists, in two buffers on the device that a step fills with two copies."""
+    """The tables of several lists, in two buffers on the device that a step fills with two copies.
 
-    def __init__(self, specs: Sequence[ListSpec], device: torch.device) -> None:
-        self.device = device
-        self.specs = specs
-        sizes = [(spec.layout.num_rows + 1) * spec.num_tensors for spec in specs]
+    Args:
+        lists: lists of tensors on one device. `Tables.lists` are copies, because a list can have several tables.
+    """
+
+    def __init__(self, lists: Sequence[TensorList]) -> None:
+        self.device = device = lists[0].chunks.device
+        self.lists = [replace(each) for each in lists]
+        sizes = [(each.layout.num_rows + 1) * each.num_tensors for each in lists]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        num_scalars = [len(spec.layout.all_scalars) for spec in specs]
+        num_scalars = [len(each.layout.all_scalars) for each in lists]
         self._scalars = torch.zeros(sum(num_scalars), dtype=torch.float32, device=device)
-        parts = zip(specs, torch.split(self._ints, sizes), torch.split(self._scalars, num_scalars), strict=True)
-        self.lists = [_tensor_list(spec, ints, scalars) for spec, ints, scalars in parts]
+        parts = zip(self.lists, torch.split(self._ints, sizes), torch.split(self._scalars, num_scalars), strict=True)
+        for each, ints, scalars in parts:
+            rows = ints.view(each.layout.num_rows + 1, each.num_tensors)
+            each.addresses, each.updated, each.scalars = rows[:-1], rows[-1], scalars
 
-    def fill(self, values: Sequence[ListValues]) -> None:
-        """Write the addresses and scalars of a step to the tables, without waiting for the device."""
+    def fill(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Mapping[int, Tensor],
+        states: Mapping[int, Sequence[Tensor]],
+        updated: Collection[int],
+        scalars: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Write the addresses and scalars of a step to the tables, without waiting for the device.
+
+        Args:
+            parameters: the local part of every parameter, by position like all tensors here.
+            gradients: the gradients; a missing one stands for zeros.
+            states: the state of each parameter, in the order of its layout.
+            updated: the parameters that are updated.
+            scalars: by number of a group, all scalars of its layout by name. lr may be a tensor.
+        """
         refuse_capture(self.device)
         ints: list[int] = []
-        scalars: list[float] = []
-        for spec, tensors, value in zip(self.specs, self.lists, values, strict=True):
-            addresses = [0 if grad is None else grad.data_ptr() for grad in value.gradients]
-            addresses += [tensor.data_ptr() for tensor in value.parameters]
-            addresses += [tensor.data_ptr() for row in value.states for tensor in row]
-            tensors.aligned = tensors.aligned_chunks and reduce(or_, addresses, 0) % 16 == 0
+        floats: list[float] = []
+        for each in self.lists:
+            positions, named = each.positions, scalars[each.group]
+            addresses = [gradients[i].data_ptr() if i in gradients else 0 for i in positions]
+            addresses += [parameters[i].data_ptr() for i in positions]
+            addresses += [states[i][row].data_ptr() for row in range(len(each.layout.states)) for i in positions]
+            each.aligned = each.aligned_chunks and reduce(or_, addresses, 0) % 16 == 0
             ints += addresses
-            ints += map(int, value.updated)
-            lr = 0.0 if is_on_device(value.lr) else float(value.lr)
-            scalars += [lr, *(value.scalars[name] for name in spec.layout.all_scalars[1:])]
+            ints += [int(i in updated) for i in positions]
+            lr = 0.0 if is_on_device(named["lr"]) else float(named["lr"])
+            floats += [lr, *(named[name] for name in each.layout.all_scalars[1:])]
         self._ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)
-        self._scalars.copy_(pinned(scalars, torch.float32, self.device), non_blocking=True)
-        for tensors, value in zip(self.lists, values, strict=True):
-            if is_on_device(value.lr):
-                tensors.scalars[:1].copy_(value.lr.reshape(1))
-
-
-def _tensor_list(spec: ListSpec, ints: Tensor, scalars: Tensor) -> TensorList:
-    num_addresses = spec.layout.num_rows * spec.num_tensors
-    return TensorList(
-        num_tensors=spec.num_tensors,
-        parameter_dtype=spec.parameter_dtype,
-        gradient_dtype=spec.gradient_dtype,
-        chunks=spec.chunks,
-        aligned_chunks=spec.aligned_chunks,
-        slots=spec.slots,
-        addresses=ints[:num_addresses].view(spec.layout.num_rows, spec.num_tensors),
-        updated=ints[num_addresses:],
-        scalars=scalars,
-    )
+        self._scalars.copy_(pinned(floats, torch.float32, self.device), non_blocking=True)
+        for each in self.lists:
+            lr = scalars[each.group]["lr"]
+            if is_on_device(lr):
+                each.scalars[:1].copy_(lr.reshape(1))
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks

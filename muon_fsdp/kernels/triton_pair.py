@@ -130,7 +130,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
 
 
-def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, *, coupled: bool) -> Tensor:
+def sums_of_squares(tensors: TensorList, counters: Tensor, *, coupled: bool) -> Tensor:
     """Return the sum of squares of every gradient, (num_tensors,) in float64.
 
     If `coupled`, weight_decay * W is part of the gradient. `counters` must be zeros; the kernel resets them.
@@ -147,7 +147,7 @@ def sums_of_squares(tensors: TensorList, first_chunk: Tensor, counters: Tensor, 
             tensors.chunks,
             tensors.addresses,
             tensors.scalars,
-            first_chunk,
+            tensors.first_partials,
             partials,
             counters,
             sums,

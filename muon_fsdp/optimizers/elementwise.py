@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
@@ -19,9 +20,8 @@ from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.tables import (
     FUSED_DTYPES,
     PAIR_LAYOUT,
-    ListSpec,
-    ListValues,
     Tables,
+    TensorList,
     is_on_device,
     make_chunks,
     num_chunks,
@@ -68,7 +68,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             "nesterov": nesterov,
             "layerwise_norm": layerwise_norm,
         }
-        self._tables: dict[object, _FusedTables] = {}
+        self._fused: dict[object, _FusedPart] = {}
         super().__init__([params] if isinstance(params, Tensor) else params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             sums: list[Tensor | None] = [None] * len(parts)
             if group["layerwise_norm"]:
                 own = [part.sums_of_squares() for part in parts]
-                _add_up_shards(group["params"], [[item.parameter for item in part.items] for part in parts], own)
+                _add_up_shards(group["params"], [part.parameters for part in parts], own)
                 sums = [*own]
             for part, sums_of_part in zip(parts, sums, strict=True):
                 part.update(sums_of_part)
@@ -144,7 +144,9 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                 single.append(item)
         parts: list[_Part] = []
         for key, items in fused.items():
-            parts.append(_FusedPart(self.coupled_decay, group, items, self._tables_of(key, items)))
+            part = self._fused_part(key, items)
+            part.fill(group, items)
+            parts.append(part)
         if single:
             parts.append(_ForeachPart(self.coupled_decay, group, single))
         return parts
@@ -158,12 +160,13 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
         return state
 
-    def _tables_of(self, key: object, items: Sequence[_Item]) -> _FusedTables:
-        """Return the tables of a launch, which are made again only if the sizes of its tensors have changed."""
+    def _fused_part(self, key: object, items: Sequence[_Item]) -> _FusedPart:
+        """Return the part for a launch, which is made again only if the sizes of its tensors have changed."""
         numels = tuple([item.shard.numel() for item in items])
-        known = self._tables.get(key)
+        known = self._fused.get(key)
         if known is None or known.numels != numels:
-            known = self._tables[key] = _FusedTables(numels, items[0].shard, items[0].grad.dtype)
+            shard, grad = items[0].shard, items[0].grad
+            known = self._fused[key] = _FusedPart(self.coupled_decay, numels, shard, grad.dtype)
         return known
 
     def state_dict(self) -> StateDict:
@@ -199,7 +202,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tables": {}}
+        return {**super().__getstate__(), "_fused": {}}
 
 
 class TritonMuon(_ElementwiseMuon):
@@ -275,7 +278,7 @@ class _Item(NamedTuple):
 class _Part(Protocol):
     """Parameters of one group that are updated together."""
 
-    items: Sequence[_Item]
+    parameters: list[Tensor]
 
     def sums_of_squares(self) -> Tensor:
         """Return the sum of squares of every local gradient, with coupled weight decay added, as float64."""
@@ -288,8 +291,10 @@ class _ForeachPart:
     """Parameters on any device that foreach operations update."""
 
     def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
-        self.items, self.coupled, self.group = items, coupled, group
-        _, self.shards, grads, self.first, self.second = (list(column) for column in zip(*items, strict=True))
+        self.coupled, self.group = coupled, group
+        self.parameters, self.shards, grads, self.first, self.second = (
+            list(column) for column in zip(*items, strict=True)
+        )
         self.weights = [shard.to(working_dtype(shard.dtype)) for shard in self.shards]
         self.grads = [grad.to(weight.dtype) for grad, weight in zip(grads, self.weights, strict=True)]
         if coupled and group["weight_decay"] != 0:
@@ -325,29 +330,34 @@ class _ForeachPart:
                 shard.copy_(weight)
 
 
-class _FusedTables:
-    """The tables that a launch over tensors of these sizes reads on the device."""
-
-    def __init__(self, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
-        self.numels, self.device = numels, shard.device
-        first = [0]
-        for numel in numels:
-            first.append(first[-1] + num_chunks(numel, numel))
-        chunks, aligned = make_chunks(numels, numels, first[:-1], self.device)
-        self.first_chunk = torch.tensor(first, dtype=torch.int32, device=self.device)
-        self.counters = torch.zeros(len(numels), dtype=torch.int32, device=self.device)
-        spec = ListSpec(PAIR_LAYOUT, len(numels), shard.dtype, gradient_dtype, chunks, aligned)
-        self.tables = Tables([spec], self.device)
-
-
 class _FusedPart:
-    """CUDA parameters of one precision that a single Triton launch updates."""
+    """CUDA parameters of one precision that a single Triton launch updates; it is used as long as their sizes stay."""
 
-    def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item], fused: _FusedTables) -> None:
-        self.items, self.coupled, self.group, self.fused = items, coupled, group, fused
-        _, shards, grads, first, second = zip(*items, strict=True)
+    def __init__(self, coupled: bool, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
+        self.coupled, self.numels, self.device = coupled, numels, shard.device
+        first = list(accumulate((num_chunks(numel, numel) for numel in numels), initial=0))
+        chunks, aligned = make_chunks(numels, numels, first[:-1], self.device)
+        first_partials = torch.tensor(first, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(len(numels), dtype=torch.int32, device=self.device)
+        tensors = TensorList(
+            layout=PAIR_LAYOUT,
+            group=0,
+            positions=range(len(numels)),
+            parameter_dtype=shard.dtype,
+            gradient_dtype=gradient_dtype,
+            chunks=chunks,
+            aligned_chunks=aligned,
+            first_partials=first_partials,
+        )
+        self.tables = Tables([tensors])
+        (self.tensors,) = self.tables.lists
+
+    def fill(self, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
+        """Write what a step reads to the tables. Gradients are not kept: that would keep their memory."""
+        self.parameters, self.nesterov = [item.parameter for item in items], group["nesterov"]
         momentum, velocity = group["momentum"], group["velocity"]
         scalars = {
+            "lr": group["lr"],
             "weight_decay": group["weight_decay"],
             "gradient_factor": 1.0,
             "momentum": momentum,
@@ -355,24 +365,23 @@ class _FusedPart:
             "one_minus_momentum": 1 - momentum,
             "one_minus_velocity": 1 - velocity,
         }
-        with on_device(fused.device):
-            updated = [grad is not None for grad in grads]
-            fused.tables.fill([ListValues(grads, updated, shards, (first, second), group["lr"], scalars)])
-        (self.tensors,) = fused.tables.lists
+        shards = [item.shard for item in items]
+        gradients = {position: item.grad for position, item in enumerate(items)}
+        states = {position: (item.first, item.second) for position, item in enumerate(items)}
+        with on_device(self.device):
+            self.tables.fill(shards, gradients, states, gradients, {0: scalars})
 
     def sums_of_squares(self) -> Tensor:
         from muon_fsdp.kernels import triton_pair
 
-        with on_device(self.fused.device):
-            return triton_pair.sums_of_squares(
-                self.tensors, self.fused.first_chunk, self.fused.counters, coupled=self.coupled
-            )
+        with on_device(self.device):
+            return triton_pair.sums_of_squares(self.tensors, self.counters, coupled=self.coupled)
 
     def update(self, sums: Tensor | None) -> None:
         from muon_fsdp.kernels import triton_pair
 
-        with on_device(self.fused.device):
-            triton_pair.update(self.tensors, sums, coupled=self.coupled, nesterov=self.group["nesterov"])
+        with on_device(self.device):
+            triton_pair.update(self.tensors, sums, coupled=self.coupled, nesterov=self.nesterov)
 
 
 def _add_up_shards(group: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sums: Sequence[Tensor]) -> None:

@@ -219,7 +219,7 @@ class MuonOptimizer(GroupedOptimizer):
         codes = planned.shared.by_position(agreed.codes)
         gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
         planned.make_groups()
-        begun = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
+        kept = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=dict(enumerate(self.param_groups)),
             shards=[record.part() for record in planned.records],
@@ -232,7 +232,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            failures = planned.run(inputs, begun)
+            failures = planned.run(inputs, kept)
             planned.written.note(self.state)
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1
@@ -313,7 +313,11 @@ class MuonOptimizer(GroupedOptimizer):
         if planned is None:
             self._complete_groups()
             create_missing(self._records(), self.state)
-        elif not (planned.has_state and has_all_state(self.param_groups, self.state)):
+            return
+        states = {record.position: self.state[record.tensor] for record in planned.records}
+        if planned.has_state and not planned.state_tensors.have_changed(states):
+            return
+        if not (planned.has_state and has_all_state(self.param_groups, self.state)):
             create_missing(planned.records, self.state)
             planned.has_state = True
 

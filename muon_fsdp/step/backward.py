@@ -32,7 +32,7 @@ from muon_fsdp.rules import RULES, MatrixBatch, Rule
 from muon_fsdp.rules.base import NamedValues
 from muon_fsdp.step.changes import Arrival, NotedOptions, NotedState
 from muon_fsdp.step.failures import Failures
-from muon_fsdp.step.fused import FusedStage, FusedStep
+from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.matrix_state import BatchValues
 from muon_fsdp.step.metrics import Samples, TakenSamples
@@ -108,7 +108,7 @@ class CopiesSource:
         self._copies: dict[int, tuple[Mapping[int, State], Mapping[int, Tensor]]] = {}
         self._of_matrices: dict[int, Mapping[int, State]] = {}  # per-matrix state, until the stage has ended
 
-    def begun(self, stage: Stage) -> None:
+    def kept(self, stage: Stage) -> None:
         return None
 
     def open(self, stage: Stage) -> StageInputs:
@@ -122,11 +122,12 @@ class CopiesSource:
 
     def _load(self, stage: Stage) -> StageInputs:
         context, rule, number = self._context, RULES[stage.rule], stage.number
-        store, positions, fused = context.store, sorted(stage.positions), context.fused.stages[number]
+        store, positions = context.store, sorted(stage.positions)
         # Noted before it is copied: a change between would go unnoticed.
         state = NotedState({i: store.stored(i, store.states[i]) for i in positions})
-        listed = [position for position in positions if position not in fused.positions]
-        copies = store.copies(stage, listed, fused.positions)
+        fused = {position for position in positions if context.fused.signature[position] is not None}
+        listed = [position for position in positions if position not in fused]
+        copies = store.copies(stage, listed, fused)
         for position in positions:
             for spec in rule.all_state:
                 if spec.name not in copies[position]:
@@ -135,9 +136,7 @@ class CopiesSource:
         for noted in options.values():
             noted.get(NUM_UPDATES)  # random numbers depend on it
         found = {position: self._gradient(position) for position in positions}
-        gradients = {
-            i: grad.contiguous() if i in fused.positions else grad for i, grad in found.items() if grad is not None
-        }
+        gradients = {i: grad.contiguous() if i in fused else grad for i, grad in found.items() if grad is not None}
         inputs = replace(context.inputs, groups=options, states=copies, gradients=gradients, updated=stage.positions)
         inputs_of_stage = stage_inputs(stage, inputs, context.fused.with_tables(stage, inputs), context.dtypes)
         for noted in options.values():
@@ -154,10 +153,9 @@ class CopiesSource:
         """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it read nothing."""
         context = self._context
         self._sink.fail(stage, "prepare", error, stage.positions)
-        # Without its lists: their tables are those of `step()`, so that kernels would write the state.
-        fused = FusedStage(example=context.fused.stages[stage.number].example)
         inputs = replace(context.inputs, gradients={}, updated=stage.positions)
-        return stage_inputs(stage, inputs, fused, context.dtypes)
+        # Without fused lists: their tables are those of `step()`, so that kernels would write the state.
+        return stage_inputs(stage, inputs, (), context.dtypes)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
         return self._copies[stage.number][0]
@@ -208,10 +206,14 @@ class CopiesSource:
 class KeepingSink:
     """Keeps the results of the stages that run in backward, until `step()` uses or discards them.
 
+    Stages of element-wise rules never run there.
+
     Args:
         context: what the stages of the round have in common.
         results: by number of the stage, where its result goes, with a CUDA event after which it is written.
     """
+
+    applies = False
 
     def __init__(self, context: RoundContext, results: Mapping[int, Future[tuple[StageResult, Any]]]) -> None:
         self.failures = Failures()

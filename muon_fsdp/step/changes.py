@@ -3,6 +3,8 @@
 | what has changed | who must react |
 |---|---|
 | parameters (identity, dtype, device, shape), planned options of groups | the plan: `plan_key` |
+| tensors of state (identity, device, dtype, size) | missing state, the lists of fused launches: `StateTensors` |
+| addresses of observed and gathered weights, of per-matrix state | the graph, copies of that state: `addresses_of` |
 | what a stage has read in backward: gradients, state, options | the round: `Arrival`, `NotedState`, `NotedOptions` |
 | per-matrix state that a user has written | the agreement, in which ranks compare it: `NotedState` |
 
@@ -13,12 +15,14 @@ host wait, so there the counts decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import State
@@ -36,6 +40,46 @@ def plan_key(groups: Sequence[Mapping[str, Any]]) -> object:
         if rule is not None
     ]
     return options, [(id(p), p.dtype, p.device, p.shape) for group in groups for p in group["params"]]
+
+
+class StateTensors:
+    """The tensors of state at the last step: which they are, their devices, dtypes and sizes."""
+
+    def __init__(self) -> None:
+        self._tensors: Sequence[ReferenceType[Tensor]] = ()  # weak: state that is moved to the CPU frees its memory
+        self._kinds: object = ()
+        self._sharded: Sequence[int] = ()  # the indices of DTensors among them
+
+    def have_changed(self, states: Mapping[int, State]) -> bool:
+        """Return whether some tensor was added, dropped, replaced or moved since the last call of `accept`."""
+        now = _tensors(states)
+        if len(now) != len(self._tensors) or not all(map(is_, now, [known() for known in self._tensors])):
+            return True
+        # Assigning to `data` moves a tensor or changes its size. A DTensor does not notice this of its local tensor.
+        return self._kinds_of(now) != self._kinds
+
+    def accept(self, states: Mapping[int, State]) -> None:
+        """Remember these tensors."""
+        now = _tensors(states)
+        self._sharded = [index for index, value in enumerate(now) if isinstance(value, DTensor)]
+        self._tensors, self._kinds = [ref(value) for value in now], self._kinds_of(now)
+
+    def _kinds_of(self, tensors: Sequence[Tensor]) -> object:
+        """Return the numbers of the devices, the dtypes and the sizes of tensors; of a DTensor, its local tensor."""
+        tensors = list(tensors)
+        for index in self._sharded:
+            tensors[index] = local(tensors[index])
+        return list(map(Tensor.get_device, tensors)), [t.dtype for t in tensors], list(map(Tensor.numel, tensors))
+
+
+def _tensors(states: Mapping[int, State]) -> list[Tensor]:
+    """Return all tensors of state; others may keep numbers there."""
+    return [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return the addresses of tensors, which a captured step keeps."""
+    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 class Arrival:

@@ -27,6 +27,7 @@ from muon_fsdp.rules import RULES, MatrixBatch, MatrixValues, Rule
 from muon_fsdp.rules.base import NamedValues, shown
 from muon_fsdp.rules.checks import check_names, checked_factors, checked_metrics
 from muon_fsdp.statistics.observer import STATISTICS, Observer
+from muon_fsdp.step.changes import addresses_of
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors, as_factor
@@ -86,7 +87,7 @@ class MatrixStates:
             for stage in stages
         ]
         self._set_states = [_SetState(own) for own in self.sets]
-        self._addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step
+        self.addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step; a captured step keeps them
         self._times = 0  # steps with these tensors
         self._now: list[_ClassValues] = []
         self._finished: list[_ClassValues] = []  # of the last step that has ended
@@ -121,9 +122,9 @@ class MatrixStates:
         ]
         # State may be replaced, or moved by assigning to its `data`. The slices keep the old memory allocated, so equal
         # addresses mean the same memory.
-        addresses = tuple([tensor.data_ptr() for tensor in now])
-        if not self._times or addresses != self._addresses:
-            self._addresses, self._times = addresses, 0
+        addresses = addresses_of(now)
+        if not self._times or addresses != self.addresses:
+            self.addresses, self._times = addresses, 0
             for state in self._set_states:
                 state.bind(lambda kind, spec: self._slices_of(kind, spec, inputs.states))
         self._times += 1
@@ -145,10 +146,9 @@ class MatrixStates:
         """Return whether an iterative statistic may still lack start vectors for some matrix."""
         return self._times <= COLD_STEPS and any(observer.iterates for observer in self._observers)
 
-    def addresses(self, shards: Sequence[Tensor]) -> object:
-        """Return the addresses that a captured step keeps: those of observed weights and of per-matrix state."""
-        observed = [position for position, parameter in self._parameters.items() if parameter.is_observed]
-        return tuple([shards[position].data_ptr() for position in observed]), self._addresses
+    def observed(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return the shards of observed weights, whose addresses a captured step keeps."""
+        return [shards[position] for position, parameter in self._parameters.items() if parameter.is_observed]
 
     def begin(self, shards: Sequence[Tensor], recorder: Recorder, failures: Failures) -> None:
         """Observe the statistics of all weights, and ask the rules for factors; notes what these raise.

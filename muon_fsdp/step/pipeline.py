@@ -157,10 +157,12 @@ class _StageRun:
         self.stage, self._rule = stage, RULES[stage.rule]
         self._source, self._sink, self._number = source, sink, number
         self._inputs = source.open(stage)
-        self._begun = source.begun(stage)
-        self._is_computed = not self._rule.needs_matrices or (self._begun is not None and not self._rule.needs_weights)
+        self._kept = source.kept(stage)
+        self._skips_direction = not self._rule.needs_matrices or (
+            self._kept is not None and not self._rule.needs_weights
+        )
         exchange = stage.exchange
-        self.travels = not self._is_computed and exchange is not None and (exchange.gathers or exchange.scatters)
+        self.travels = not self._skips_direction and exchange is not None and (exchange.gathers or exchange.scatters)
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
         self.in_flight = stage.in_flight
@@ -174,9 +176,9 @@ class _StageRun:
 
     def _run(self) -> Iterator[None]:
         """Take the stage through its phases; each but the last ends with a transfer that was started."""
-        stage, exchange = self.stage, None
+        stage, exchange, starts_anew = self.stage, None, self._kept is None
         # A stage that ran in backward has read the state too: its result comes before `prepare` changes that.
-        begun = self._begun() if self._begun is not None else None
+        kept = self._kept() if self._kept is not None else None
         buffer = self._new_buffer() if self._rule.needs_matrices else torch.empty(0)
         updates: dict[int, Tensor] = {}  # of an element-wise rule
         loan = ExitStack()
@@ -188,18 +190,18 @@ class _StageRun:
             self._attempt("prepare", prepare, buffer)
         if self._rule.needs_matrices:  # else updates may be tensors of the state
             loan.close()
-        if begun is not None:  # only the state was wanted: what `prepare` has written to the buffer is dropped
-            buffer = self._take(begun)
-        if stage.exchange is not None and not self._is_computed:
+        if kept is not None:  # only the state was wanted: what `prepare` has written to the buffer is dropped
+            buffer, kept = self._take(kept), None
+        if stage.exchange is not None and not self._skips_direction:
             with _profiled("gather", stage):
                 exchange = StageExchange(stage, buffer, self._source.recorder, self._number)
-                if begun is None:
+                if starts_anew:
                     exchange.start_gather()
                     buffer = torch.empty(0)
         yield
 
-        if not self._is_computed:
-            if exchange is not None and begun is None:
+        if not self._skips_direction:
+            if exchange is not None and starts_anew:
                 with _profiled("gathered", stage):
                     buffer = exchange.finish_gather()
             if self._sink.wants_units(self._rule):
@@ -221,7 +223,7 @@ class _StageRun:
             with _profiled("forwarded", stage):
                 buffer = exchange.finish_forward()
         with _profiled("apply", stage), loan:
-            kernels = self._rule.fused if self._inputs.fused.lists else None
+            kernels = self._rule.fused if self._inputs.fused and self._sink.applies else None
             if kernels is not None and kernels.state_in_apply and self._rule.needs_matrices:
                 loan.enter_context(self._borrowed())
             self._sink.finish(stage, self._inputs, buffer, updates)
@@ -235,34 +237,40 @@ class _StageRun:
         finally:
             self._source.take_back(self.stage, lent)
 
-    def _take(self, begun: StageResult) -> Tensor:
+    def _take(self, kept: StageResult) -> Tensor:
         """Take what a stage has left in backward, and return its updates or units."""
-        if begun.failure is not None:
-            self._fail(*begun.failure)
+        if kept.failure is not None:
+            self._fail(*kept.failure)
         if self._sink.samples is not None:
-            self._sink.samples.samples.update(begun.samples)
+            self._sink.samples.samples.update(kept.samples)
 
         def take() -> None:
-            for number, values in begun.values.items():
+            for number, values in kept.values.items():
                 self._sink.take(self.stage, number, None, values)
 
         self._attempt("direction", take, torch.empty(0))
-        return begun.buffer
+        return kept.buffer
 
     def _prepare(self, states: Mapping[int, State], buffer: Tensor, updates: dict[int, Tensor]) -> None:
         """Update the moments, and write what is to be orthogonalized to the buffer; or the updates, if elementwise."""
         inputs, rule = self._inputs, self._rule
         if rule.needs_matrices:
             # Shards that travel without being updated are zeroed: garbage makes some directions raise.
-            idle = inputs.positions - inputs.fused.positions - set(inputs.listed)
+            idle = inputs.positions - inputs.fused_positions - set(inputs.listed)
             if idle:
                 torch._foreach_zero_([self.stage.shard_slots[i].of(buffer) for i in idle])
-        partials = inputs.fused.new_partials()
-        for each in inputs.fused.lists:
+        first_partials = inputs.fused[0].first_partials if inputs.fused else None
+        partials = None
+        if first_partials is not None:
+            num_partials = sum(len(each.chunks) for each in inputs.fused)
+            partials = torch.empty(num_partials, 2, dtype=torch.float32, device=buffer.device)
+        for each in inputs.fused:
             assert rule.fused is not None
-            rule.fused.prepare(inputs.groups[each.group], each.tensors, buffer, partials)
-        if partials is not None:
-            self._inverse_norms = inputs.fused.inverse_norms(partials)
+            rule.fused.prepare(inputs.groups[each.group], each, buffer, partials)
+        if first_partials is not None and partials is not None:
+            from muon_fsdp.kernels import triton_norms
+
+            self._inverse_norms = triton_norms.inverse_norms_of_partials(partials, first_partials)
         for group, listed in inputs.lists:
             gradients = [each.working_gradient() for each in listed]
             given = GivenStates(rule, [states[each.position] for each in listed])
@@ -301,10 +309,13 @@ class _StageRun:
 
     def _new_buffer(self) -> Tensor:
         """Return a buffer for the shards of the stage."""
-        fused, lists = self._inputs.fused, self._inputs.lists
-        like = fused.example if fused.example is not None else lists[0][1][0].shard
-        dtype = self._source.settings.staging_dtype(like.device.type, working_dtype(like.dtype))
-        return torch.empty(self.stage.shard_numel, dtype=dtype, device=like.device)
+        if self._inputs.fused:  # all shards of a stage have one device and one working precision
+            device, dtype = self._inputs.fused[0].chunks.device, self._inputs.fused[0].parameter_dtype
+        else:
+            shard = self._inputs.lists[0][1][0].shard
+            device, dtype = shard.device, shard.dtype
+        staging_dtype = self._source.settings.staging_dtype(device.type, working_dtype(dtype))
+        return torch.empty(self.stage.shard_numel, dtype=staging_dtype, device=device)
 
     def _directions(self, units: Tensor) -> Tensor:
         """Orthogonalize the units of this rank; units of parameters that take no part are left out."""

@@ -27,6 +27,7 @@ from muon_fsdp.plan.stages import Plan, Stage, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
+from muon_fsdp.step.changes import StateTensors, addresses_of
 from muon_fsdp.step.clipping import Siblings
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
@@ -76,6 +77,7 @@ class PlannedStep:
         self.key = key
         self.records = records
         self.has_state = False  # whether the state of all parameters was found to fit
+        self.state_tensors = StateTensors()
         self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
         self.expect_comparison()
         self._settings = settings
@@ -196,12 +198,12 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, begun: Mapping[int, Callable[[], StageResult]]) -> Failures:
+    def run(self, inputs: StepInputs, kept: Mapping[int, Callable[[], StageResult]]) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
-            begun: for stages that ran in backward, by number: waits for the result and returns it.
+            kept: for stages that ran in backward, by number: waits for the result and returns it.
 
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
@@ -233,19 +235,20 @@ class PlannedStep:
             if self.matrices is not None and not has_begun:
                 self.matrices.begin(inputs.shards, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
-            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, begun)
+            source = StepSource(inputs, fused, self.store, self._dtypes, settings, recorder, random, matrices, kept)
             run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
             self.weights.run(buckets, recorder)
             found.end(recorder, lambda: self._failures)
 
-        addresses, is_cold = None, False
+        kept_weights, is_cold = self.weights.tensors(), False
         if self.matrices is not None:
-            addresses, is_cold = self.matrices.addresses(inputs.shards), self.matrices.is_cold
+            kept_weights, is_cold = [*kept_weights, *self.matrices.observed(inputs.shards)], self.matrices.is_cold
+        of_matrices = self.matrices.addresses if self.matrices is not None else ()
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
         self.captured.run(
-            StepKey((addresses, self.weights.addresses()), launches),
+            StepKey((addresses_of(kept_weights), of_matrices), launches),
             run,
             device=lambda: fused.device,
             # A captured step takes no samples.
@@ -271,13 +274,12 @@ class PlannedStep:
 
     def _fuse(self, inputs: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
-        if self._fused is None or not self._fused.fits(inputs):
+        if self._fused is None or not self._fused.fits(inputs) or self.state_tensors.have_changed(inputs.states):
             self.store.check(inputs.shards)
             rules = [record.rule for record in self.records]
             signature = signature_of(rules, inputs, self._fused, self._unfusable())
-            if self._fused is not None and self._fused.signature == signature:
-                self._fused.accept(inputs.states)  # new tensors, same launches: every step writes their addresses
-            else:
+            self.state_tensors.accept(inputs.states)
+            if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
                 self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
                 obstacle = capture_obstacle(self.records, inputs, self._unfusable())
                 if self.overlap is not None:

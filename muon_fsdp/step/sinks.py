@@ -20,6 +20,7 @@ from muon_fsdp.step.sources import StageInputs
 class Sink(Protocol):
     """Takes what the stages of one step, or of one backward, leave."""
 
+    applies: bool  # whether `finish` applies updates, where kernels may change state
     failures: Failures
     unproven: set[int]  # the numbers of stages whose rule has not been seen to write all of its updates
     samples: TakenSamples | None  # None in most steps on a GPU
@@ -59,6 +60,8 @@ class StepSink:
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None if this step takes none.
     """
+
+    applies = True
 
     def __init__(
         self,
@@ -117,9 +120,9 @@ class StepSink:
         if matrices is not None:  # statistics read the weights that change now
             matrices.wait()
         factors = matrices.factors if matrices is not None and rule.multiplies_weights else None
-        for each in inputs.fused.lists:
+        for each in inputs.fused:
             assert rule.fused is not None
-            tensors = each.tensors if factors is None else each.with_factor_chunks()
+            tensors = each if factors is None else each.with_factor_chunks()
             rule.fused.apply(inputs.groups[each.group], tensors, buffer, None if factors is None else factors.flat())
         for group, listed in inputs.lists:
             positions, shards = [each.position for each in listed], [each.shard for each in listed]

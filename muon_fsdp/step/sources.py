@@ -16,12 +16,13 @@ from torch import Tensor
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.declarations.state import State
+from muon_fsdp.kernels.tables import TensorList
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.settings import Settings
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions
-from muon_fsdp.step.fused import FusedStage, FusedStep
+from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs, in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
 from muon_fsdp.step.metrics import Sample
@@ -52,7 +53,7 @@ class StageInputs:
     Args:
         groups: the options of its groups, by number.
         lists: the number of a group and its shards that lists of tensors update.
-        fused: the lists that kernels update.
+        fused: the lists that kernels update, with their tables filled.
         updated: the parameters, of all stages, for which some rank has a gradient.
         positions: the parameters that take part. If they travel these are all, because the plan fixes the sizes of
             messages.
@@ -60,9 +61,14 @@ class StageInputs:
 
     groups: Mapping[int, GroupOptions]
     lists: Sequence[tuple[int, Sequence[ListedShard]]]
-    fused: FusedStage
+    fused: Sequence[TensorList]
     updated: Collection[int]
     positions: frozenset[int]
+
+    @property
+    def fused_positions(self) -> set[int]:
+        """Return the positions of the shards that kernels update."""
+        return {position for each in self.fused for position in each.positions}
 
     @property
     def listed(self) -> list[int]:
@@ -70,21 +76,24 @@ class StageInputs:
         return [each.position for _, shards in self.lists for each in shards]
 
 
-def stage_inputs(stage: Stage, inputs: StepInputs, fused: FusedStage, dtypes: Sequence[torch.dtype]) -> StageInputs:
+def stage_inputs(
+    stage: Stage, inputs: StepInputs, fused: Sequence[TensorList], dtypes: Sequence[torch.dtype]
+) -> StageInputs:
     """Return the inputs of one stage, given those of a step and the working precision of every parameter."""
+    by_kernels = frozenset(position for each in fused for position in each.positions)
     lists = []
     for group, positions in stage.positions_by_group:
         shards = [
             ListedShard(i, inputs.shards[i], dtypes[i], inputs.gradients.get(i), inputs.divisor)
             for i in positions
-            if i in inputs.updated and i not in fused.positions
+            if i in inputs.updated and i not in by_kernels
         ]
         if shards:
             lists.append((group, shards))
     if stage.exchange is not None:
         takes_part = stage.positions
     else:
-        takes_part = fused.positions.union(each.position for _, shards in lists for each in shards)
+        takes_part = by_kernels.union(each.position for _, shards in lists for each in shards)
     return StageInputs(inputs.groups, lists, fused, inputs.updated, takes_part)
 
 
@@ -204,8 +213,8 @@ class Source(Protocol):
     settings: Settings
     recorder: Recorder  # notes what the host does between launches, for a CUDA graph
 
-    def begun(self, stage: Stage) -> Callable[[], StageResult] | None:
-        """Return what waits for the result of a stage that ran in backward, and returns it; None for other stages."""
+    def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
+        """Return what waits for the result that backward has kept, and returns it; None if the stage starts anew."""
 
     def open(self, stage: Stage) -> StageInputs:
         """Return what a stage updates. It is called once, before anything else of the stage."""
@@ -242,7 +251,7 @@ class StepSource:
         recorder: notes what the host does between launches.
         random: draws the random numbers of rules.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
-        begun: for stages that ran in backward, by number: waits for the result and returns it.
+        kept: for stages that ran in backward, by number: waits for the result and returns it.
     """
 
     def __init__(
@@ -255,20 +264,20 @@ class StepSource:
         recorder: Recorder,
         random: RandomNumbers,
         matrices: MatrixStates | None,
-        begun: Mapping[int, Callable[[], StageResult]],
+        kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
         self.settings, self.recorder = settings, recorder
         self._inputs, self._fused, self._store, self._dtypes = inputs, fused, store, dtypes
-        self._random, self._matrices, self._begun = random, matrices, begun
+        self._random, self._matrices, self._kept = random, matrices, kept
 
-    def begun(self, stage: Stage) -> Callable[[], StageResult] | None:
-        return self._begun.get(stage.number)
+    def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
+        return self._kept.get(stage.number)
 
     def open(self, stage: Stage) -> StageInputs:
         return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._dtypes)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._store.lend(stage, inputs.listed, inputs.fused.positions)
+        return self._store.lend(stage, inputs.listed, inputs.fused_positions)
 
     def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
         self._store.take_back(stage, lent)

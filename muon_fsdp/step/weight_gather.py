@@ -39,11 +39,9 @@ class WeightGather:
         ]
         self.groups: list[tuple[Ranks, torch.device]] = [(ranks, device) for ranks, device, _ in by_kind]
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of the weights, which a captured step keeps."""
-        return [
-            self._records[rows.position].tensor.data_ptr() for _, bucket in self._buckets for rows in bucket.weights
-        ]
+    def tensors(self) -> list[Tensor]:
+        """Return the weights, whose addresses a captured step keeps."""
+        return [self._records[rows.position].tensor for _, bucket in self._buckets for rows in bucket.weights]
 
     def to_run(self, updated: Collection[int]) -> list[int]:
         """Return the numbers of the buckets with an updated parameter; ranks agree on these."""
