@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from muon_fsdp.rules import BUILT_IN, RULES, Option, Rule, register
-from muon_fsdp.training import model, plugins, program
+from muon_fsdp.training import model, plugins, program, resuming
 from muon_fsdp.training.config import COMMON_OPTIONS, TrainConfig, default_options, make_parser, parse
 from muon_fsdp.training.model import GPT, GPTConfig
 from muon_fsdp.training.optimizers import make_optimizer
@@ -293,6 +293,13 @@ def test_a_rule_of_a_user_on_two_ranks_and_resumed_on_one(
     assert "resuming from step 3" in printed
     hidden, rest = made[0].param_groups
     assert (hidden["row_beta"], hidden["steps"], rest["rule"]) == (0.25, 4, "adamw")  # and not the checkpoint's
+
+
+def test_options_that_differ_from_the_checkpoint_are_named(capsys) -> None:
+    saved = TrainConfig(options={"momentum": 0.95, "scale": "v4", "num_heads": 2}).as_json()
+    resuming.print_changes({"config": saved}, TrainConfig(options={"view": "matrix"}))
+    changes = "scale v4 -> original, num_heads 2 -> None, view None -> matrix"
+    assert capsys.readouterr().out == f"note: settings that differ from the checkpoint's: {changes}\n"
 
 
 def test_the_plugin_of_the_documentation(tmp_path: Path, flags: list[str], capsys) -> None:

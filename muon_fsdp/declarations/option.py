@@ -28,7 +28,7 @@ class Option:
     Args:
         name: what users pass: a keyword of the constructor, or a key of a group or an override.
         default: its value if nobody passes one; always valid.
-        doc: one line for the reference and for `muon-fsdp train --help`.
+        doc: one line for the reference.
         check: a function of a value. It raises ValueError or TypeError, or returns something false, if the value is not
             valid.
         per_step: True if the value may change at every step without planning or capturing the step again. `prepare`,

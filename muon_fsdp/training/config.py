@@ -219,9 +219,9 @@ def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
         if name in OWN_FIELDS:
             flag = f"--{name.replace('_', '-')} {value}"
             raise ConfigError(f"{name!r} is a field of TrainConfig, not an option: pass {name}={value!r}, or {flag}")
-        if name in rule.hints:
-            raise ConfigError(f"option {name!r}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
         if name not in rule.all_options:
+            if name in rule.hints:
+                raise ConfigError(f"option {name!r}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
             owners = ", ".join(repr(other.name) for other in RULES.values() if name in other.all_options)
             near = suggestion(name, default_options(rule).keys() - set(OWN_FIELDS))
             instead = f"only {owners} has it; leave it out" if owners else f"no rule has it{near}"

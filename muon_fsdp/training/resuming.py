@@ -109,7 +109,8 @@ def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     defaults = json_value(default_options(config.rule))
     before, now = {**defaults, **saved.get("options", {})}, {**defaults, **given["options"]}
-    changes += [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+    names = [name for name in before | now if before.get(name) != now.get(name)]  # views have no default
+    changes += [f"{name} {before.get(name)} -> {now.get(name)}" for name in names]
     if changes:
         print(f"note: settings that differ from the checkpoint's: {', '.join(changes)}", flush=True)
 
