@@ -175,6 +175,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--timeout", "inf"], "--timeout must be finite"),
         (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
         (["--proc", "2"], "unrecognized arguments: --proc"),
+        (["--ns-steps", "3"], "unrecognized arguments: --ns-steps 3: pass an option of a rule as --set ns_steps=VALUE"),
         (["--ddp", "--tp", "2"], "--replicas and --tp work only with --fsdp"),
         (["--model", "huge"], "invalid choice: 'huge'"),
         (["--processes", "0"], "--processes must be at least 1"),

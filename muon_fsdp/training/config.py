@@ -330,6 +330,17 @@ def _add_option_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--set", action="append", default=[], type=_name_and_value, metavar="NAME=VALUE", help=text)
 
 
+def _hint_at_set(arguments: Sequence[str]) -> str:
+    """Return how to pass an argument that is an option of some rule; nothing if none is."""
+    declared = {name for rule in RULES.values() for name in rule.all_options}
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if flag.startswith("--") and name in declared:
+            return f": pass an option of a rule as --set {name}={value if equals else 'VALUE'}"
+    return ""
+
+
 def _name_and_value(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals):
@@ -368,7 +379,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | Non
         The configuration, and the number of processes to start, or None to train in this one.
     """
     parser = make_parser(prog)
-    values = vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
+    parsed, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    values = vars(parsed)
     processes = values.pop("processes")
     if processes is not None and processes < 1:
         parser.error(f"--processes must be at least 1, got {processes}")
@@ -378,6 +390,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | Non
     options = {name: value for name, value in common.items() if value is not None} | dict(values.pop("set"))
     try:
         load_plugins(values["plugin"])  # first, because they register rules
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint_at_set(unknown)}")
         declared = find_rule(values["optimizer"]).all_options
         for name, text in options.items():
             if name in declared and isinstance(text, str):
