@@ -405,7 +405,7 @@ def test_experts_are_moved_only_if_that_is_faster(monkeypatch, mesh):
     for name, seconds in (("chosen", None), ("moved", 0.0), ("kept", math.inf)):
         with monkeypatch.context() as patch:
             if seconds is not None:
-                patch.setattr(outline, "_seconds_to_move", lambda *_, seconds=seconds: seconds)
+                patch.setattr(outline, "seconds_to_move", lambda *_, seconds=seconds: seconds)
             optimizer = MuonOptimizer(experts)
             report = optimizer.plan_report(mesh=mesh)
             times[name] = estimate_time(optimizer, report, layout, speeds.Speeds())["step"]
