@@ -83,11 +83,7 @@ def addresses_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 class Arrival:
-    """A gradient as it was when backward had reduced it.
-
-    On a CPU its values are copied when they are used, and compared later. PyTorch counts changes to a tensor, but not
-    all of them: `torch.nn.utils.clip_grad_norm_` changes the gradients of FSDP2 on a CPU without being counted. On a
-    GPU a comparison would make the host wait, so there the counts decide.
+    """A gradient as it was when backward had reduced it. On a CPU its values are copied when they are used.
 
     Args:
         part: the local gradient.
