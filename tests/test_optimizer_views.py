@@ -162,7 +162,7 @@ def test_options_of_a_group_win_over_what_a_model_tells():
 
 
 def test_views_that_a_model_tells_are_no_part_of_checkpoints(monkeypatch):
-    """What was saved without them loads with them and the other way round, whatever options the groups have."""
+    """A checkpoint without them loads where the model has them, and the other way round, with any options of groups."""
     model = Attention()
     plain, by_group = MuonOptimizer(model), MuonOptimizer(model, num_heads=2)
     monkeypatch.setattr(routing, "find_fused", read_heads)

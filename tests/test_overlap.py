@@ -186,7 +186,9 @@ def test_per_matrix_state_is_stored_by_step_alone(rule, changes):
             sum((p * (1 + i)).square().sum() for i, p in enumerate(params)).backward()
             if setting == "backward" and step > 0:
                 before = [optimizer.state[p][name].clone() for p in params]
-                optimizer._planned.overlap._round.wait()
+                round_ = optimizer._planned.overlap._round
+                round_.wait()
+                assert not (round_.stages and round_._source._of_matrices)  # copies end with their batches
                 assert_same([optimizer.state[p][name] for p in params], before)
             if changes and step == 3:
                 optimizer.state[params[1]][name].mul_(2)

@@ -405,6 +405,24 @@ def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():
     assert order[-2:] == ["wait scatter 3", "wait apply 3"]
 
 
+def test_stages_on_their_way_drop_their_buffers_when_one_fails():
+    """A generator and its stage refer to each other: without this, their buffers stay until Python looks for cycles."""
+
+    class Failing(LoggedRun):
+        def compute(self):
+            if self.name == 3:
+                raise ArithmeticError("no direction")
+            super().compute()
+
+        def close(self):
+            self.log.append(("close", "", self.name, self.group))
+
+    log = []
+    with patch.object(pipeline, "_StageRun", Failing), pytest.raises(ArithmeticError, match="no direction"):
+        pipeline.run_stages([(number, (0, 1), (0, 1), 3, log) for number in range(6)], None, None)
+    assert {name for what, _, name, _ in log if what == "close"} >= {2, 3, 4}  # scattered, computed and gathered
+
+
 # -------------------------------------------------------------------------------------------------------- agreement
 
 

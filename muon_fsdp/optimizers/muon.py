@@ -228,7 +228,7 @@ class MuonOptimizer(GroupedOptimizer):
         codes = planned.shared.by_position(agreed.codes)
         gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
         planned.make_groups()
-        kept = planned.early_results(self._objections | planned.shared.by_position(agreed.early))
+        kept = planned.kept_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=dict(enumerate(self.param_groups)),
             shards=[record.part() for record in planned.records],

@@ -56,8 +56,7 @@ class RoundContext:
         samples: takes samples of updates for `metrics()`.
         random: draws the random numbers of rules.
         store: keeps the state.
-        inputs: those of the last step, without gradients; groups are live.
-        states: the optimizer's state by position.
+        inputs: those of the last step, without gradients; groups and states are the optimizer's.
         fused: the fused lists of the last step.
         device: where the stages run.
         stream: the CUDA stream on which they run; None on a CPU.
@@ -71,7 +70,6 @@ class RoundContext:
     random: RandomNumbers
     store: StateStore
     inputs: StepInputs
-    states: Mapping[int, State]
     fused: FusedStep
     device: torch.device
     stream: Any = None
@@ -79,7 +77,7 @@ class RoundContext:
 
 
 class _Read(NamedTuple):
-    """What a stage has read: its state, and its options by group."""
+    """The state and the options by group that a stage has read."""
 
     state: NotedState
     options: Mapping[int, NotedOptions]
@@ -146,10 +144,10 @@ class CopiesSource:
         context, rule, number = self._context, RULES[stage.rule], stage.number
         store, positions = context.store, sorted(stage.positions)
         # Noted before it is copied: a change between would go unnoticed.
-        state = NotedState({i: store.stored(i, context.states[i]) for i in positions})
+        state = NotedState({i: store.stored(i, context.inputs.states[i]) for i in positions})
         fused = {position for position in positions if context.fused.signature[position] is not None}
         listed = [position for position in positions if position not in fused]
-        copies = store.copies(stage, context.states, listed, fused)
+        copies = store.copies(stage, context.inputs.states, listed, fused)
         for position in positions:
             for spec in rule.all_state:
                 if spec.name not in copies[position]:
@@ -219,7 +217,8 @@ class CopiesSource:
                 same_groups = all(groups[g] is context.inputs.groups[g] for g, _ in stage.positions_by_group)
                 names = {spec.name for spec in RULES[stage.rule].all_state}
                 return same_groups and all(
-                    state is context.states[position] and names <= state.keys() for position, state in now.items()
+                    state is context.inputs.states[position] and names <= state.keys()
+                    for position, state in now.items()
                 )
             read = self._read.get(stage.number)
         if read is None:  # it could not read its state

@@ -24,7 +24,7 @@ class StepInputs:
     Args:
         groups: the parameter groups by number, with the options of this step.
         shards: the local part of every parameter.
-        states: the state of every parameter, as it is stored.
+        states: the state of every parameter, as the optimizer or as its store has it.
         gradients: the local parts of the gradients that this rank has, in the layouts of their parameters.
         updated: the parameters for which some rank has a gradient. Where this rank has none, it counts as zero.
         divisor: the number of gradients that were summed in each `p.grad`; the step uses their mean.

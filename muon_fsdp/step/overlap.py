@@ -244,12 +244,11 @@ class BackwardOverlap:
         self._thread.begin(Round())
         return {stage.number: partial(round_.result, stage) for stage in used}
 
-    def begin(self, inputs: StepInputs, states: Mapping[int, State], fused: FusedStep) -> None:
+    def begin(self, inputs: StepInputs, fused: FusedStep) -> None:
         """Prepare the next backward, after a step with these inputs.
 
         Args:
             inputs: the tensors and options of the step.
-            states: the optimizer's state by position.
             fused: its fused lists.
         """
         self._warn()
@@ -272,7 +271,6 @@ class BackwardOverlap:
             self._random,
             self._store,
             replace(inputs, gradients={}),
-            states,
             fused,
             device,
             self._stream,

@@ -159,7 +159,7 @@ class PlannedStep:
         """Return what this rank objects to about stages that started in backward, by position of their parameters."""
         return self.overlap.objections(groups, states) if self.overlap is not None else {}
 
-    def early_results(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], StageResult]]:
+    def kept_results(self, agreed: Mapping[int, int]) -> Mapping[int, Callable[[], StageResult]]:
         """Return, for the stages whose results from backward all ranks use, by number, what returns the result."""
         return self.overlap.settle(agreed) if self.overlap is not None else {}
 
@@ -210,21 +210,20 @@ class PlannedStep:
         """
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
         self.random.fill(inputs.num_updates)
-        states = inputs.states
-        inputs = replace(inputs, states={i: self.store.stored(i, state) for i, state in states.items()})
+        stored = replace(inputs, states={i: self.store.stored(i, state) for i, state in inputs.states.items()})
         has_begun = False
         if self.matrices is not None:
-            self.matrices.fill(inputs)
+            self.matrices.fill(stored)
             if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
                 self.matrices.begin(inputs.shards, Recorder(), failures)
                 has_begun, self._fused = True, None
-        fused = self._fuse(inputs, states)
+        fused = self._fuse(inputs, stored)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
         }
         inputs = replace(inputs, gradients=gradients)
-        fused.fill_tables(inputs)
+        fused.fill_tables(replace(stored, gradients=gradients))
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
         taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due)
@@ -236,7 +235,7 @@ class PlannedStep:
                 self.matrices.begin(inputs.shards, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
             shared = (self._dtypes, settings, recorder, random, matrices, kept)
-            source = StepSource(inputs, states, fused, self.store, *shared)
+            source = StepSource(inputs, fused, self.store, *shared)
             run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
             if self.matrices is not None:
                 self.matrices.finish(recorder)
@@ -259,7 +258,7 @@ class PlannedStep:
             taken.has_residuals &= self.overlap.took_residuals
         self.samples.end_step(inputs.groups, taken)
         if self.overlap is not None:
-            self.overlap.begin(inputs, states, fused)
+            self.overlap.begin(inputs, fused)
         return failures
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
@@ -273,16 +272,16 @@ class PlannedStep:
         """Return the positions whose weights kernels can't multiply by factors, and why."""
         return self.matrices.factors.unfusable if self.matrices is not None else {}
 
-    def _fuse(self, inputs: StepInputs, states: Mapping[int, State]) -> FusedStep:
+    def _fuse(self, inputs: StepInputs, stored: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs) or self.state_tensors.have_changed(inputs.states):
-            self.store.check(states, inputs.shards)
+            self.store.check(inputs.states, inputs.shards)
             rules = [record.rule for record in self.records]
-            signature = signature_of(rules, inputs, self._fused, self._unfusable())
+            signature = signature_of(rules, stored, self._fused, self._unfusable())
             self.state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
-                self._fused = make_fused_step(self.plan, inputs, signature, self.matrices)
-                obstacle = capture_obstacle(self.records, inputs, self._unfusable())
+                self._fused = make_fused_step(self.plan, stored, signature, self.matrices)
+                obstacle = capture_obstacle(self.records, stored, self._unfusable())
                 if self.overlap is not None:
                     obstacle = "overlap='backward' runs a part of the step in backward"
                 self.captured.start_over(obstacle)

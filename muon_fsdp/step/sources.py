@@ -48,7 +48,7 @@ class ListedShard(NamedTuple):  # a dataclass takes three times as long to make,
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What a stage updates, and with which options.
+    """The shards that a stage updates, and their options.
 
     Args:
         groups: the options of its groups, by number.
@@ -244,7 +244,6 @@ class StepSource:
 
     Args:
         inputs: the tensors and options of the step.
-        states: the optimizer's state by position.
         fused: the fused lists of every stage; their tables are filled.
         store: keeps the state.
         dtypes: the working precision of every parameter.
@@ -258,7 +257,6 @@ class StepSource:
     def __init__(
         self,
         inputs: StepInputs,
-        states: Mapping[int, State],
         fused: FusedStep,
         store: StateStore,
         dtypes: Sequence[torch.dtype],
@@ -269,7 +267,7 @@ class StepSource:
         kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
         self.settings, self.recorder = settings, recorder
-        self._inputs, self._states, self._fused, self._store, self._dtypes = inputs, states, fused, store, dtypes
+        self._inputs, self._fused, self._store, self._dtypes = inputs, fused, store, dtypes
         self._random, self._matrices, self._kept = random, matrices, kept
 
     def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
@@ -279,10 +277,10 @@ class StepSource:
         return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._dtypes)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._store.lend(stage, self._states, inputs.listed, inputs.fused_positions)
+        return self._store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)
 
     def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        self._store.take_back(stage, self._states, lent)
+        self._store.take_back(stage, self._inputs.states, lent)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None

@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Step:
-    """What `metrics.jsonl` records of step number `step`, counted from 1; `lr` is that of the first param group."""
+    """One step in `metrics.jsonl`; `step` counts from 1, and `lr` is that of the first parameter group."""
 
     step: int
     loss: float
