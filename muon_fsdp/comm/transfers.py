@@ -119,6 +119,39 @@ class AllGather:
         self._recorder.host(lambda: _wait_for(works))
 
 
+class Reduction:
+    """One asynchronous `all_reduce` that sums a buffer over ranks, which starts when the object is made.
+
+    Args:
+        ranks: the ranks that take part, sorted; a single rank sends nothing.
+        purpose: the purpose of their process group.
+        buffer: a flat buffer from the recorder, with the terms of this rank.
+        recorder: records the calls for CUDA graphs.
+    """
+
+    def __init__(self, ranks: Ranks, purpose: str, buffer: Tensor, recorder: Recorder) -> None:
+        self._recorder, self._buffer, self._is_alone = recorder, buffer, len(ranks) == 1
+        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
+        works: list[_Work] = []
+        self._works = works
+
+        def start() -> None:
+            group = group_of(ranks, buffer.device, purpose)  # found at every replay, as above
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            assert work is not None
+            works[:] = [(work, group)]
+
+        if not self._is_alone:
+            recorder.host(start)
+
+    def finish(self) -> Tensor:
+        """Wait for the sums, and return them; on a GPU the current stream waits, and the host does not."""
+        works = self._works
+        if not self._is_alone:
+            self._recorder.host(lambda: _wait_for(works))
+        return self._buffer
+
+
 def _wait_for(works: list[_Work]) -> None:
     work, _group = works.pop()
     work.wait()

@@ -13,7 +13,7 @@ from muon_fsdp.declarations.views import MatrixView
 
 State: TypeAlias = dict[str, Tensor]
 ParameterKind: TypeAlias = Literal["elements", "scalar"]
-MatrixKind: TypeAlias = Literal["scalar", "rows", "columns", "subspace"]
+MatrixKind: TypeAlias = Literal["scalar", "rows", "columns", "subspace", "elements", "left", "right"]
 
 NUM_VECTORS = 16  # the dimension of a "subspace", for matrices that are large enough
 
@@ -70,14 +70,22 @@ class PerMatrix:
     Args:
         name: its key in `optimizer.state[parameter]` and in `batch.state`.
         kind: "scalar" (B,), "rows" (B, d_out), "columns" (B, d_in) or "subspace" (B, k, d_in), k vectors along the
-            columns with k = min(16, d_out, d_in).
+            columns with k = min(16, d_out, d_in). For research sizes also "elements" (B, d_out, d_in), "left"
+            (B, d_out, d_out) and "right" (B, d_in, d_in): every rank holds them whole, and every step sends them.
         initial: None to start from zero, or the name of a statistic of W of the same shape. The state then gets the
             value of that statistic at the first step that updates the matrix. A value of zero counts as not started.
+        zero_error: for state with `initial`, why the statistic must not be zero, and what to do: the step raises it.
     """
 
     name: str
     kind: MatrixKind
     initial: str | None = None
+    zero_error: str | None = None
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether the state is as large as a matrix, so that its memory and its traffic are worth a warning."""
+        return self.kind in ("elements", "left", "right")
 
     @property
     def is_sharded(self) -> bool:
@@ -95,6 +103,9 @@ class PerMatrix:
             "rows": (rows,),
             "columns": (cols,),
             "subspace": (num_vectors(rows, cols), cols),
+            "elements": (rows, cols),
+            "left": (rows, rows),
+            "right": (cols, cols),
         }
         return shapes[self.kind]
 

@@ -29,7 +29,8 @@ class ParameterSpec:
     view: MatrixView | None = None  # None for an element-wise rule
     options: PlannedOptions = NO_OPTIONS  # what matrices of one batch must share
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
-    is_observed: bool = False  # whether its rule asks for statistics of W
+    is_observed: bool = False  # whether its rule asks for statistics of W or of the update
+    sums_updates: bool = False  # whether its rule asks for statistics of the update
     weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
     device_memory: int = DEVICE_MEMORY  # total bytes of the smallest device among its ranks
 

@@ -3,14 +3,15 @@
 from muon_fsdp.declarations.option import Option
 from muon_fsdp.declarations.state import PerMatrix, PerParameter
 from muon_fsdp.rules.adamw import AdamW
-from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixValues, Rule
+from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixValues, Rule, UpdateStatistics
+from muon_fsdp.rules.hyperball import Hyperball
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
 from muon_fsdp.rules.registry import RULES, register, register_built_in, rule_named
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
 from muon_fsdp.statistics.observer import TopSingular
 
-BUILT_IN = (Muon, NorMuon, SpectralSphere, AdamW)
+BUILT_IN = (Muon, NorMuon, SpectralSphere, Hyperball, AdamW)
 for _rule in BUILT_IN:
     register_built_in(_rule)
 
@@ -21,6 +22,7 @@ DEFAULT_OTHER_RULE = AdamW.name
 __all__ = [
     "AdamW",
     "FusedKernels",
+    "Hyperball",
     "MatrixBatch",
     "MatrixValues",
     "Muon",
@@ -32,6 +34,7 @@ __all__ = [
     "Rule",
     "SpectralSphere",
     "TopSingular",
+    "UpdateStatistics",
     "register",
     "rule_named",
 ]

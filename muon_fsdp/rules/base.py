@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -145,6 +145,18 @@ class MatrixBatch:
         return self._update
 
 
+class UpdateStatistics(NamedTuple):
+    """Sums over the elements of every weight matrix W and of its update U, as `direction` wrote and ranks received it.
+
+    Args:
+        inner_product: (B,), <W, U>, float64.
+        squared_norm: (B,), ||U||_F^2, float64.
+    """
+
+    inner_product: Tensor
+    squared_norm: Tensor
+
+
 class MatrixValues:
     """State, statistics and options of B matrices of one shape, which `factors` gets on every rank.
 
@@ -155,14 +167,29 @@ class MatrixValues:
             their values after the call.
         statistics: by name, the statistics of W that the rule declares.
         options: the options of their groups, except those of views. `per_step` numbers are tensors (B,) in float64.
+        update_statistics: those of the update, for a rule that declares `update_statistics = True`.
         diagnostics: write numbers (B,) for `metrics` here, by the names in the rule's `diagnostics`.
     """
 
     def __init__(
-        self, rows: int, cols: int, state: dict[str, Tensor], statistics: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        rows: int,
+        cols: int,
+        state: dict[str, Tensor],
+        statistics: Mapping[str, Any],
+        options: Mapping[str, Any],
+        update_statistics: UpdateStatistics | None = None,
     ) -> None:
         self.rows, self.cols, self.state, self.statistics, self.options = rows, cols, state, statistics, options
+        self._of_update = update_statistics
         self.diagnostics: dict[str, Tensor] = {}
+
+    @property
+    def update_statistics(self) -> UpdateStatistics:
+        """Return the statistics of the update."""
+        if self._of_update is None:
+            raise AttributeError("there are no update_statistics: declare `update_statistics = True` in the rule")
+        return self._of_update
 
 
 class FusedKernels:
@@ -215,7 +242,10 @@ class Rule:
     )
     state: ClassVar[tuple[StateSpec, ...]] = ()
     statistics: ClassVar[tuple[str, ...]] = ()  # the names of the statistics of W that the rule needs
+    # Whether `factors` reads statistics of the update. It is then called after `direction`, stage by stage.
+    update_statistics: ClassVar[bool] = False
     diagnostics: ClassVar[tuple[str, ...]] = ()  # the names of numbers per matrix that `metrics` gets
+    state_in_apply: ClassVar[bool] = False  # whether `apply` gets the state of its parameters, and may change it
     # The dtype of updates on GPUs. None is that of `orthogonalize`: float16, which represents [2^-14, 6e4].
     update_dtype: ClassVar[torch.dtype | None] = None
     kernels: ClassVar[FusedKernels | None] = None
@@ -261,8 +291,12 @@ class Rule:
         f replaces weight decay. To keep weight decay, multiply f by
         `1 - values.options["lr"] * values.options["weight_decay"]`. Every rank calls this with the same values.
 
+        With `update_statistics`, this runs when the update is known: `direction` does not see the changes that this
+        makes to the state, nor this those of `direction`. Where both change a value, that of `factors` is stored.
+
         Returns:
-            f and g, each a number or a tensor (B,), (B, d_out, 1) or (B, 1, d_in).
+            f and g, each a number or a tensor (B,), (B, d_out, 1) or (B, 1, d_in); with `update_statistics` a number
+            or a tensor (B,).
         """
         raise NotImplementedError
 
@@ -272,6 +306,7 @@ class Rule:
         params: list[Tensor],
         updates: list[Tensor],
         factors: Sequence[tuple[Tensor, Tensor]] | None = None,
+        states: Sequence[State] | None = None,
     ) -> None:
         """Compute W <- W (1 - lr * weight_decay) - lr * U, or W <- f W - lr g U, shard by shard and in place.
 
@@ -282,6 +317,8 @@ class Rule:
             params: local tensors of the parameters W.
             updates: the updates U, of the same shapes.
             factors: for each parameter f and g, which broadcast to its shape; None for rules without `factors`.
+            states: for each parameter, its `PerParameter` state by name: local tensors, changed in place. It is passed,
+                by its name, only to rules that declare `state_in_apply = True`.
         """
         lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
@@ -408,13 +445,15 @@ class Rule:
             f"{type(spec).__name__}({spec.name!r}, {spec.kind!r}, {getattr(spec, 'initial', None)!r})"
             for spec in self.state
         ]
+        statistics = [*self.statistics, *(["update_statistics"] if self.update_statistics else [])]
         return {
             "state": ", ".join(specs),
-            "statistics": ", ".join(self.statistics),
+            "statistics": ", ".join(statistics),
             "diagnostics": ", ".join(self.diagnostics),
             "options": ", ".join(f"{o.name} (per_step)" if o.per_step else o.name for o in self.all_options.values()),
             "methods": ", ".join(name for name in methods if getattr(type(self), name) is not getattr(Rule, name)),
             "update_dtype": str(self.update_dtype),
+            "state_in_apply": str(self.state_in_apply),
             "kernels": "none" if self.fused is None else type(self.fused).__name__,
         }
 

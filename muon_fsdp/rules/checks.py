@@ -13,15 +13,16 @@ from muon_fsdp.rules.base import MatrixBatch, Rule, shown
 
 
 class GivenStates:
-    """The states that `prepare` gets, and those of the optimizer, into which the results belong.
+    """The states that `prepare` or `apply` gets, and those of the optimizer, into which the results belong.
 
     Args:
         rule: the rule.
+        method: "prepare" or "apply".
         states: the local state of every parameter.
     """
 
-    def __init__(self, rule: Rule, states: Sequence[State]) -> None:
-        self._rule, self._states = rule, states
+    def __init__(self, rule: Rule, method: str, states: Sequence[State]) -> None:
+        self._rule, self._method, self._states = rule, method, states
         self.copies: list[State] = [dict(state) for state in states]
         self._declared = {spec.name for spec in rule.all_state}
         self._of_matrices = [spec.name for spec in rule.all_state if isinstance(spec, PerMatrix)]
@@ -31,15 +32,15 @@ class GivenStates:
         return [0 if state[name].is_inference() else state[name]._version for name in self._of_matrices]
 
     def take(self) -> None:
-        """Copy tensors that `prepare` has replaced into the state; raise if it has written what would be lost."""
+        """Copy tensors that the method has replaced into the state; raise if it has written what would be lost."""
         for state, left, versions in zip(self._states, self.copies, self._versions, strict=True):
             for name in left.keys() | state.keys():
                 if left.get(name) is state.get(name):
                     continue
                 if name not in self._declared:
                     raise ValueError(
-                        f"rule {self._rule.name!r}: prepare writes the state {name!r}, which it does not declare, so "
-                        f"that no checkpoint would load it: add PerParameter({name!r}) to `state`"
+                        f"rule {self._rule.name!r}: {self._method} writes the state {name!r}, which it does not "
+                        f"declare, so that no checkpoint would load it: add PerParameter({name!r}) to `state`"
                     )
                 self._replace(name, state[name], left.get(name))
             if self._versions_of(state) != versions:
@@ -50,15 +51,15 @@ class GivenStates:
             self._refuse_matrix_state([name])
         if not isinstance(value, Tensor) or value.shape != tensor.shape:
             raise ValueError(
-                f"rule {self._rule.name!r}: prepare must leave a tensor of shape {tuple(tensor.shape)} in the state "
-                f"{name!r}, got {shown(value)}"
+                f"rule {self._rule.name!r}: {self._method} must leave a tensor of shape {tuple(tensor.shape)} in the "
+                f"state {name!r}, got {shown(value)}"
             )
         tensor.copy_(value)
 
     def _refuse_matrix_state(self, names: Sequence[str]) -> None:
         raise ValueError(
-            f"rule {self._rule.name!r}: prepare writes the per-matrix state {', '.join(map(repr, names))}, where it "
-            "would be lost: change it in direction or factors"
+            f"rule {self._rule.name!r}: {self._method} writes the per-matrix state {', '.join(map(repr, names))}, "
+            "where it would be lost: change it in direction or factors"
         )
 
 

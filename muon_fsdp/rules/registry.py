@@ -127,10 +127,14 @@ def _check_state(rule: Rule, where: str) -> None:
     if repeated:
         raise ValueError(f"{where}: {', '.join(map(repr, repeated))} is declared twice, as state or as a diagnostic")
     of_matrices = [spec for spec in rule.all_state if isinstance(spec, PerMatrix)]
+    if rule.update_statistics and not rule.multiplies_weights:
+        raise ValueError(f"{where}: update_statistics are for factors, which the rule does not define")
     if (of_matrices or rule.statistics or rule.multiplies_weights) and not rule.needs_matrices:
         raise ValueError(f"{where}: per-matrix state, statistics and factors need a rule that defines direction")
     for spec in of_matrices:
         if spec.initial is None:
+            if spec.zero_error is not None:
+                raise ValueError(f"{where}: state {spec.name!r} has a zero_error and starts from zero: pass initial")
             continue
         if spec.initial not in rule.statistics:
             which = f"{where}: state {spec.name!r} starts from {spec.initial!r}"

@@ -266,7 +266,17 @@ class KeepingSink:
         if self.samples is not None:
             self.samples.take(stage, number, batch, matrix, group, None)
 
-    def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
+    def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
+        raise AssertionError("nothing is applied in backward")
+
+    def finish(
+        self,
+        stage: Stage,
+        inputs: StageInputs,
+        buffer: Tensor,
+        updates: Mapping[int, Tensor],
+        states: Mapping[int, State],
+    ) -> None:
         """Keep the updates or the gathered units of a stage; if its rule has failed, keep the error for `step()`."""
         failure, values = self._failed.get(stage.number), self._values.pop(stage.number, {})
         samples = self.samples.of(stage) if self.samples is not None else {}

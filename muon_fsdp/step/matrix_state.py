@@ -1,8 +1,8 @@
 """Keep what belongs to whole matrices in a step: statistics of W, per-matrix state and factors of weights.
 
-Before the stages, `begin` observes statistics and asks rules for factors. Within them, `batch` and `take` serve
-`direction`. After them, `finish` settles: state that one rank has changed reaches all ranks that need it, in one
-reduction per set of ranks.
+Before the stages, `begin` observes statistics and asks rules for factors. Within them, `complete` and `take` serve
+`direction`, and `start_sums` and `take_sums` ask rules for factors that depend on the update. After them, `finish`
+settles: state that one rank has changed reaches all ranks that need it, in one reduction per set of ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import add_up
+from muon_fsdp.comm.transfers import Reduction, add_up
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.tables import is_on_device, pinned
-from muon_fsdp.plan.matrix_sets import MatrixClass, MatrixSet, make_sets
+from muon_fsdp.plan.matrix_sets import Block, MatrixClass, MatrixSet, make_sets
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import RULES, MatrixBatch, MatrixValues, Rule
-from muon_fsdp.rules.base import NamedValues, shown
+from muon_fsdp.rules.base import NamedValues, UpdateStatistics, shown
 from muon_fsdp.rules.checks import check_names, checked_factors, checked_metrics
 from muon_fsdp.statistics.observer import STATISTICS, Observer
 from muon_fsdp.step.changes import addresses_of
@@ -35,6 +35,9 @@ from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors,
 # The first steps, in which an iterative statistic may have no vector to start from. They are two, because a matrix of
 # zeros gets its first direction in the first step.
 COLD_STEPS = 2
+
+SUMS = "update statistics"  # the purpose of the process groups that sum statistics of updates
+SUMS_IN_FLIGHT = 4  # stages whose sums use one buffer in turn, more than ever wait for them
 
 Selection: TypeAlias = tuple[int, Tensor | slice]  # a class, and the indices of the matrices in it
 
@@ -60,6 +63,31 @@ class _ClassValues:
     # What `direction` has written here, by name of the state or diagnostic. Several ranks add it up, so there it begins
     # with zeros; a single rank keeps the tensors of a batch that has all matrices, without a copy.
     found: dict[str, Tensor] = field(default_factory=dict)
+    # For a rule whose `factors` depend on the update: the state before `direction`, and what `factors` has left.
+    before: State = field(default_factory=dict)
+    after: State = field(default_factory=dict)
+    diagnostics_after: dict[str, Tensor] = field(default_factory=dict)
+
+    def take_after(self) -> None:
+        """Store what `factors` has changed after the update was known."""
+        for name, value in self.after.items():
+            self.state[name] = torch.where(value != self.before[name], value, self.state[name])
+        self.diagnostics.update(self.diagnostics_after)
+
+
+@dataclass(frozen=True)
+class _StageSums:
+    """The matrices of a stage over whose updates a rule needs sums: those of all ranks of the stage.
+
+    Args:
+        selections: the matrices, class by class.
+        counts: the number of matrices of every selection.
+        blocks: the parts of the matrices on this rank that it adds up, each with their range among all matrices.
+    """
+
+    selections: tuple[Selection, ...]
+    counts: tuple[int, ...]
+    blocks: tuple[tuple[Block, slice], ...]
 
 
 class MatrixStates:
@@ -86,6 +114,9 @@ class MatrixStates:
             [self._select(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_values else []
             for stage in stages
         ]
+        self._stage_sums = {s.number: self._sums_of(s) for s in stages if RULES[s.rule].update_statistics}
+        self._num_sums = 0  # that were started
+        self._shards: dict[int, Tensor] = {}  # of this step, by position, while stages may sum over them
         self._set_states = [_SetState(own) for own in self.sets]
         self.addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step; a captured step keeps them
         self._times = 0  # steps with these tensors
@@ -174,7 +205,7 @@ class MatrixStates:
             self._is_pending = False
 
     def _begin(self, shards: Sequence[Tensor], recorder: Recorder, failures: Failures) -> None:
-        by_position = {position: shards[position] for position in self._parameters}
+        by_position = self._shards = {position: shards[position] for position in self._parameters}
         self._now = []
         for set_state, observer in zip(self._set_states, self._observers, strict=True):
             states = set_state.read()
@@ -194,7 +225,14 @@ class MatrixStates:
         factors = None
         if rule.multiplies_weights:
             try:
-                factors = self._ask(index, current)
+                if self.checks_zeros:
+                    self._check_zeros(index, current, failures)
+                if rule.update_statistics:
+                    current.before = {name: value.clone() for name, value in current.state.items()}
+                    current.after = {name: value.clone() for name, value in current.state.items()}
+                    factors = as_factor(1.0, kind, kind.count), as_factor(1.0, kind, kind.count)
+                else:
+                    factors = self._ask(index, current)
             except Exception as error:  # ranks that have no matrix of this rule do not raise it, and wait for transfers
                 failures.add(rule.name, "factors", error, [member.position for member in kind.members])
                 failures.rules.add(rule.name)
@@ -216,17 +254,45 @@ class MatrixStates:
             kind.cols,
             NamedValues(rule.name, "state", current.state),
             NamedValues(rule.name, "statistics", current.statistics),
-            self._per_step[index].options,
+            self._per_step[index].options(),
         )
-        of_weights, of_updates = checked_factors(rule, rule.factors(of_class))
-        check_names(rule, of_class.state, of_class.diagnostics)
+        factors, current.state, current.diagnostics = self._answer(index, of_class, kind.count)
+        return self.factors.accept(index, factors)
+
+    def _answer(self, index: int, values: MatrixValues, count: int) -> tuple[Factors, State, dict[str, Tensor]]:
+        """Call `factors` for some matrices of a class; return its factors, and the state and diagnostics it leaves."""
+        rule, kind = self._rules[index], self._classes[index]
+        of_weights, of_updates = checked_factors(rule, rule.factors(values))
+        check_names(rule, values.state, values.diagnostics)
+        state = {}
         for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
-            value = _checked(rule, spec.name, of_class.state[spec.name], self._shape(index, spec))
-            current.state[spec.name] = value.to(kind.dtype)
-        current.diagnostics = {
-            name: _checked(rule, name, value, torch.Size((kind.count,))) for name, value in of_class.diagnostics.items()
+            value = _checked(rule, spec.name, values.state[spec.name], self._shape(index, spec, count))
+            state[spec.name] = value.to(kind.dtype)
+        diagnostics = {
+            name: _checked(rule, name, value, torch.Size((count,))) for name, value in values.diagnostics.items()
         }
-        return self.factors.accept(index, (as_factor(of_weights, kind), as_factor(of_updates, kind)))
+        return (as_factor(of_weights, kind, count), as_factor(of_updates, kind, count)), state, diagnostics
+
+    @property
+    def checks_zeros(self) -> bool:
+        """Return whether matrices take part for the first time whose state must not start from zero."""
+        has_zero_errors = any(spec.zero_error for rule in self._rules for spec in rule.matrix_state)
+        return has_zero_errors and (self._times == 1 or any(state.has_new_flags for state in self._set_states))
+
+    def _check_zeros(self, index: int, current: _ClassValues, failures: Failures) -> None:
+        """Raise if state that must not start from zero does; the host waits for the device."""
+        kind = self._classes[index]
+        updated = torch.cat([updated for state in self._set_states for updated in state.updated])
+        first = sum(other.count for other in self._classes[:index])
+        updated = updated[first : first + kind.count]
+        for spec in self._rules[index].matrix_state:
+            if spec.zero_error is None:
+                continue
+            is_zero = ((current.state[spec.name].view(kind.count, -1) == 0).any(1) & updated).tolist()
+            wrong = [m.position for m in kind.members if any(is_zero[m.first : m.first + m.count])]
+            if wrong:
+                names = failures.names_of(wrong)
+                raise ValueError(f"rule {kind.rule!r}: {spec.initial} of {names} is zero: {spec.zero_error}")
 
     def _originals(self, index: int) -> State:
         """Return the rule's state of a class before this step."""
@@ -284,6 +350,85 @@ class MatrixStates:
             index, where = selection
             state = {name: _rows(value, where) for name, value in self._originals(index).items()}
             self.take(stage, number, selection, BatchValues(stage.batches[number].count, state, {}))
+        for index, where in self._stage_sums[stage.number].selections if stage.number in self._stage_sums else ():
+            current = self._now[index]
+            for name, value in current.after.items():
+                value[where] = current.before[name][where]
+
+    def _sums_of(self, stage: Stage) -> _StageSums:
+        """Find the matrices of a stage and the parts of them that this rank holds and counts."""
+        numbers: dict[int, list[int]] = defaultdict(list)  # by class
+        for position in sorted(stage.positions):
+            for number, (count, _, _) in enumerate(self._parameters[position].matrices.block_shapes):
+                index, first = self._class_of[position, number]
+                numbers[index] += range(first, first + count)
+        starts, at = {}, 0
+        for index, chosen in numbers.items():
+            starts[index] = dict(zip(chosen, range(at, at + len(chosen)), strict=True))
+            at += len(chosen)
+        blocks, first = [], 0
+        for own in self.sets:
+            for block in own.blocks:
+                kind = own.classes[block.kind]
+                if block.position in stage.positions and kind.weights[block.matrices.start]:
+                    start = starts[first + block.kind][block.matrices.start]
+                    blocks.append((block, slice(start, start + block.matrices.stop - block.matrices.start)))
+            first += len(own.classes)
+        selections = tuple((index, self._indices(index, chosen)) for index, chosen in numbers.items())
+        return _StageSums(selections, tuple(map(len, numbers.values())), tuple(blocks))
+
+    def start_sums(self, stage: Stage, updated: Collection[int], updates: Tensor, recorder: Recorder) -> Reduction:
+        """Sum <W, U> and ||U||^2 over this rank's parts of the matrices of a stage, and start to add up all ranks'.
+
+        Args:
+            stage: the stage.
+            updated: the positions of the parameters that are updated; those of others count as zero.
+            updates: (stage.update_numel,), the updates of this rank's shards.
+            recorder: provides the buffer, and records the call for CUDA graphs.
+        """
+        of_stage = self._stage_sums[stage.number]
+        name, self._num_sums = f"{SUMS} {self._num_sums % SUMS_IN_FLIGHT}", self._num_sums + 1
+        flat = recorder.buffer(name, 2 * sum(of_stage.counts), torch.float64, updates.device).zero_()
+        sums = flat.view(2, -1)
+        for block, where in of_stage.blocks:
+            if block.position in updated:
+                weight = block.of(self._shards[block.position])
+                update = block.of(stage.shard_slots[block.position].of(updates))
+                sums[0, where] += (weight * update).sum((-2, -1), dtype=torch.float64)
+                sums[1, where] += torch.linalg.vector_norm(update, dim=(-2, -1), dtype=torch.float64).square()
+        ranks = stage.exchange.ranks if stage.exchange is not None else (my_rank(),)
+        return Reduction(ranks, SUMS, flat, recorder)
+
+    def take_sums(self, stage: Stage, sums: Tensor) -> None:
+        """Ask the rule of a stage for factors, given the sums over its updates on all ranks."""
+        of_stage = self._stage_sums[stage.number]
+        found = torch.split(sums.view(2, -1), list(of_stage.counts), dim=1)
+        for (index, where), count, of_class in zip(of_stage.selections, of_stage.counts, found, strict=True):
+            rule, kind, current = self._rules[index], self._classes[index], self._now[index]
+            state = {spec.name: _rows(current.before[spec.name], where).clone() for spec in rule.matrix_state}
+            statistics = {name: _rows(value, where) for name, value in current.statistics.items()}
+            values = MatrixValues(
+                kind.rows,
+                kind.cols,
+                NamedValues(rule.name, "state", state),
+                NamedValues(rule.name, "statistics", statistics),
+                self._per_step[index].options(where),
+                UpdateStatistics(of_class[0], of_class[1]),
+            )
+            factors, left, diagnostics = self._answer(index, values, count)
+            for factor in factors:
+                if factor.shape != (count,):
+                    raise ValueError(
+                        f"rule {rule.name!r}: factors with update_statistics must return numbers or tensors (B,); for "
+                        f"{count} matrices it returned {tuple(factor.shape)}"
+                    )
+            self.factors.put(index, where, factors)
+            for name, value in left.items():
+                current.after[name][where] = value
+            for name, value in diagnostics.items():
+                if name not in current.diagnostics_after:
+                    current.diagnostics_after[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+                current.diagnostics_after[name][where] = value.to(kind.dtype)
 
     def factor_of_updates(self, selection: Selection) -> Tensor:
         """Return the factors of the updates of a batch."""
@@ -321,11 +466,14 @@ class MatrixStates:
                 ranges[-1] = (ranges[-1][0], first + member.stop)
             else:
                 ranges.append((first + member.start, first + member.stop))
-        if len(ranges) == 1:
-            return index, slice(*ranges[0])
-        numbers = [number for start, stop in ranges for number in range(start, stop)]
+        return index, self._indices(index, [number for start, stop in ranges for number in range(start, stop)])
+
+    def _indices(self, index: int, numbers: Sequence[int]) -> Tensor | slice:
+        """Return what selects some matrices of a class: a slice if they are adjacent."""
+        if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+            return slice(numbers[0], numbers[-1] + 1)
         device = self._classes[index].device
-        return index, pinned(numbers, torch.int64, device).to(device, non_blocking=True)
+        return pinned(list(numbers), torch.int64, device).to(device, non_blocking=True)
 
     # ---------------------------------------------------------------------------------------------- after the stages
 
@@ -347,8 +495,9 @@ class MatrixStates:
                 kind, diagnostics = self._classes[index], self._now[index].diagnostics
                 for name in self._own_diagnostics(index):  # a rule need not write all of them
                     diagnostics[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+                self._now[index].take_after()
             set_state.write([(self._now[index].state, self._now[index].observed) for index in indices])
-        now = self._now
+        now, self._shards = self._now, {}
 
         def show() -> None:  # eager steps between two replays have values of their own
             self._now = self._finished = now
@@ -438,6 +587,7 @@ class _SetState:
         self._matrix_of = torch.cat([torch.empty(0, dtype=torch.int64), *matrices]).to(device)  # of every element
         self._elements = torch.ones(len(self._matrix_of), dtype=torch.bool, device=device)
         self._flags: tuple[bool, ...] = ()
+        self.has_new_flags = False  # whether other matrices are updated than in the step before
         self._slices: list[list[Tensor]] = []  # of the rules' state, then of the observed state
         self._before = self._flat = torch.empty(0)
 
@@ -453,7 +603,7 @@ class _SetState:
             each = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
             self._updated.copy_(pinned(each, torch.bool, self._updated.device), non_blocking=True)
             torch.index_select(self._updated, 0, self._matrix_of, out=self._elements)
-            self._flags = flags
+        self.has_new_flags, self._flags = flags != self._flags, flags
 
     def read(self) -> list[tuple[State, State]]:
         """Return, for every class, copies of its rule's state and of the observed state that statistics start from."""
@@ -543,10 +693,10 @@ class _PerStepValues:
                     target.copy_(value.reshape(()))
         torch.index_select(self._table, 1, self._group_of, out=self._of_matrices)
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Return the planned options, and per-step options as tensors (count,)."""
-        return FactorOptions(self._kind.options, dict(zip(self._names, self._of_matrices.unbind(), strict=True)))
+    def options(self, where: Tensor | slice = slice(None)) -> Mapping[str, Any]:
+        """Return the planned options, and per-step options as tensors (count,), of some matrices of the class."""
+        of_matrices = self._of_matrices[:, where].unbind()
+        return FactorOptions(self._kind.options, dict(zip(self._names, of_matrices, strict=True)))
 
 
 class _Awaited(MutableMapping[str, Any]):

@@ -102,6 +102,11 @@ class TakenSamples:
             residual = RULES[stage.rule].residual(one)
         self.samples[stage.number, index] = Sample(group, size, residual)
 
+    def multiply(self, stage: Stage, index: int, factor: Tensor) -> None:
+        """Multiply the sample of a batch by the factor of its update, which was not known when it was taken."""
+        sample = self.samples[stage.number, index]
+        self.samples[stage.number, index] = sample._replace(size=sample.size * factor.abs())
+
     def of(self, stage: Stage) -> dict[_BatchKey, Sample]:
         """Return the samples of one stage, once."""
         return {key: self.samples.pop(key) for key in list(self.samples) if key[0] == stage.number}

@@ -29,6 +29,8 @@ from muon_fsdp.step.matrix_state import BatchValues
 from muon_fsdp.step.sinks import Sink
 from muon_fsdp.step.sources import Source, StageResult
 
+NUM_PHASES = 5  # of a stage
+
 
 def run_stages(stages: Iterable[Stage], source: Source, sink: Sink) -> None:
     """Run these stages, and overlap their transfers with computation as far as the plan allows it.
@@ -36,8 +38,8 @@ def run_stages(stages: Iterable[Stage], source: Source, sink: Sink) -> None:
     `stages` may wait before it yields one. The order of transfers never depends on when it does.
 
     While one stage computes, the next is being gathered and the one before it scattered. Where several ranks hold the
-    same shards, the one before that is being forwarded among them. `Staging.in_flight` says which stages overlap less,
-    to save memory.
+    same shards, the one before that is being forwarded among them. Where a rule reads statistics of its updates, these
+    are being summed over ranks for the one before. `Staging.in_flight` says which stages overlap less, to save memory.
 
     Args:
         stages: the stages, in an order that is the same on all ranks.
@@ -52,7 +54,7 @@ def run_stages(stages: Iterable[Stage], source: Source, sink: Sink) -> None:
                 travelling.add(run)
             else:  # there is no transfer to overlap with: finish at once, which frees its memory
                 travelling.end_scatter()
-                for _ in range(4):
+                for _ in range(NUM_PHASES):
                     run.advance()
         travelling.finish()
     except BaseException:  # their buffers would stay until Python looks for cycles
@@ -63,22 +65,27 @@ def run_stages(stages: Iterable[Stage], source: Source, sink: Sink) -> None:
 
 
 class _Travelling:
-    """The stages whose transfers are running: at most one is gathered, one is scattered and one is forwarded."""
+    """The stages whose transfers are running: at most one is gathered, one is scattered and one is forwarded.
+
+    The one before these may wait for the sums over its updates.
+    """
 
     def __init__(self) -> None:
         self.count = 0  # stages that have been added
         self._gathering: _StageRun | None = None
         self._scattering: _StageRun | None = None
         self._forwarding: _StageRun | None = None
+        self._summing: list[_StageRun] = []
 
     @property
     def runs(self) -> tuple[_StageRun | None, ...]:
         """Return the stages on their way."""
-        return self._gathering, self._scattering, self._forwarding
+        return self._gathering, self._scattering, self._forwarding, *self._summing
 
     def add(self, run: _StageRun) -> None:
         """Start a stage, compute the one that was gathered before, and pass on those before that."""
-        if run.in_flight == 1:
+        # Sums start late. Ranks that wait for them may be those for which a stage of other ranks would wait here.
+        if run.in_flight == 1 or any(each and each.sums and each.ranks != run.ranks for each in self.runs):
             self.finish()
         # Two stages in flight: the one being scattered must end before the next one computes. Its transfer buffers are
         # freed before `run` makes its own. Its updates are applied after `run` has started, because the network would
@@ -90,6 +97,7 @@ class _Travelling:
         self.count += 1
         if ending is not None:
             ending.advance()
+            ending.advance()
             self._scattering = None
         before = self._gathering
         if before is not None:
@@ -99,8 +107,7 @@ class _Travelling:
         if before is None or self._ends_next:
             return
         if before.in_flight < 3:
-            self._pass_on()
-            self._pass_on()
+            self._pass_all_on()
         elif before.forwards and before.ranks != run.ranks:
             # Some ranks of `run` may first need the results that this forward sends. Waiting for them before forwarding
             # would be a deadlock.
@@ -118,8 +125,7 @@ class _Travelling:
             self._gathering.advance()
         self._pass_on()
         self._gathering, self._scattering = None, self._gathering
-        self._pass_on()
-        self._pass_on()
+        self._pass_all_on()
 
     @property
     def _ends_next(self) -> bool:
@@ -133,16 +139,32 @@ class _Travelling:
     def _pass_on(self) -> None:
         """Finish the stage being forwarded, and start forwarding the one being scattered.
 
-        If that has nothing to forward, it is finished too.
+        If that has nothing to forward, it is finished too. A stage with sums over its updates is finished by the next
+        call.
         """
+        for summed in self._summing:
+            summed.advance()
+        self._summing = []
         if self._forwarding is not None:
-            self._forwarding.advance()
+            self._end_forward(self._forwarding)
         self._forwarding, self._scattering = self._scattering, None
         if self._forwarding is not None:
             self._forwarding.advance()
             if not self._forwarding.forwards:
-                self._forwarding.advance()
+                self._end_forward(self._forwarding)
                 self._forwarding = None
+
+    def _end_forward(self, run: _StageRun) -> None:
+        run.advance()
+        if run.sums:
+            self._summing.append(run)
+        else:
+            run.advance()
+
+    def _pass_all_on(self) -> None:
+        """Finish all stages but the one being gathered."""
+        while self._scattering is not None or self._forwarding is not None or self._summing:
+            self._pass_on()
 
 
 def _profiled(phase: str, stage: Stage) -> AbstractContextManager[object]:
@@ -153,7 +175,7 @@ def _profiled(phase: str, stage: Stage) -> AbstractContextManager[object]:
 
 
 class _StageRun:
-    """One stage on its way from gradients to updates, in four phases: each call of `advance` runs the next one.
+    """One stage on its way from gradients to updates, in `NUM_PHASES` phases: each call of `advance` runs the next one.
 
     Parameters are updated in fused launches where that is possible, and by lists of tensors elsewhere.
 
@@ -173,7 +195,11 @@ class _StageRun:
             self._kept is not None and not self._rule.needs_weights
         )
         exchange = stage.exchange
-        self.travels = not self._skips_direction and exchange is not None and (exchange.gathers or exchange.scatters)
+        # Whether sums over its updates travel. Its turn among other stages then matters, though nothing else travels.
+        self.sums = exchange is not None and self._rule.update_statistics and not sink.wants_units(self._rule)
+        self.travels = self.sums or (
+            not self._skips_direction and exchange is not None and (exchange.gathers or exchange.scatters)
+        )
         self.forwards = exchange is not None and exchange.forwards
         self.ranks = exchange.ranks if exchange is not None else ()
         self.in_flight = stage.in_flight
@@ -182,7 +208,7 @@ class _StageRun:
         self._phases = self._start()
 
     def advance(self) -> None:
-        """Run the next phase: up to the start of the gather, of the scatter, of the forward, and to the end."""
+        """Run the next phase: up to the start of the gather, the scatter, the forward, the sums, and to the end."""
         next(self._phases, None)
 
     def close(self) -> None:
@@ -201,14 +227,18 @@ class _StageRun:
         kept = self._kept() if self._kept is not None else None
         buffer = self._new_buffer() if self._rule.needs_matrices else torch.empty(0)
         updates: dict[int, Tensor] = {}  # of an element-wise rule
+        lent: Mapping[int, State] = {}
 
         def prepare() -> None:
-            self._prepare(loan.enter_context(self._borrowed()), buffer, updates)
+            nonlocal lent
+            lent = loan.enter_context(self._borrowed())
+            self._prepare(lent, buffer, updates)
 
         with _profiled("prepare", stage):
             self._attempt("prepare", prepare, buffer)
         if self._rule.needs_matrices:  # else updates may be tensors of the state
             loan.close()
+            lent = {}
         if kept is not None:  # only the state was wanted: what `prepare` has written to the buffer is dropped
             buffer, kept = self._take(kept), None
         if stage.exchange is not None and not self._skips_direction:
@@ -241,11 +271,21 @@ class _StageRun:
         if exchange is not None:
             with _profiled("forwarded", stage):
                 buffer, exchange = exchange.finish_forward(), None
+        if self._rule.update_statistics and self._sink.applies:
+            with _profiled("sum", stage):
+                self._sink.start_sums(stage, self._inputs, buffer, self._source.recorder)
+        yield
+
         with _profiled("apply", stage):
-            kernels = self._rule.fused if self._inputs.fused and self._sink.applies else None
-            if kernels is not None and kernels.state_in_apply and self._rule.needs_matrices:
-                loan.enter_context(self._borrowed())
-            self._sink.finish(stage, self._inputs, buffer, updates)
+            if self._rule.needs_matrices and self._sink.applies and self._wants_state_in_apply:
+                lent = loan.enter_context(self._borrowed())
+            self._sink.finish(stage, self._inputs, buffer, updates, lent)
+
+    @property
+    def _wants_state_in_apply(self) -> bool:
+        """Return whether `apply` of the rule, or of its kernels, changes state."""
+        kernels = self._rule.fused if self._inputs.fused else None
+        return self._rule.state_in_apply or (kernels is not None and kernels.state_in_apply)
 
     @contextmanager
     def _borrowed(self) -> Iterator[Mapping[int, State]]:
@@ -292,7 +332,7 @@ class _StageRun:
             self._inverse_norms = triton_norms.inverse_norms_of_partials(partials, first_partials)
         for group, listed in inputs.lists:
             gradients = [each.working_gradient() for each in listed]
-            given = GivenStates(rule, [states[each.position] for each in listed])
+            given = GivenStates(rule, "prepare", [states[each.position] for each in listed])
             returned = rule.prepare(inputs.groups[group], gradients, given.copies)
             given.take()
             prepared = checked_prepared(rule, returned, [each.shard for each in listed])

@@ -33,7 +33,7 @@ from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.matrix_state import MatrixStates
+from muon_fsdp.step.matrix_state import SUMS, MatrixStates
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import run_stages
@@ -182,7 +182,8 @@ class PlannedStep:
             exchange = stage.exchange
             if exchange is not None:
                 device = local(self.records[stage.units[0].position].tensor).device
-                for purpose in ("", exchange.scatter_purpose):
+                sums = (SUMS,) if RULES[stage.rule].update_statistics else ()
+                for purpose in ("", exchange.scatter_purpose, *sums):
                     found[(exchange.ranks, device.type, purpose)] = device, exchange.ranks
                 if exchange.forwards:
                     key = exchange.peers, device.type, exchange.forward_purpose
@@ -214,9 +215,13 @@ class PlannedStep:
         has_begun = False
         if self.matrices is not None:
             self.matrices.fill(stored)
-            if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
+            are_known = self.matrices.factors.are_known
+            # Whether weights can be fused depends on the kinds of factors. Values that must not be zero are read once.
+            if not are_known or self.matrices.checks_zeros:
                 self.matrices.begin(inputs.shards, Recorder(), failures)
-                has_begun, self._fused = True, None
+                has_begun = True
+                if not are_known:
+                    self._fused = None
         fused = self._fuse(inputs, stored)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
@@ -330,7 +335,8 @@ def parameter_specs(
                 view=record.view,
                 options=options[record.group_index],
                 block_flops=tuple(block_flops),
-                is_observed=bool(record.rule.statistics),
+                is_observed=bool(record.rule.statistics) or record.rule.update_statistics,
+                sums_updates=record.rule.update_statistics,
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
                 device_memory=memory[id(record.layout)],
             )

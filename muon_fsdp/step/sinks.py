@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from muon_fsdp.comm.recorder import Recorder
+from muon_fsdp.comm.transfers import Reduction
+from muon_fsdp.declarations.state import State
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, MatrixBatch, Rule
-from muon_fsdp.rules.checks import check_applied
+from muon_fsdp.rules.checks import GivenStates, check_applied
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
@@ -40,7 +44,17 @@ class Sink(Protocol):
     def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
         """Sample the update of one matrix of a batch, if this step takes samples."""
 
-    def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
+    def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
+        """Start to sum the statistics of updates over ranks, for a rule that reads them; only if the sink applies."""
+
+    def finish(
+        self,
+        stage: Stage,
+        inputs: StageInputs,
+        buffer: Tensor,
+        updates: Mapping[int, Tensor],
+        states: Mapping[int, State],
+    ) -> None:
         """Take the updates of a stage, or its gathered units.
 
         Args:
@@ -48,6 +62,7 @@ class Sink(Protocol):
             inputs: what it updates.
             buffer: the updates, or the gathered units.
             updates: those of an element-wise rule that lists of tensors apply, by position.
+            states: the working tensors of state, by position, if the rule changes them in `apply`.
         """
 
 
@@ -73,6 +88,9 @@ class StepSink:
         self.failures, self.unproven, self.samples = failures, unproven, samples
         self._matrices = matrices
         self._failed: set[int] = set()
+        self._sums: dict[int, Reduction] = {}  # of updates, by number of the stage
+        # Samples whose factors are not known yet, by number of the stage: the batch, its selection and a matrix of it.
+        self._sampled: defaultdict[int, list[tuple[int, Any, int]]] = defaultdict(list)
 
     def has_failed(self, stage: Stage) -> bool:
         return stage.number in self._failed or stage.rule in self.failures.rules
@@ -93,20 +111,48 @@ class StepSink:
     def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
         if self.samples is not None:
             factor = None
-            if RULES[stage.rule].multiplies_weights:
+            if RULES[stage.rule].update_statistics:
+                self._sampled[stage.number].append((number, selection, matrix))
+            elif RULES[stage.rule].multiplies_weights:
                 assert self._matrices is not None
                 factor = self._matrices.factor_of_updates(selection)[matrix]
             self.samples.take(stage, number, batch, matrix, group, factor)
 
-    def finish(self, stage: Stage, inputs: StageInputs, buffer: Tensor, updates: Mapping[int, Tensor]) -> None:
+    def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
+        assert self._matrices is not None
+        self._matrices.wait()
+        self._sums[stage.number] = self._matrices.start_sums(stage, inputs.updated, buffer, recorder)
+
+    def finish(
+        self,
+        stage: Stage,
+        inputs: StageInputs,
+        buffer: Tensor,
+        updates: Mapping[int, Tensor],
+        states: Mapping[int, State],
+    ) -> None:
         matrices = self._matrices if RULES[stage.rule].has_matrix_values else None
-        if not self.has_failed(stage):
-            try:
-                self._apply(stage, inputs, buffer, updates, matrices)
-            except Exception as error:
-                self.fail(stage, "apply", error, inputs.positions)
+        reduction = self._sums.pop(stage.number, None)
+        sums = reduction.finish() if reduction is not None else None
+        if matrices is not None and sums is not None:
+            self._attempt(stage, "factors", inputs, lambda: self._take_sums(stage, matrices, sums))
+        self._attempt(stage, "apply", inputs, lambda: self._apply(stage, inputs, buffer, updates, states, matrices))
         if self.has_failed(stage) and matrices is not None:
             matrices.restore(stage)
+
+    def _attempt(self, stage: Stage, method: str, inputs: StageInputs, work: Callable[[], None]) -> None:
+        """Call what a rule computes, unless its stage has failed before."""
+        if not self.has_failed(stage):
+            try:
+                work()
+            except Exception as error:
+                self.fail(stage, method, error, inputs.positions)
+
+    def _take_sums(self, stage: Stage, matrices: MatrixStates, sums: Tensor) -> None:
+        matrices.take_sums(stage, sums)
+        for number, selection, matrix in self._sampled.pop(stage.number, ()):
+            assert self.samples is not None
+            self.samples.multiply(stage, number, matrices.factor_of_updates(selection)[matrix])
 
     @staticmethod
     def _apply(
@@ -114,6 +160,7 @@ class StepSink:
         inputs: StageInputs,
         buffer: Tensor,
         updates: Mapping[int, Tensor],
+        states: Mapping[int, State],
         matrices: MatrixStates | None,
     ) -> None:
         rule = RULES[stage.rule]
@@ -134,4 +181,10 @@ class StepSink:
             given: list[Any] = [inputs.groups[group], shards, found]
             if factors is not None:
                 given.append(list(map(factors.of, positions, shards)))
-            check_applied(rule, rule.apply(*given))  # type: ignore[func-returns-value]
+            named: dict[str, Any] = {}
+            if rule.state_in_apply:
+                of_lists = GivenStates(rule, "apply", [states[position] for position in positions])
+                named["states"] = of_lists.copies
+            check_applied(rule, rule.apply(*given, **named))  # type: ignore[func-returns-value]
+            if rule.state_in_apply:
+                of_lists.take()

@@ -35,7 +35,10 @@ class WeightFactors:
         self._first = _running_sums(
             [kind.count for kind in classes]
         )  # the number of each class's first matrix among all
-        self._kinds: dict[int, tuple[FactorKind, FactorKind]] = {}  # by class, as the first call of `factors` shows
+        # By class, as the first call of `factors` shows. Those that depend on the update are of whole matrices.
+        self._kinds: dict[int, tuple[FactorKind, FactorKind]] = {
+            index: ("matrix", "matrix") for index, kind in enumerate(classes) if RULES[kind.rule].update_statistics
+        }
         self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
         self._now: Sequence[Factors | None] = ()
         self._flat: Tensor | None = None
@@ -61,6 +64,14 @@ class WeightFactors:
     def set(self, factors: Sequence[Factors | None]) -> None:
         """Set the factors of this step, one pair per class; None for rules without factors."""
         self._now, self._flat = factors, None
+
+    def put(self, index: int, where: Tensor | slice, factors: Factors) -> None:
+        """Set the factors of some matrices of a class, once their updates are known."""
+        known = self._now[index]
+        assert known is not None
+        for target, values in zip(known, factors, strict=True):
+            target[where] = values
+        self._flat = None
 
     def of_updates(self, index: int) -> Tensor:
         """Return the factors of the updates of a class."""
@@ -181,11 +192,11 @@ class FactorOptions(dict[str, Any]):
         )
 
 
-def as_factor(value: Tensor | float, kind: MatrixClass) -> Tensor:
-    """Return a factor in working precision; a single number is repeated for all matrices of the class."""
+def as_factor(value: Tensor | float, kind: MatrixClass, count: int) -> Tensor:
+    """Return a factor in working precision; a single number is repeated for `count` matrices of the class."""
     if not isinstance(value, Tensor):  # filled on the device, because a copy from the host can't be captured
-        return torch.full((kind.count,), float(value), dtype=kind.dtype, device=kind.device)
-    return (value.to(kind.device).expand(kind.count) if value.ndim == 0 else value).to(kind.dtype)
+        return torch.full((count,), float(value), dtype=kind.dtype, device=kind.device)
+    return (value.to(kind.device).expand(count) if value.ndim == 0 else value).to(kind.dtype)
 
 
 def _common(kinds: set[FactorKind]) -> FactorKind:
