@@ -30,13 +30,14 @@ def make(layout: str | None, rule: str, strategy: str = "auto") -> tuple[nn.Modu
     model = make_model(hidden=32).double()
     module = model if layout is None else lay_out(model, layout)[0]
     group = dist.group.WORLD if layout == "ddp" else None
+    options = {**OPTIONS, "weight_decay": 0.0} if rule == "hyperball" else OPTIONS
     optimizer = MuonOptimizer(
         [(name.removeprefix("module."), p) for name, p in module.named_parameters()],
         rule=rule,
         strategy=strategy,
         replicate_group=group,
         overrides=OVERRIDES if "row_beta" in RULES[rule].all_options else None,
-        **OPTIONS,
+        **{name: value for name, value in options.items() if name in RULES[rule].all_options or name == "adamw_lr"},
     )
     return module, optimizer
 

@@ -25,7 +25,9 @@ from tests.comparisons import assert_near, assert_same
 from tests.pool import RankPool
 from tests.reference import polar
 
-MATRIX_RULES = ("row_normed", "toy_sphere", "toy_magnitudes", "toy_noise")
+# Rules that read statistics of the update, or state in `apply`, or have state as large as a matrix.
+UPDATE_RULES = ("toy_turn", "toy_adamuon", "toy_shampoo")
+MATRIX_RULES = ("row_normed", "toy_sphere", "toy_magnitudes", "toy_noise", "hyperball", *UPDATE_RULES)
 
 
 # -------------------------------------------------------------------------------------------- against a reference
@@ -147,7 +149,7 @@ def test_a_toy_rule_on_ranks_is_the_one_on_a_device(ranks: RankPool, one_device,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("rule", ["row_normed", "toy_sphere", "toy_noise"])
+@pytest.mark.parametrize("rule", ["row_normed", "toy_sphere", "toy_noise", "hyperball", *UPDATE_RULES])
 def test_a_toy_rule_is_saved_on_four_ranks_and_resumed_on_three_and_one(ranks: RankPool, one_device, tmp_path, rule):
     ranks.run(4, cases.saved, "hsdp", rule, str(tmp_path))
     for rank, found in enumerate(ranks.run(3, cases.resumed, "fsdp", rule, str(tmp_path))):
@@ -155,7 +157,7 @@ def test_a_toy_rule_is_saved_on_four_ranks_and_resumed_on_three_and_one(ranks: R
     assert_near(cases.resumed(None, rule, str(tmp_path)), one_device[rule], "one device", atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", ["toy_sphere", "toy_noise"])
+@pytest.mark.parametrize("rule", ["toy_sphere", "toy_noise", "toy_turn", "toy_adamuon"])
 def test_a_toy_rule_under_ddp(ranks: RankPool, one_device, rule):
     for rank, found in enumerate(ranks.run(2, cases.trained, "ddp", rule, "owner")):
         assert_near(found, one_device[rule], f"rank {rank}", atol=1e-7)

@@ -173,3 +173,70 @@ class ToySecondMoment(Muon):
 
     name = "toy_second_moment"
     options = (*Muon.options, Option("beta2", 0.75, "decay of a second moment"))
+
+
+@register
+class ToyAdaMuon(Muon):
+    """The example of docs/rules.md: a second moment of the orthogonalized update, kept on shards by `apply`."""
+
+    name = "toy_adamuon"
+    options = (*Muon.options, Option("moment_beta", 0.9, "decay of the second moment", per_step=True))
+    state = (*Muon.state, PerParameter("second_moment"))
+    state_in_apply = True
+
+    def apply(self, group, params, updates, factors=None, states=None):
+        beta = group["moment_beta"]
+        for update, state in zip(updates, states, strict=True):
+            state["second_moment"].lerp_(update.square(), 1 - beta)
+        moments = [state["second_moment"].sqrt() + 1e-8 for state in states]
+        super().apply(group, params, [update / moment for update, moment in zip(updates, moments, strict=True)])
+
+
+@register
+class ToyShampoo(Rule):
+    """The example of docs/rules.md: state of the size of a matrix on either side, and one of the matrix's own size."""
+
+    name = "toy_shampoo"
+    options = (*Rule.options, Option("decay", 0.9, "decay of the preconditioners", check=lambda value: 0 <= value < 1))
+    state = (PerMatrix("left", "left"), PerMatrix("right", "right"), PerMatrix("mean_update", "elements"))
+
+    def direction(self, batch: MatrixBatch) -> None:
+        gradient, decay = batch.matrices, batch.options["decay"]
+        left, right, mean = (batch.state[name] for name in ("left", "right", "mean_update"))
+        left.mul_(decay).add_(gradient @ gradient.mT)
+        right.mul_(decay).add_(gradient.mT @ gradient)
+        mean.lerp_(inverse_root(left) @ gradient.to(left.dtype) @ inverse_root(right), 0.5)
+        batch.update = mean
+
+
+def inverse_root(matrices: Tensor) -> Tensor:
+    """Return the inverse fourth roots of symmetric matrices, (B, n, n)."""
+    values, vectors = torch.linalg.eigh(matrices)
+    return vectors @ ((values.clamp_min(0) + 1e-4) ** -0.25)[:, :, None].mul(vectors.mT)
+
+
+@register
+class ToyTurn(Muon):
+    """Moves every matrix by the part of its update that is orthogonal to it in size, and counts in both methods."""
+
+    name = "toy_turn"
+    state = (*Muon.state, PerMatrix("calls", "scalar"), PerMatrix("turned", "scalar"))
+    statistics = ("frobenius_norm",)
+    update_statistics = True
+    diagnostics = ("cosine", "count")
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        batch.state["calls"].add_(1)
+        batch.diagnostics["count"] = batch.state["calls"].clone()
+
+    def factors(self, values: MatrixValues) -> tuple[Tensor, Tensor]:
+        inner, squared = values.update_statistics
+        norm = values.statistics["frobenius_norm"].double()
+        cosine = inner / (norm * squared.sqrt())
+        values.state["turned"] += cosine.abs().to(values.state["turned"].dtype)
+        values.diagnostics["cosine"] = cosine
+        return 1 - values.options["lr"] * cosine.square(), 1 - cosine.square()
+
+    def metrics(self, last, total):
+        return {"largest_cosine": float(last["cosine"].abs().max()), "calls": float(last["count"].max())}
