@@ -129,6 +129,8 @@ RULE_ATTRIBUTES = (
     ("options", "its `Option`s; begin with those of the class that it extends"),
     ("state", "its state: `PerParameter` and `PerMatrix`"),
     ("statistics", "the names of the statistics of W that it needs"),
+    ("update_statistics", "whether `factors` reads `values.update_statistics`; it then runs once the update is known"),
+    ("state_in_apply", "whether `apply` gets the state of its parameters as `states`, and may change it"),
     ("diagnostics", "the names of numbers per matrix for `metrics`"),
     ("update_dtype", "`torch.float32` if float16 can't hold its updates on GPUs"),
     ("kernels", "its `FusedKernels`; they count unless a subclass overrides `prepare` or `apply`"),

@@ -178,6 +178,7 @@ def _rules_section() -> list[str]:
     parts.append(table(["method", "meaning"], method_rows(rules.FusedKernels)))
     rows = [(f"`{name}`", statistic.doc) for name, statistic in STATISTICS.items()]
     parts += ["Statistics of the weights:", table(["name", "value"], rows), record_entry(rules.TopSingular)]
+    parts.append(record_entry(rules.UpdateStatistics))
     return [part for part in parts if part]
 
 

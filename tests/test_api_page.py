@@ -20,9 +20,9 @@ from muon_fsdp.declarations.settings import FOREIGN_KEYS
 from muon_fsdp.elementwise import TritonMuon, benchmark_muon_optimizers
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.plan.report import PlanReport
-from muon_fsdp.rules import RULES, AdamW, Muon, NorMuon, Rule, SpectralSphere
+from muon_fsdp.rules import RULES, AdamW, Hyperball, Muon, NorMuon, Rule, SpectralSphere
 
-BUILT_IN = [RULES[rule.name] for rule in (Muon, NorMuon, SpectralSphere, AdamW)]
+BUILT_IN = [RULES[rule.name] for rule in (Muon, NorMuon, SpectralSphere, Hyperball, AdamW)]
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "api.md"
 OPTIONS = DOCS / "options.md"
@@ -88,7 +88,8 @@ def keys_of_table(after: str) -> list[str]:
 def test_every_metric_is_there():
     """The page lists the metrics that the optimizers return, and no others."""
     given: set[str] = set()
-    for make in (functools.partial(MuonOptimizer, overlap="backward"), SpectralSphereOptimizer):
+    hyperball = functools.partial(MuonOptimizer, rule="hyperball")
+    for make in (functools.partial(MuonOptimizer, overlap="backward"), SpectralSphereOptimizer, hyperball):
         model = nn.Linear(6, 4)
         optimizer = make(model)
         model(torch.randn(3, 6)).square().mean().backward()

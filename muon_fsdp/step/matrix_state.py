@@ -292,7 +292,8 @@ class MatrixStates:
             wrong = [m.position for m in kind.members if any(is_zero[m.first : m.first + m.count])]
             if wrong:
                 names = failures.names_of(wrong)
-                raise ValueError(f"rule {kind.rule!r}: {spec.initial} of {names} is zero: {spec.zero_error}")
+                where = f"rule {kind.rule!r}: {spec.initial} of {names}"
+                raise ValueError(f"{where} must not be zero: {spec.zero_error}")
 
     def _originals(self, index: int) -> State:
         """Return the rule's state of a class before this step."""
@@ -400,7 +401,7 @@ class MatrixStates:
         return Reduction(ranks, SUMS, flat, recorder)
 
     def take_sums(self, stage: Stage, sums: Tensor) -> None:
-        """Ask the rule of a stage for factors, given the sums over its updates on all ranks."""
+        """Call `factors` for the matrices of a stage, given the sums over its updates on all ranks."""
         of_stage = self._stage_sums[stage.number]
         found = torch.split(sums.view(2, -1), list(of_stage.counts), dim=1)
         for (index, where), count, of_class in zip(of_stage.selections, of_stage.counts, found, strict=True):
