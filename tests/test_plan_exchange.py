@@ -23,6 +23,7 @@ from muon_fsdp.plan.report import make_report
 from muon_fsdp.plan.stages import SCATTER_GROUP_RANKS, Exchange, make_plan
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from muon_fsdp.step import pipeline
+from muon_fsdp.step.matrix_state import SUMS
 from tests.comparisons import assert_same
 
 CPU = torch.device("cpu"), torch.float32
@@ -297,13 +298,14 @@ class LoggedRun:
     """A stage that notes the calls of `run_stages` instead of running, with the process group of every transfer."""
 
     def __init__(self, stage, source, sink, number):
-        self.name, self.ranks, self.peers, self.in_flight, self.log = stage
+        self.name, self.ranks, self.peers, self.in_flight, self.sums, self.log = stage
         self.travels, self.positions, self.forwards = True, {0}, len(self.peers) > 1
         self.group = (self.ranks, "")
         exchange = Exchange(self.ranks, 0, (), (), (), (), True, True, self.peers, 1)
         self.scatter_group = (self.ranks, exchange.scatter_purpose)
         self.forward_group = (self.peers, exchange.forward_purpose)
-        self.phases = iter((self.start, self.compute, self.forward, self.finish))
+        self.sum_group = (self.ranks, SUMS)
+        self.phases = iter((self.start, self.compute, self.forward, self.sum, self.finish))
 
     def advance(self):
         next(self.phases)()
@@ -319,8 +321,12 @@ class LoggedRun:
         if self.forwards:
             self.log.append(("start", "forward", self.name, self.forward_group))
 
-    def finish(self):
+    def sum(self):
         self.log += [("wait", "forward", self.name, self.forward_group)] if self.forwards else []
+        self.log += [("start", "sum", self.name, self.sum_group)] if self.sums else []
+
+    def finish(self):
+        self.log += [("wait", "sum", self.name, self.sum_group)] if self.sums else []
 
 
 def peers_among(ranks, rank, num_replicas):
@@ -334,8 +340,8 @@ def peers_among(ranks, rank, num_replicas):
     st.lists(
         st.tuples(
             st.frozensets(st.integers(0, 6), min_size=2),
-            # Replicas (60: every rank holds everything), and stages in flight.
-            st.lists(st.tuples(st.sampled_from([1, 2, 3, 60]), st.sampled_from([3, 3, 2, 1])), max_size=6),
+            # Replicas (60: every rank holds everything), stages in flight, and whether updates are summed.
+            st.lists(st.tuples(st.sampled_from([1, 2, 3, 60]), st.sampled_from([3, 3, 2, 1]), st.booleans()), max_size=6),
         ),
         max_size=5,
         unique_by=lambda item: item[0],
@@ -344,16 +350,16 @@ def peers_among(ranks, rank, num_replicas):
 def test_no_order_of_sets_and_stages_is_a_circle(sets):
     """Every transfer begins on all ranks in the order of its group, and none waits for one that can't begin."""
     stages = [
-        ((ranks, number), ranks, num_replicas, in_flight)
+        ((ranks, number), ranks, num_replicas, in_flight, sums)
         for ranks, many in sorted((tuple(sorted(ranks)), many) for ranks, many in sets)
-        for number, (num_replicas, in_flight) in enumerate(many)
+        for number, (num_replicas, in_flight, sums) in enumerate(many)
     ]
     logs = {rank: [] for rank in range(7)}
     with patch.object(pipeline, "_StageRun", LoggedRun):
         for rank, log in logs.items():
             mine = [
-                (name, ranks, peers_among(ranks, rank, replicas), in_flight, log)
-                for name, ranks, replicas, in_flight in stages
+                (name, ranks, peers_among(ranks, rank, replicas), in_flight, sums, log)
+                for name, ranks, replicas, in_flight, sums in stages
                 if rank in ranks
             ]
             pipeline.run_stages(mine, None, None)
@@ -391,7 +397,7 @@ def test_with_two_stages_in_flight_the_network_does_not_wait_for_updates():
 
     log = []
     with patch.object(pipeline, "_StageRun", Applied):
-        stages = [(number, (0, 1), (0,), 2, log) for number in range(4)]
+        stages = [(number, (0, 1), (0,), 2, False, log) for number in range(4)]
         pipeline.run_stages(stages, None, None)
     order = [f"{what} {kind} {name}" for what, kind, name, _ in log]
     for first in range(2):
@@ -419,7 +425,7 @@ def test_stages_on_their_way_drop_their_buffers_when_one_fails():
 
     log = []
     with patch.object(pipeline, "_StageRun", Failing), pytest.raises(ArithmeticError, match="no direction"):
-        pipeline.run_stages([(number, (0, 1), (0, 1), 3, log) for number in range(6)], None, None)
+        pipeline.run_stages([(number, (0, 1), (0, 1), 3, False, log) for number in range(6)], None, None)
     assert {name for what, _, name, _ in log if what == "close"} >= {2, 3, 4}  # scattered, computed and gathered
 
 
