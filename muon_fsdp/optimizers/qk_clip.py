@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.agreement import fingerprint
 from muon_fsdp.comm.dtensors import local
-from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group, num_ranks
+from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group, my_rank, num_ranks
 from muon_fsdp.comm.transfers import largest_of, texts_of_all
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.attention import Attention, Projection, has_qk_norm, path_to, read_attention
@@ -25,7 +25,6 @@ from muon_fsdp.plan.layout import Box
 from muon_fsdp.text import first_names
 
 Logits: TypeAlias = Tensor | Sequence[float]
-_HASH_BITS = 48  # a float64 holds them exactly
 # Numbers of the first reduction. Its size must not depend on what a rank was given: ranks with different modules would
 # send different sizes. 61 layers of 128 heads fit; the logits of larger models need a second reduction.
 _FIRST_NUMBERS = 8192
@@ -78,17 +77,16 @@ def qk_clip(
     if not isinstance(optimizer, GroupedOptimizer):
         inner = " Pass the optimizer that it wraps, often its attribute `optimizer`." * hasattr(optimizer, "optimizer")
         raise TypeError(f"qk_clip needs an optimizer of muon_fsdp, got {type(optimizer).__name__}.{inner}")
-    ranks: Ranks = (0,)
-    if num_ranks() > 1 and not is_pretended():
-        ranks = tuple(sorted(dist.get_process_group_ranks(dist.group.WORLD if group is None else group)))
+    ranks = _ranks_of(group)
     modules: list[_Module] = []
     error: Exception | None = None
     try:
         _check_threshold(threshold)
         modules = _read(optimizer, max_logits)
-    except (TypeError, ValueError) as caught:
+        _require_holders(modules, ranks)
+    except Exception as caught:  # all ranks must raise it: the others wait for this one
         error = caught
-    if len(ranks) == 1 and error is not None:
+    if error is not None and (len(ranks) == 1 or is_pretended()):
         raise error
     device = next((local(p).device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     largest = _reduce(modules, float(threshold) if error is None else 0.0, error, ranks, device, group)
@@ -100,6 +98,27 @@ def qk_clip(
     }
 
 
+def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """Return the ranks whose logits are compared, in ascending order."""
+    if num_ranks() == 1:
+        return (my_rank(),)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("qk_clip: this rank is not in group: pass it a group that it belongs to")
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _require_holders(modules: Iterable[_Module], ranks: Ranks) -> None:
+    """Raise if ranks outside of the group hold parts of a weight: they would scale it differently."""
+    for module in modules:
+        for projection, record in module.records:
+            outside = sorted(set(record.layout.ranks) - set(ranks))
+            if outside:
+                raise ValueError(
+                    f"qk_clip: rank {outside[0]} holds a part of parameter {module.name + '.' + projection.name!r} and "
+                    "is not in group: pass a group with all ranks that hold it"
+                )
+
+
 def _check_threshold(threshold: float) -> None:
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
         raise ValueError(f"qk_clip: threshold must be a positive number, got {threshold!r}")
@@ -107,7 +126,7 @@ def _check_threshold(threshold: float) -> None:
 
 def _read(optimizer: GroupedOptimizer, max_logits: Mapping[str, Logits]) -> list[_Module]:
     """Return the modules whose logits were given, sorted by name."""
-    model = optimizer.model()
+    model = optimizer._known_model()
     if model is None:
         raise ValueError(
             "qk_clip: the optimizer does not know the model, whose modules tell the sizes of heads: build it from the "
@@ -120,8 +139,7 @@ def _read(optimizer: GroupedOptimizer, max_logits: Mapping[str, Logits]) -> list
     names = {clean_name(name): name for name, _ in model.named_modules(remove_duplicate=False)}
     records = {id(record.tensor): record for record in optimizer._records()}
     modules = []
-    for given, logits in sorted(max_logits.items()):
-        name = clean_name(given)
+    for name, given in sorted((clean_name(given), given) for given in max_logits):
         if name not in names:
             similar = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
             hint = f"; modules with such a name are {first_names(similar)}" if similar else ""
@@ -137,7 +155,7 @@ def _read(optimizer: GroupedOptimizer, max_logits: Mapping[str, Logits]) -> list
         except ValueError as error:
             raise ValueError(f"qk_clip: can't read the heads of module {name!r}: {error}") from None
         found = tuple((each, _record(name, each, records)) for each in attention.projections)
-        modules.append(_Module(name, attention, found, _as_numbers(name, logits, attention.num_heads)))
+        modules.append(_Module(name, attention, found, _as_numbers(name, max_logits[given], attention.num_heads)))
     _refuse_shared(modules)
     return modules
 
@@ -191,11 +209,11 @@ def _reduce(
 ) -> list[float]:
     """Return the largest logit of every head over all ranks; raise on all of them if one has failed or they differ."""
     own = torch.cat([module.logits.to(device) for module in modules]) if modules else torch.zeros(0, device=device)
-    if len(ranks) == 1:
+    if len(ranks) == 1 or is_pretended():
         return own.tolist()
     make_group(ranks, device, group)
     lines = [f"threshold {threshold}", *(f"{module.name} ({len(module.logits)} heads)" for module in modules)]
-    number = float(fingerprint(lines) % 2**_HASH_BITS)
+    number = float(fingerprint(lines))
     first = torch.full((_FIRST_NUMBERS,), -torch.inf, dtype=torch.float64, device=device)
     first[:_HEADER] = first.new_tensor([error is not None, number, -number])
     room = _FIRST_NUMBERS - _HEADER
