@@ -16,6 +16,7 @@ from muon_fsdp.comm.agreement import fingerprint
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group, my_rank, num_ranks
 from muon_fsdp.comm.transfers import largest_of, texts_of_all
+from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.attention import Attention, Projection, has_qk_norm, path_to, read_attention
 from muon_fsdp.parameters.names import clean_name
@@ -43,7 +44,7 @@ class _Module:
 
 @torch.no_grad()
 def qk_clip(
-    optimizer: GroupedOptimizer,
+    optimizer: torch.optim.Optimizer,
     max_logits: Mapping[str, Logits],
     threshold: float = 100.0,
     group: dist.ProcessGroup | None = None,
@@ -71,8 +72,9 @@ def qk_clip(
         By name of the module, the gamma of each query head; 1 where nothing was scaled.
 
     Raises:
-        ValueError: a module or a size is not known, the module normalizes queries and keys, or a logit is not finite.
-            All ranks raise the same error, and nothing is changed.
+        ValueError: a module or a size is not known, or scaling would have no lasting effect: the module normalizes
+            queries and keys, or the rule of a weight decides its size.
+        FloatingPointError: a logit is NaN or infinite. All ranks raise the same errors, and nothing is changed.
     """
     if not isinstance(optimizer, GroupedOptimizer):
         inner = " Pass the optimizer that it wraps, often its attribute `optimizer`." * hasattr(optimizer, "optimizer")
@@ -102,7 +104,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """Return the ranks whose logits are compared, in ascending order."""
     if num_ranks() == 1:
         return (my_rank(),)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # what `new_group` returns to other ranks
         raise ValueError("qk_clip: this rank is not in group: pass it a group that it belongs to")
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
@@ -251,7 +253,7 @@ def _gammas(modules: Sequence[_Module], largest: Sequence[float], threshold: flo
         for head in range(module.attention.num_heads):
             top = next(numbers)
             if top == math.inf:
-                raise ValueError(
+                raise FloatingPointError(
                     f"qk_clip: the largest logit of head {head} of module {module.name!r} is NaN or infinite on a "
                     "rank. Nothing was scaled; lower the learning rate, or go back to a checkpoint"
                 )
@@ -274,7 +276,12 @@ def _scale(modules: Iterable[_Module], gammas: Mapping[str, Sequence[float]]) ->
                 if gamma < 1 and box.numel:
                     parts[shard.device].append((shard[box.within(held)], gamma**rows.power))
     for pairs in parts.values():
-        torch._foreach_mul_([part for part, _ in pairs], [factor for _, factor in pairs])
+        # A product in half precision would round the factor too. For other dtypes `wide` is the shard itself.
+        wide = [part.to(working_dtype(part.dtype)) for part, _ in pairs]
+        torch._foreach_mul_(wide, [factor for _, factor in pairs])
+        for product, (part, _) in zip(wide, pairs, strict=True):
+            if product is not part:
+                part.copy_(product)
 
 
 def _rows_box(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:

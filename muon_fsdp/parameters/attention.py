@@ -263,20 +263,15 @@ def _torch_attention(module: nn.MultiheadAttention) -> Attention:
     heads = _Heads(module.num_heads, module.num_heads, module.head_dim)
     queries = _query_rows(heads, 0)
     both = queries + _key_rows(heads, module.embed_dim)
-    if module.in_proj_weight is not None:
-        own = [Projection("in_proj_weight", module.in_proj_weight, 0, both)]
-    else:
-        assert module.q_proj_weight is not None
-        assert module.k_proj_weight is not None
-        own = [
-            Projection("q_proj_weight", module.q_proj_weight, 0, queries),
-            Projection("k_proj_weight", module.k_proj_weight, 0, _key_rows(heads, 0)),
-        ]
-    if module.in_proj_bias is not None:
-        own.append(Projection("in_proj_bias", module.in_proj_bias, 0, both))
-    if module.bias_k is not None:
-        own.append(Projection("bias_k", module.bias_k, 2, _key_rows(heads, 0)))
-    return Attention(heads.count, heads.count, tuple(own))
+    places = {  # those that a module does not use are None
+        "in_proj_weight": (0, both),
+        "q_proj_weight": (0, queries),
+        "k_proj_weight": (0, _key_rows(heads, 0)),
+        "in_proj_bias": (0, both),
+        "bias_k": (2, _key_rows(heads, 0)),
+    }
+    own = [(name, getattr(module, name), *place) for name, place in places.items()]
+    return Attention(heads.count, heads.count, tuple(Projection(*each) for each in own if each[1] is not None))
 
 
 def _is_transposed(layer: nn.Module) -> bool:
@@ -297,6 +292,7 @@ def _num_rows(name: str, layer: nn.Module) -> int:
 
 
 def _of_layer(name: str, layer: nn.Module, rows: tuple[Rows, ...]) -> list[Projection]:
-    own = [Projection(f"{name}.weight", layer.weight, 1 if _is_transposed(layer) else 0, rows)]
+    weight = layer.get_parameter("weight")
+    own = [Projection(f"{name}.weight", weight, 1 if _is_transposed(layer) else 0, rows)]
     bias = getattr(layer, "bias", None)
     return own if bias is None else [*own, Projection(f"{name}.bias", bias, 0, rows)]
