@@ -202,7 +202,7 @@ def all_raise(layout: str = "fsdp") -> list[str]:
     ]
     errors = []
     for mistake in mistakes:
-        with pytest.raises((ValueError, FloatingPointError), match="qk_clip|on rank 1") as raised:
+        with pytest.raises((ValueError, FloatingPointError), match=r"qk_clip|on rank 1") as raised:
             qk_clip(optimizer, mistake if rank == 1 else good)
         errors.append(str(raised.value))
     with pytest.raises(ValueError, match="different modules or thresholds") as raised:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,15 @@ from torch import nn
 
 from muon_fsdp import MuonOptimizer, qk_clip
 from muon_fsdp.parameters.attention import path_to, read_attention
+from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.training.config import TrainConfig
+from muon_fsdp.training.logits import LogitClip
+from muon_fsdp.training.model import largest_logits
+from muon_fsdp.training.parallel import World
 from tests import qk_clip_cases as cases
 from tests.pool import RankPool
+from tests.program_cases import finish, flags
+from tests.training_cases import TINY, surroundings, text_fixture, tiny_gpt  # noqa: F401
 
 HEADS, SIZE = cases.HEADS, cases.SIZE
 
@@ -265,3 +274,55 @@ def test_fused_rows_by_head_are_refused():
     model = nn.ModuleDict({"attention": GPTNeoXAttention()})
     with pytest.raises(ValueError, match="does not store 'qkv_proj' as rows of Q, then K, then V"):
         read_attention(path_to(model, "attention"))
+
+
+@pytest.mark.parametrize("chunk", [3, 256])
+def test_the_training_model_measures_causal_logits(chunk):
+    q, k = torch.randn(2, 3, 4, 10, 6, generator=torch.Generator().manual_seed(0))  # (B, heads, T, head_dim) each
+    expected = [
+        max(float(q[b, h, i] @ k[b, h, j]) for b in range(3) for i in range(10) for j in range(i + 1)) / 6**0.5
+        for h in range(4)
+    ]
+    torch.testing.assert_close(largest_logits(q, k, chunk), torch.tensor(expected))
+
+
+def test_the_training_model_is_clipped():
+    gpt = tiny_gpt(replace(TINY, qk_norm=False))
+    clip = LogitClip(gpt, TINY.num_heads, 0.5, World(torch.device("cpu"), torch.float32))
+    optimizer = MuonOptimizer(gpt)
+    tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(0))
+    attention = gpt.blocks[0].attention
+    with torch.no_grad():
+        gpt(tokens)
+    assert attention.largest_logits is None
+    for part in tokens.chunk(2):  # micro-batches
+        gpt(part)
+    before = attention.largest_logits
+    clip(optimizer)
+    gpt(tokens)
+    torch.testing.assert_close(attention.largest_logits, before.clamp(max=0.5))
+    assert before.max() > 0.5
+
+
+def test_the_training_program_clips_alike_on_ranks(ranks: RankPool, text: Path, tmp_path):
+    options = ("--no-qk-norm", "--micro-batch-size", "2")
+    free = finish(ranks, 1, flags(text, tmp_path / "free", 4, *options))
+    options = (*options, "--qk-clip", "0.3")
+    expected = finish(ranks, 1, flags(text, tmp_path / "one", 4, *options))
+    assert abs(free[-1] - expected[-1]) > 1e-3
+    for layout in (("--fsdp",), ("--tp", "2"), ("--ddp",)):
+        found = finish(ranks, 2, flags(text, tmp_path / layout[0], 4, *options, *layout))
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"qk_clip": 100.0}, "pass --no-qk-norm too"),
+        ({"qk_clip": 100.0, "qk_norm": False, "optimizer": "sso"}, "does not work with --optimizer spectral_sphere"),
+        ({"qk_clip": -1.0, "qk_norm": False}, "--qk-clip must be positive"),
+    ],
+)
+def test_mistakes_in_flags_are_named(options, text):
+    with pytest.raises(ConfigError, match=text):
+        TrainConfig(**options)

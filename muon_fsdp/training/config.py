@@ -93,8 +93,8 @@ class TrainConfig:
     decay_fraction: float = _flag(0.4, "fraction of the steps in which they fall, with --schedule trapezoid", _FRACTION)
     final_lr_fraction: float = _flag(0.05, "learning rate at the end, as a fraction of --lr and --rest-lr", _FRACTION)
     clip_norm: float = _flag(1.0, "clip the gradient to this norm", _POSITIVE)
-    qk_clip: float | None = _flag(None, "after each step, scale queries and keys of heads whose largest attention logit "
-        "exceeds this; needs --no-qk-norm (default: no clipping)", _POSITIVE, _FINITE)  # fmt: skip
+    qk_clip: float | None = _flag(None, "after each step, scale queries and keys of heads whose largest attention "
+        "logit exceeds this; needs --no-qk-norm (default: no clipping)", _POSITIVE, _FINITE)  # fmt: skip
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     parallel: Literal["none", "ddp", "fsdp"] = "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -120,7 +121,7 @@ def largest_logits(q: Tensor, k: Tensor, chunk: int = 256) -> Tensor:  # two (B,
         logits = q[..., start:stop, :].float() @ k[..., :stop, :].float().mT  # (B, heads, queries, keys)
         future = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
         tops.append(logits.masked_fill(future, -torch.inf).amax(dim=(0, 2, 3)))
-    return torch.stack(tops).amax(dim=0) * q.size(-1) ** -0.5
+    return torch.stack(tops).amax(dim=0) / math.sqrt(q.size(-1))
 
 
 class CausalSelfAttention(nn.Module):
