@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, qk_clip
+from tests.training_cases import TINY, tiny_gpt
 
 WIDTH, HEADS, KV_HEADS, SIZE = 12, 4, 2, 3
 NOPE, ROPE, VALUE, LATENT = 3, 2, 5, 7
@@ -218,7 +220,8 @@ def all_raise(layout: str = "fsdp") -> list[str]:
 
 def more_heads_than_one_reduction() -> None:
     """Clip a head whose logit is in the second reduction."""
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8200, 8200, bias=False)}).to("meta")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"attention": nn.MultiheadAttention(8200, 8200, bias=False)})
     attention = model["attention"]
     attention.in_proj_weight = nn.Parameter(torch.ones(3 * 8200, 1))
     attention.out_proj.weight = nn.Parameter(torch.ones(2, 2))
@@ -244,3 +247,21 @@ def counted_reductions() -> int:
     finally:
         dist.all_reduce = original
     return len(calls)
+
+
+def clip_after_validation() -> None:
+    """Clip after a forward without backward, which leaves whole weights in the modules."""
+    gpt = tiny_gpt(replace(TINY, qk_norm=False))
+    whole_model = fully_shard(gpt)
+    optimizer = MuonOptimizer(gpt)
+    attention = gpt.blocks[0].attention
+    attention.measures_logits = True
+    tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    whole_model(tokens)
+    before, attention.largest_logits = attention.largest_logits, None
+    assert not isinstance(attention.q.weight, DTensor)
+    name = "blocks.0.attention"
+    gammas = qk_clip(optimizer, {name: before}, threshold=0.5)[name]
+    whole_model(tokens)
+    torch.testing.assert_close(attention.largest_logits, before * torch.tensor(gammas))
+    assert max(gammas) < 1

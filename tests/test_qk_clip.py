@@ -173,6 +173,10 @@ def test_one_reduction_for_all_modules(ranks: RankPool):
     assert ranks.run(2, cases.counted_reductions) == [1, 1]
 
 
+def test_weights_that_fsdp_has_gathered_are_clipped(ranks: RankPool):
+    ranks.run(2, cases.clip_after_validation)
+
+
 def test_models_with_very_many_heads(ranks: RankPool):
     ranks.run(2, cases.more_heads_than_one_reduction)
 
