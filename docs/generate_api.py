@@ -62,7 +62,7 @@ def _sections() -> list[str]:
         "muon_fsdp.integrations": _integrations_section,
     }
     optimizers = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer)
-    functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
+    functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label, muon_fsdp.qk_clip)
     return [
         f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}",
         *map(optimizer_entry, optimizers),

@@ -318,6 +318,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Return the model by whose modules `params` are routed; a subclass may have one."""
         return None
 
+    def _known_model(self) -> nn.Module | None:
+        """Return the model that the optimizer was built from; None if there was none or it no longer exists."""
+        return self._watch.model() if self._watch is not None else None
+
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
@@ -330,8 +334,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._add(param_group)
             return
         (param_group,) = with_lists([param_group])
-        model = self._watch.model() if self._watch is not None else None
-        with self._router.reading(model, self._named_parameters([*self.param_groups, param_group])):
+        with self._router.reading(self._known_model(), self._named_parameters([*self.param_groups, param_group])):
             self._add(param_group)
 
     def _add(self, param_group: Group) -> None:
@@ -509,7 +512,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise _changed_by_hand()
         result: list[list[Route]] = []
         taken = {key: route.name for key, route in known.items()}
-        model = self._watch.model() if self._watch is not None else None
+        model = self._known_model()
         with self._router.reading(model, self._named_parameters(self.param_groups)):
             for group, kinds in zip(self.param_groups, new, strict=True):
                 if True in kinds:

@@ -93,6 +93,8 @@ class TrainConfig:
     decay_fraction: float = _flag(0.4, "fraction of the steps in which they fall, with --schedule trapezoid", _FRACTION)
     final_lr_fraction: float = _flag(0.05, "learning rate at the end, as a fraction of --lr and --rest-lr", _FRACTION)
     clip_norm: float = _flag(1.0, "clip the gradient to this norm", _POSITIVE)
+    qk_clip: float | None = _flag(None, "after each step, scale queries and keys of heads whose largest attention "
+        "logit exceeds this; needs --no-qk-norm (default: no clipping)", _POSITIVE, _FINITE)  # fmt: skip
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     parallel: Literal["none", "ddp", "fsdp"] = "none"
@@ -144,6 +146,12 @@ class TrainConfig:
                 RULES[DEFAULT_OTHER_RULE].all_options["betas"].validate(self.rest_betas)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"--rest-betas: {error}") from None
+        if self.qk_clip is not None and (preset(self.model).qk_norm if self.qk_norm is None else self.qk_norm):
+            raise ConfigError("--qk-clip does nothing if queries and keys are normalized: pass --no-qk-norm too")
+        if self.qk_clip is not None and rule.multiplies_weights:
+            raise ConfigError(
+                f"--qk-clip does not work with --optimizer {rule.name}, which decides the size of weights"
+            )
         reason = rule.not_capturable(self.matrix_options) if self.cuda_graph else None
         if reason is not None:
             raise ConfigError(f"--cuda-graph cannot capture this optimizer's step: {reason}; leave out --cuda-graph")
