@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import canonical
-from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
+from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED, Attention
 from muon_fsdp.parameters.groups import (
     INDEPENDENT_LR,
     Group,
@@ -51,6 +51,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
         strict: whether to raise where routing is a guess.
+        attention: how fused weights of attention and others are read.
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
 
@@ -63,6 +64,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         overrides: Mapping[str, str | Mapping[str, Any]] | None,
         *,
         strict: bool,
+        attention: Attention,
         replicas: Replicas,
     ) -> None:
         self._replicas = replicas
@@ -74,7 +76,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._is_strict = strict
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
         replaced = reshard(model.modules()) if model is not None else set()
-        self._router = Router(overrides, other_rule)
+        self._router = Router(overrides, other_rule, attention)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
