@@ -32,10 +32,10 @@ from muon_fsdp.parameters.groups import (
     with_lists,
 )
 from muon_fsdp.parameters.names import clean_name, override_pattern, without_numbers
-from muon_fsdp.parameters.records import ParameterRecord, looks_fused, make_records, view_of
+from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model, looks_fused, make_records, view_of
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
-from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
+from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, matrices_of, shown
 from muon_fsdp.parameters.wrappers import ModelWatch, refuse_copies, reshard
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
@@ -272,7 +272,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         unclear: dict[tuple[str, str, tuple[str, ...]], list[Route]] = defaultdict(list)
         for group, routes in new_groups:
             for route in routes:
-                fused = looks_fused(group, route)
+                # A user who asks for whole weights has decided.
+                fused = looks_fused(group, route) if self._router.attention != "whole" else None
                 if route.guessed and self._rule_name != self._other_rule_name:
                     text = f"would get rule {route.rule!r} by a guess ({route.reason})"
                     answers = (repr(route.rule), "", repr(self._rule_name), "")
@@ -550,6 +551,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             reason = record.route.reason if unchanged else "rule of the group was changed"
             if record.view is not None and record.view.transposed:
                 reason = f"{reason}, stored (in, out)"
+            if is_cut_by_model(record.group, record.route):
+                reason = f"{reason}, split: {record.route.fused.parts if record.route.fused else 'heads'}"
             options = groups[record.group_index].options
             overridden = {name: options[name] for name in record.route.overridden if name in options}
             fused = looks_fused(record.group, record.route)
@@ -564,6 +567,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     overridden,
                     fused.parts if fused is not None else "",
                     dict(fused.options) if fused is not None else {},
+                    matrices_of(record.view),
                 )
             )
         held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since

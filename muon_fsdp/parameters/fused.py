@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -63,7 +63,9 @@ def find_fused(layers: Layers, attention: Attention) -> None:
             facts.fused = _fused(layers, layer)
         if attention == "whole" or layers.module(()) is None:
             continue
-        cut = dict(_cut(layers, layer, facts.fused, attention)) if sizes is None or len(sizes) > 1 else {}
+        cut: dict[str, Any] = (
+            dict(_cut(layers, layer, facts.fused, attention)) if sizes is None or len(sizes) > 1 else {}
+        )
         if 1 not in cut.get("split_sizes", ()) and layer.rows != cut.get("num_heads"):  # a row alone is no matrix
             facts.num_heads, facts.split_sizes = cut.get("num_heads"), cut.get("split_sizes")
 

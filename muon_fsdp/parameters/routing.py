@@ -165,7 +165,9 @@ class Router:
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
         shape = tuple(parameter.shape)
-        fused = None if decided or view == "attn" or not RULES[rule].needs_matrices else facts.fused
+        is_cut = view != "attn" and (facts.num_heads is not None or facts.split_sizes is not None)
+        is_settled = (decided and not is_cut) or view == "attn" or not RULES[rule].needs_matrices
+        fused = None if is_settled else facts.fused
         return Route(
             name,
             shape,
@@ -174,8 +176,8 @@ class Router:
             guessed,
             view,
             facts.transposed,
-            None if view == "attn" else facts.num_heads,
-            None if view == "attn" else facts.split_sizes,
+            facts.num_heads if is_cut else None,
+            facts.split_sizes if is_cut else None,
             pattern,
             decided=decided,
             fused=fused,
