@@ -83,20 +83,24 @@ def _declared(layers: Layers) -> dict[Path, tuple[int, ...]]:
     """Return the rows of the matrices in each weight, by its place, where a module tells them itself."""
     found = {}
     for path, module in layers.modules_with(_METHOD):
-        which = f"{type(module).__name__} {'.'.join(path)!r}: {_METHOD}()"
+        which = f"{type(module).__name__} {'.'.join(path)!r}"
         given = getattr(module, _METHOD)()
         if not isinstance(given, Mapping):
-            raise TypeError(f"{which} must return a dict of names and sizes, got {type(given).__name__}")
+            raise TypeError(
+                f"{which}: muon_split_sizes() must return a dict of names and sizes, got {type(given).__name__}"
+            )
         for name, sizes in given.items():
             of_name = layers.at(path, name)
             if not of_name:
-                raise ValueError(f"{which} names {name!r}, which is no matrix of the module: leave it out")
+                raise ValueError(
+                    f"{which}: muon_split_sizes() names {name!r}, which is no matrix of the module: leave it out"
+                )
             sizes = tuple(sizes)
             is_valid = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
             if not is_valid or sum(sizes) != of_name[0].rows:
                 raise ValueError(
-                    f"{which} returns the sizes {sizes} for {name!r}: they must be positive integers that add up to "
-                    f"its {of_name[0].rows} output features"
+                    f"{which}: muon_split_sizes() returns the sizes {sizes} for {name!r}: they must be positive "
+                    f"integers that add up to its {of_name[0].rows} output features"
                 )
             found[of_name[0].path] = sizes
     return found
