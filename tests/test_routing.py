@@ -454,7 +454,9 @@ def test_frozen_parameters_are_left_out_and_reported():
 def test_the_report_is_a_table():
     text = str(create_hybrid_optimizer(Model()).routing_report())
     lines = text.splitlines()
-    assert lines[0].split() == ["name", "shape", "rule", "group", "scale", "reason"]
-    assert any(line.split() == ["blocks.*.mlp.weight", "x", "2", "32x8", "muon", "0", "2", "matrix"] for line in lines)
+    assert lines[0].split() == ["name", "shape", "matrices", "rule", "group", "scale", "reason"]
+    assert any(
+        line.split() == ["blocks.*.mlp.weight", "x", "2", "32x8", "32x8", "muon", "0", "2", "matrix"] for line in lines
+    )
     assert any(line.split() == ["blocks.*.mlp.bias", "x", "2", "32", "adamw", "1", "vector"] for line in lines)
     assert max(map(len, lines)) <= 100

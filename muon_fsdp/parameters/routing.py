@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from muon_fsdp.declarations.settings import Attention
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.experts import find_experts
 from muon_fsdp.parameters.facts import Facts, Fused, Layers, vocabulary_tables
@@ -104,12 +105,15 @@ def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
 class Router:
     """Decides the rule of parameters by overrides first, then by group, model, name and shape."""
 
-    def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str) -> None:
+    def __init__(
+        self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str, attention: Attention
+    ) -> None:
         if overrides is not None and not isinstance(overrides, Mapping):
             raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
+        self.attention: Attention = attention
         self.warnings: list[str] = []
         self._facts: dict[int, Facts] = {}
         self._doubts: list[_Doubt] = []
@@ -121,9 +125,9 @@ class Router:
         Facts are keyed by the identity of parameters, so they are dropped afterwards.
         """
         if model is not None:
-            self._facts, self._doubts = _facts_of_model(model, self.other_rule)
+            self._facts, self._doubts = _facts_of_model(model, self.other_rule, self.attention)
         else:
-            self._facts = _facts_of_names(named)
+            self._facts = _facts_of_names(named, self.attention)
         try:
             yield
         finally:
@@ -161,7 +165,9 @@ class Router:
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
         shape = tuple(parameter.shape)
-        fused = None if decided or view == "attn" or not RULES[rule].needs_matrices else facts.fused
+        is_cut = view != "attn" and (facts.num_heads is not None or facts.split_sizes is not None)
+        is_settled = (decided and not is_cut) or view == "attn" or not RULES[rule].needs_matrices
+        fused = None if is_settled else facts.fused
         return Route(
             name,
             shape,
@@ -170,8 +176,8 @@ class Router:
             guessed,
             view,
             facts.transposed,
-            facts.num_heads,
-            facts.split_sizes,
+            facts.num_heads if is_cut else None,
+            facts.split_sizes if is_cut else None,
             pattern,
             decided=decided,
             fused=fused,
@@ -263,21 +269,21 @@ def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
     return bool(path) and pattern.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
 
-def _facts_of_names(named: Iterable[tuple[str, Tensor]]) -> dict[int, Facts]:
+def _facts_of_names(named: Iterable[tuple[str, Tensor]], attention: Attention) -> dict[int, Facts]:
     """Return facts about parameters whose names are known, but not their model."""
     facts = {id(parameter): _facts_of_name(clean_name(name), parameter, named=True) for name, parameter in named}
-    _add_structure(facts, {})
+    _add_structure(facts, {}, attention)
     return facts
 
 
-def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module]) -> None:
+def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module], attention: Attention) -> None:
     """Add what a weight's place in the model tells: routers, transposed experts and fused weights."""
     layers = Layers(facts.values(), modules)
     find_experts(layers)
-    find_fused(layers)
+    find_fused(layers, attention)
 
 
-def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, Facts], list[_Doubt]]:
+def _facts_of_model(model: nn.Module, other_rule: str, attention: Attention) -> tuple[dict[int, Facts], list[_Doubt]]:
     facts: dict[int, Facts] = {}
     for name, parameter, module in _owned_parameters(model):
         entry = facts.setdefault(id(parameter), Facts(name, tuple(parameter.shape), parameter.requires_grad))
@@ -300,7 +306,8 @@ def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, Facts]
             reason = _facts_of_name(name, parameter, named=True).other_reason
         entry.other_reason = entry.other_reason or reason
     doubts = _find_heads(facts, other_rule)
-    _add_structure(facts, {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()})
+    modules = {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
+    _add_structure(facts, modules, attention)
     return facts, doubts
 
 

@@ -86,6 +86,8 @@ class TrainConfig:
         "(default: 0)", _NOT_NEGATIVE)  # fmt: skip
     rest_betas: Sequence[float] | None = _flag(None, "decay of both moments of all other parameters (default: those of "
         "the rule that updates them)", metavar="X,X", type=lambda text: _numbers(text))  # fmt: skip
+    attention: Literal["split", "whole", "per_head"] = _flag("split", "whether each head of Q, K and V is a matrix of "
+        "its own (per_head); split and whole are the same for this model")  # fmt: skip
     cuda_graph: bool | None = _flag(None, "run the optimizer's step as a CUDA graph, which needs a GPU (default: where "
         "it is possible and costs little memory)")  # fmt: skip
     schedule: Literal["cosine", "trapezoid"] = _flag("cosine", "how the learning rates fall after the warmup")
