@@ -21,7 +21,7 @@ from muon_fsdp.plan import outline
 from muon_fsdp.plan.costs import Staging
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
-from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
+from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon, ReferenceSinkhorn
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
 
@@ -228,19 +228,26 @@ def follow_reference(
     references: dict[str, list[Any]] = {}
     for name, p in model.named_parameters():
         value = p.detach().numpy()
-        if "wte" in name or "lm_head" in name or p.ndim == 1:
+        if rule == "sinkhorn" and ("wte" in name or "lm_head" in name):
+            references[name] = [ReferenceSinkhorn(value, lr=0.02, momentum=0.9)]
+        elif "wte" in name or "lm_head" in name or p.ndim == 1:
             references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03)]
         else:
             muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
-            reference = {"muon": ReferenceMuon, "normuon": ReferenceNorMuon}[rule]
+            reference = ReferenceNorMuon if rule == "normuon" else ReferenceMuon
             references[name] = [reference(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
     module, _, _ = lay_out(model, layout)
+    if rule == "sinkhorn":  # for embedding and head
+        override = {"rule": rule, "weight_decay": 0.0}
+        rules: dict[str, Any] = {"overrides": {"*wte*": override, "*lm_head*": override}}
+    else:
+        rules = {"rule": rule}
     optimizer = MuonOptimizer(
         module.named_parameters(),
         orthogonalization="exact",
         strategy=strategy,
         **replicas_of(module, layout),
-        rule=rule,
+        **rules,
         **OPTIONS,
         **(options or {}),
     )

@@ -1,4 +1,4 @@
-"""Muon, NorMuon, SSO and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
+"""Muon, NorMuon, Sinkhorn, SSO and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
 
 from __future__ import annotations
 
@@ -88,6 +88,28 @@ class ReferenceNorMuon(ReferenceMuon):
                 normalized *= np.linalg.norm(o) / np.linalg.norm(normalized)
             updates.append(scale_of(self.scale, *part.shape) * damping(part, self.momentum_eps) * normalized)
         self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * np.concatenate(updates)
+        return self.w
+
+
+class ReferenceSinkhorn:
+    """One (vocabulary, hidden) weight, as DeepSeek-V4.1 describes it: momentum is an average of gradients."""
+
+    def __init__(self, w, *, lr=2.6e-4, momentum=0.95, weight_decay=0.0, steps=11, tau=1e-3, eps=1e-20, gamma=0.18):
+        self.w = np.array(w, dtype=np.float64)
+        self.m = np.zeros_like(self.w)
+        self.lr, self.beta, self.weight_decay = lr, momentum, weight_decay
+        self.steps, self.tau, self.eps, self.gamma = steps, tau, eps, gamma
+
+    def step(self, grad) -> np.ndarray:
+        self.m = self.beta * self.m + (1 - self.beta) * np.asarray(grad, dtype=np.float64)
+        u = self.beta * self.m + (1 - self.beta) * grad
+        norms = np.linalg.norm(u, axis=1)
+        u[norms <= self.tau * norms.mean()] = 0.0
+        for number in range(self.steps):
+            axis = 1 if number % 2 == 0 else 0
+            u = u / (np.linalg.norm(u, axis=axis, keepdims=True) + self.eps)
+        self.w *= 1 - self.lr * self.weight_decay
+        self.w -= self.gamma * self.lr * self.w.shape[1] ** 0.5 * u
         return self.w
 
 
