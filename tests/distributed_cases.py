@@ -388,8 +388,8 @@ def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
         ("lambda_mode", "projection"): {"_project_out_kernel"},
     }
     for arg in args:
-        for option in arg.items() if isinstance(arg, dict) else ():
-            expected |= of_options.get(option, set())
+        for (name, value), kernels in of_options.items() if isinstance(arg, dict) else ():
+            expected |= kernels if arg.get(name) == value else set()
     assert expected <= set(launched), f"not launched: {expected - set(launched)}"
     return result
 
