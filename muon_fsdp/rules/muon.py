@@ -86,7 +86,7 @@ class Muon(Rule):
 
     name = "muon"
     title = "Muon"
-    paper = "arXiv 2502.16982"
+    paper = "Keller Jordan, 2024 (kellerjordan.github.io/posts/muon)"
     options: ClassVar[tuple[Option, ...]] = (
         *MOMENTUM_OPTIONS,
         Option(
