@@ -133,5 +133,6 @@ RULE_ATTRIBUTES = (
     ("update_dtype", "`torch.float32` if float16 can't hold its updates on GPUs"),
     ("kernels", "its `FusedKernels`; they count unless a subclass overrides `prepare` or `apply`"),
     ("hints", "by the name of an option that users expect and the rule does not have: why"),
+    ("paper", "where it was published, for `available`"),
     ("recipe", "`lr` and `weight_decay` that the training program starts from"),
 )

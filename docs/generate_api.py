@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import api_prose as prose
-from api_entries import BUILT_IN, function_entry, method_rows, optimizer_entry, record_entry
+from api_entries import BUILT_IN, function_entry, method_entries, method_rows, optimizer_entry, record_entry
 from api_markdown import code_names, markdown, parse, table
 from generated_page import write_or_check
 
@@ -164,10 +164,11 @@ def _rules_section() -> list[str]:
     rules = muon_fsdp.rules
     parts = [prose.RULES_INTRODUCTION, "### Rule", parse(Rule).summary, parse(Rule).body]
     parts.append(table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in prose.RULE_ATTRIBUTES]))
-    parts.append(table(["method", "meaning"], method_rows(Rule)))
+    parts += method_entries(Rule)
     parts += ["Built-in rules, which can be extended:", _built_in_rules()]
     parts.append(function_entry(rules.register, "###"))
     parts.append(function_entry(rules.rule_named, "###"))
+    parts += [function_entry(rules.available, "###"), record_entry(rules.RuleInfo)]
     parts += ["### RULES", f"The registered rules by name: {code_names(BUILT_IN)}, and yours."]
     parts += [record_entry(owner) for owner in (rules.Option, rules.PerParameter, rules.PerMatrix)]
     for owner in (rules.MatrixBatch, rules.MatrixValues):

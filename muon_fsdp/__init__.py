@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from muon_fsdp.optimizers.muon import MuonOptimizer
     from muon_fsdp.optimizers.spectral_sphere import SpectralSphereOptimizer
     from muon_fsdp.parameters.routing import label
+    from muon_fsdp.rules.recipes import recipes
 
 __version__ = "0.1.0"
 
-__all__ = ["FSDPMuonOptimizer", "MuonOptimizer", "SpectralSphereOptimizer", "create_hybrid_optimizer", "label"]
+__all__ = ["FSDPMuonOptimizer", "MuonOptimizer", "SpectralSphereOptimizer", "create_hybrid_optimizer", "label", "recipes"]
 
 _MODULES = {
     "FSDPMuonOptimizer": "optimizers.fsdp",
@@ -20,6 +21,7 @@ _MODULES = {
     "SpectralSphereOptimizer": "optimizers.spectral_sphere",
     "create_hybrid_optimizer": "optimizers.hybrid",
     "label": "parameters.routing",
+    "recipes": "rules.recipes",
 }
 
 

@@ -226,14 +226,16 @@ def follow_reference(
     model_options = {"hidden": 32} if "tp" in layout else {}
     model = make_model(**model_options).double()
     references: dict[str, list[Any]] = {}
+    given = options or {}
+    of_matrices, of_others = (given.get(f"{rule}cautious_weight_decay", False) for rule in ("", "adamw_"))
     for name, p in model.named_parameters():
         value = p.detach().numpy()
         if rule == "sinkhorn" and ("wte" in name or "lm_head" in name):
             references[name] = [ReferenceSinkhorn(value, lr=0.02, momentum=0.9)]
         elif "wte" in name or "lm_head" in name or p.ndim == 1:
-            references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03)]
+            references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03, cautious=of_others)]
         else:
-            muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
+            muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05, "cautious": of_matrices}
             reference = ReferenceNorMuon if rule == "normuon" else ReferenceMuon
             references[name] = [reference(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
     module, _, _ = lay_out(model, layout)
@@ -249,7 +251,7 @@ def follow_reference(
         **replicas_of(module, layout),
         **rules,
         **OPTIONS,
-        **(options or {}),
+        **given,
     )
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):

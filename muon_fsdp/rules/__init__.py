@@ -6,7 +6,7 @@ from muon_fsdp.rules.adamw import AdamW
 from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixValues, Rule
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
-from muon_fsdp.rules.registry import RULES, register, register_built_in, rule_named
+from muon_fsdp.rules.registry import RULES, RuleInfo, available, register, register_built_in, rule_named
 from muon_fsdp.rules.sinkhorn import Sinkhorn
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
 from muon_fsdp.statistics.observer import TopSingular
@@ -31,9 +31,11 @@ __all__ = [
     "PerParameter",
     "RULES",
     "Rule",
+    "RuleInfo",
     "Sinkhorn",
     "SpectralSphere",
     "TopSingular",
+    "available",
     "register",
     "rule_named",
 ]

@@ -48,6 +48,7 @@ class Sinkhorn(Rule):
 
     name = "sinkhorn"
     title = "Sinkhorn"
+    paper = "DeepSeek-V4.1 report, section 2.5"
     options: ClassVar[tuple[Option, ...]] = merge(
         Rule.options,
         (
