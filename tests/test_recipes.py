@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import muon_fsdp
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.rules.recipes import Phase, Recipe, RecipeScheduler, Schedule
 
 # Of a run of 10,000 steps: step, and the learning rate of the matrices there.
 LEARNING_RATES = {
@@ -98,9 +99,12 @@ def test_rules_and_options_of_groups():
     assert not muon_fsdp.recipes["kimi_k2"].options["nesterov"]
 
 
-def scheduled(steps: int) -> tuple[MuonOptimizer, muon_fsdp.rules.recipes.RecipeScheduler]:
+def scheduled(steps: int) -> tuple[MuonOptimizer, RecipeScheduler]:
     optimizer = MuonOptimizer(tiny_model(), **muon_fsdp.recipes["nanochat"].options)
     scheduler = muon_fsdp.recipes["nanochat"].scheduler(optimizer, 1000)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
     for _ in range(steps):
         optimizer.step()
         scheduler.step()
@@ -132,9 +136,7 @@ def test_a_scheduler_resumes():
 
 
 def test_a_schedule_of_weight_decay_multiplies_that_of_every_group():
-    recipe = muon_fsdp.rules.recipes.Recipe(
-        "mine", {}, ("here",), weight_decay=muon_fsdp.rules.recipes.Schedule(1.0, (muon_fsdp.rules.recipes.Phase(1.0, 0.0),))
-    )
+    recipe = Recipe("mine", {}, ("here",), weight_decay=Schedule(1.0, (Phase(1.0, 0.0),)))
     optimizer = MuonOptimizer(tiny_model(), weight_decay=0.2, adamw_weight_decay=0.1)
     recipe.scheduler(optimizer, 4)
     assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.15, 0.075])

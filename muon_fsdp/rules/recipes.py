@@ -128,7 +128,8 @@ class RecipeScheduler(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, with the name of the recipe in place of the recipe."""
-        return {**{key: value for key, value in super().state_dict().items() if key != "recipe"}, "name": self.recipe.name}
+        saved = super().state_dict()
+        return {"name": self.recipe.name, **{key: value for key, value in saved.items() if key != "recipe"}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the step of a saved scheduler of the same recipe.
