@@ -29,6 +29,9 @@ model(torch.randint(0, 50, (8,))).square().mean().backward()
 optimizer.step()
 ```"""
 
+RECIPES_INTRODUCTION = """\
+[Published recipes](guides/recipes.md) by name, each a `Recipe`: {names}. Another name raises `KeyError`."""
+
 UTILS_EXAMPLE = """```python
 from muon_fsdp.utils import zeropower_via_newtonschulz5
 

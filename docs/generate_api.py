@@ -25,6 +25,7 @@ import muon_fsdp.migrate
 import muon_fsdp.parameters.routing_report
 import muon_fsdp.plan.report
 import muon_fsdp.rules
+import muon_fsdp.rules.recipes
 import muon_fsdp.spectral
 import muon_fsdp.utils
 import muon_optimizer
@@ -67,11 +68,19 @@ def _sections() -> list[str]:
         f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}",
         *map(optimizer_entry, optimizers),
         *map(function_entry, functions),
+        _recipes_section(),
         _reports_section(),
         f"## State\n\n{prose.STATE_INTRODUCTION}\n\n{_state_table()}",
         _group_section(),
         *["\n\n".join([f"## {name}", *parts()]) for name, parts in modules.items()],
     ]
+
+
+def _recipes_section() -> str:
+    recipes = muon_fsdp.rules.recipes
+    parts = [f"## recipes\n\n{prose.RECIPES_INTRODUCTION.format(names=code_names(recipes.recipes))}"]
+    parts += [record_entry(recipes.Recipe), *method_entries(recipes.Recipe)]
+    return "\n\n".join([*parts, *map(record_entry, (recipes.Schedule, recipes.Phase))])
 
 
 def _reports_section() -> str:

@@ -113,7 +113,7 @@ def test_every_key_of_a_group_is_there():
 def test_every_option_of_every_rule_is_listed_once():
     """docs/options.md is the only list of options; the entries of the constructors link there."""
     tables = OPTIONS.read_text().partition("\n## Names that options accept")[0]
-    listed = re.findall(r"^\| (?:`normuon` \| )?`(\w+)` \|", tables, flags=re.MULTILINE)
+    listed = re.findall(r"^\| (?:`(?:normuon|sinkhorn)` \| )?`(\w+)` \|", tables, flags=re.MULTILINE)
     names = {name for rule in BUILT_IN if rule.needs_matrices for name in rule.all_options}
     names |= {f"adamw_{name}" for name in RULES["adamw"].all_options}
     constructors = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer)

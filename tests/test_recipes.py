@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,3 +152,12 @@ def test_a_run_has_steps(total_steps):
 def test_an_unknown_recipe_lists_the_names():
     with pytest.raises(KeyError, match=r"unknown recipe 'moonligt'; valid names are moonlight, .*did you mean"):
         muon_fsdp.recipes["moonligt"]
+
+
+@pytest.mark.parametrize("name", muon_fsdp.recipes)
+def test_the_page_has_every_value_with_its_source(name):
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "recipes.md").read_text()
+    section = page.partition(f'`recipes["{name}"]`')[2].partition("\n#")[0]
+    recipe = muon_fsdp.recipes[name]
+    for text in (*recipe.sources, *recipe.left_out, *(f"`{key}={value!r}`" for key, value in recipe.options.items())):
+        assert text in section, text
