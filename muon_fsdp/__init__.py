@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["FSDPMuonOptimizer", "MuonOptimizer", "SpectralSphereOptimizer", "create_hybrid_optimizer", "label", "recipes"]
+__all__ = [
+    "FSDPMuonOptimizer",
+    "MuonOptimizer",
+    "SpectralSphereOptimizer",
+    "create_hybrid_optimizer",
+    "label",
+    "recipes",
+]
 
 _MODULES = {
     "FSDPMuonOptimizer": "optimizers.fsdp",

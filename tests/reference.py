@@ -1,4 +1,4 @@
-"""Muon, NorMuon, Sinkhorn, SSO and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
+"""Rules in float64, straight from the formulas, with an SVD; shares no code with the package."""
 
 from __future__ import annotations
 

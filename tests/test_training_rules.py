@@ -141,8 +141,8 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
         (["--set", "scale=v9"], "Unknown scale 'v9'; valid names are"),
         (["--set", "orthogonalization=x"], "Unknown orthogonalization 'x'; valid names are "),
         (["--betas", "0.9", "--optimizer", "adamw"], "Invalid betas: 0.9"),
-        (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), sinkhorn, adamw; "
-         "pass --plugin FILE to load a rule of your own"),
+        (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), "
+         "sinkhorn, adamw; pass --plugin FILE to load a rule of your own"),
         (["--optimizer", "nomuon"], "unknown rule 'nomuon'; did you mean 'normuon'? Available rules: muon"),
         (["--cuda-graph", "--set", "orthogonalization=exact"], "--cuda-graph cannot capture this optimizer's step: or"),
     ],

@@ -117,7 +117,7 @@ class RecipeScheduler(LRScheduler):
         return [lr * factor for lr in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance to the next step and set the options of all groups."""
+        """Count a step and set the options of all groups."""
         super().step(epoch)
         momentum, decay = self.recipe.momentum, self.recipe.weight_decay
         for group, base in zip(self.optimizer.param_groups, self.base_decays, strict=True):
@@ -132,7 +132,7 @@ class RecipeScheduler(LRScheduler):
         return {"name": self.recipe.name, **{key: value for key, value in saved.items() if key != "recipe"}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the step of a saved scheduler of the same recipe.
+        """Load the step of a saved scheduler of the same recipe.
 
         Raises:
             ValueError: the state is that of another recipe.

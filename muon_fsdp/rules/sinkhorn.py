@@ -87,7 +87,7 @@ class Sinkhorn(Rule):
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         """Return the FLOPs that take as long as reading a matrix twice and writing it once per normalization."""
-        seconds = 3 * 4 * rows * cols * options["sinkhorn_steps"] / MEMORY_BYTES_PER_SECOND
+        seconds = 3 * 4 * rows * cols * int(options["sinkhorn_steps"]) / MEMORY_BYTES_PER_SECOND
         return seconds * FLOPS_PER_SECOND
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
