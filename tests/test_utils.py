@@ -133,7 +133,7 @@ def test_every_coefficient_set_gives_singular_values_near_one(method):
         "keller": (0.6, 1.3),
         "polar_express": (0.87, 1.13),
         "quintic": (0.8, 1.2),
-        "cans": (0.88, 1.114),
+        "cans": (0.862, 1.114),
         "deepseek_v4": (0.9999, 1.0006),
     }[method]
     assert values.min() > low
@@ -141,15 +141,16 @@ def test_every_coefficient_set_gives_singular_values_near_one(method):
 
 
 @pytest.mark.parametrize(("method", "low", "high"), [("cans", 0.87, 1.13), ("deepseek_v4", 0.995, 1.005)])
-@pytest.mark.parametrize("shape", [(2, 96, 300), (2, 160, 170)])
-def test_whole_sets_stay_in_their_bands_in_float16(monkeypatch, method, low, high, shape):
-    """Matrices with one large singular value are the hardest: CANS as published ends at 2.2 with them."""
+@pytest.mark.parametrize("one_large", [False, True])
+def test_whole_sets_stay_in_their_bands_in_float16(monkeypatch, method, low, high, one_large):
+    """CANS as published ends at 1.25 for the first batch, and at 2.2 for that with one large singular value."""
     monkeypatch.setattr(newton_schulz, "_iteration_dtype", lambda _: torch.float16)
     generator = torch.Generator().manual_seed(0)
-    u, _, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
-    values = torch.logspace(-1, -1.5, u.shape[-1])
-    values[0] = 1.0
-    result = torch.linalg.svdvals(orthogonalize((u * values) @ v, method=method).double())
+    matrices = torch.randn(4, 96, 300, generator=generator)
+    if one_large:
+        left, right = torch.randn(4, 96, 1, generator=generator), torch.randn(4, 1, 300, generator=generator)
+        matrices = left @ right + 0.3 * matrices
+    result = torch.linalg.svdvals(orthogonalize(matrices, method=method).double())
     assert low < result.min()
     assert result.max() < high
 
