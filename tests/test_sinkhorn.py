@@ -99,9 +99,9 @@ def test_follows_the_reference_on_ranks(ranks: RankPool, layout, world_size):
 
 
 def test_same_curve_by_kernels(ranks: RankPool):
-    options, sizes = {"overrides": {"wte*": "sinkhorn"}}, {"hidden": 32}
-    expected, _ = cases.curve(None, options, sizes, 3)
-    for losses, _ in ranks.run(2, cases.by_kernels, cases.curve, "fsdp", options, sizes, 3):
+    options, sizes = {"overrides": {"wte*": {"rule": "sinkhorn", "lr": 3.0}}}, {"hidden": 32}
+    expected, _ = cases.curve(None, options, sizes, 4)
+    for losses, _ in ranks.run(2, cases.by_kernels, cases.curve, "fsdp", options, sizes, 4):
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
