@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from muon_fsdp.optimizers.qk_clip import qk_clip
     from muon_fsdp.optimizers.spectral_sphere import SpectralSphereOptimizer
     from muon_fsdp.parameters.routing import label
+    from muon_fsdp.rules.recipes import recipes
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "create_hybrid_optimizer",
     "label",
     "qk_clip",
+    "recipes",
 ]
 
 _MODULES = {
@@ -29,6 +31,7 @@ _MODULES = {
     "create_hybrid_optimizer": "optimizers.hybrid",
     "label": "parameters.routing",
     "qk_clip": "optimizers.qk_clip",
+    "recipes": "rules.recipes",
 }
 
 

@@ -585,10 +585,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
         self._follow_groups()
         for number, group in enumerate(self.param_groups):
-            options = rule_named(group["rule"]).all_options
+            rule = rule_named(group["rule"])
+            options = rule.all_options
             try:
                 for name, option in options.items():
                     option.validate(group.setdefault(name, option.default))
+                rule.check_options(group)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             group.update(canonical({name: group[name] for name in options}))

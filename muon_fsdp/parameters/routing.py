@@ -33,6 +33,8 @@ _TABLE_NAME = re.compile(
 )
 # Parameters of PEFT: factors or rows of an embedding, whose shapes differ from its shape.
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
+# Low-rank factors of LoRA, by PEFT ("lora_A.default.weight") or hand-written ("lora_A.weight", "lora_A").
+_FACTOR_NAME = re.compile(r"(^|\.)lora_([AB])(\.[^.]+)?(\.weight)?$")
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
 _DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # names in Mamba, VMamba, S4D and RWKV
@@ -260,7 +262,14 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> Facts:
         facts.other_reason = "table, by name"
     elif "conv" in owner and parameter.ndim >= 3:
         facts.view, facts.matrix_reason = "flatten", "convolution, by name"
+    facts.matrix_reason = facts.matrix_reason or _factor_reason(facts.name)
     return facts
+
+
+def _factor_reason(name: str) -> str | None:
+    """Return the reason of a low-rank factor of LoRA; None for another parameter."""
+    factor = _FACTOR_NAME.search(name)
+    return f"LoRA factor {factor[2]}" if factor else None
 
 
 def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
@@ -295,6 +304,7 @@ def _facts_of_model(model: nn.Module, other_rule: str, attention: Attention) -> 
             entry.view, entry.matrix_reason = "flatten", "convolution"
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
             entry.view, entry.labelled = getattr(module, _LABEL_ATTRIBUTE)[leaf], True
+        entry.matrix_reason = entry.matrix_reason or _factor_reason(name)
         class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard inserts a class at the front
         entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
         reason = None
