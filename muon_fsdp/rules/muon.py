@@ -34,8 +34,7 @@ MOMENTUM_OPTIONS = (
     Option(
         "ns_steps",
         5,
-        'Newton-Schulz steps of the orthogonalization, at least 1; with "cans" and "deepseek_v4", 5 means the number of the '
-        "published steps, 5 and 10",
+        'Newton-Schulz steps of the orthogonalization, at least 1; with "deepseek_v4", 5 means its ten published steps',
         check=integer,
     ),
     Option(
