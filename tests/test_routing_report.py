@@ -25,7 +25,8 @@ def test_the_report_has_the_values_that_each_constructor_uses():
     by_name = {row.name: row.group for row in report.rows}
     assert by_name == {"2.weight": 0, "0.weight": 1, "1.weight": 2, "1.bias": 2, "2.bias": 2}
     text = " ".join(str(report).split())
-    assert "group 2 (adamw, 3 parameters): lr=0.003, weight_decay=0, betas=(0.9, 0.99), eps=1e-08; lr began as" in text
+    assert "group 2 (adamw, 3 parameters): lr=0.003, weight_decay=0, betas=(0.9, 0.99), eps=1e-08, " in text
+    assert "cautious_weight_decay=False; lr began as" in text
 
 
 @pytest.mark.filterwarnings("ignore:step.. found no gradient")

@@ -32,7 +32,7 @@ def _contract(quintic: Quintic, factor: float) -> Quintic:
 
 
 def _safe(quintics: tuple[Quintic, ...]) -> tuple[Quintic, ...]:
-    """Contract all quintics but the last."""
+    """Return these quintics, of which all but the last are contracted."""
     return (*(_contract(quintic, DEFAULT_SAFETY) for quintic in quintics[:-1]), quintics[-1])
 
 
