@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 # The core of the suite, which `make core` runs on another torch: it needs neither Transformers nor the other integrations.
 CORE := $(addprefix tests/test_,$(addsuffix .py,utils optimizer optimizer_groups optimizer_schedulers optimizer_state \
-	optimizer_views distributed distributed_checkpoint fsdp fsdp_integration sso normuon muon_optimizer elementwise clipping \
+	optimizer_views distributed distributed_checkpoint fsdp fsdp_integration sso normuon sinkhorn muon_optimizer elementwise clipping \
 	overlap overlap_ddp packing plan migration readme routing routing_report spectral conformance kernels kernel_steps program \
 	training_model training_loop cli_entry \
 	cli_doctor errors gradients graph_capture faults_checkpoints faults_models))

@@ -13,7 +13,7 @@ from muon_fsdp.declarations.settings import SETTINGS
 from muon_fsdp.elementwise import TritonMuonW
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.groups import prefixed
-from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule
+from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES, Rule, available
 
 # Rules of the package; tests register others.
 BUILT_IN: dict[str, Rule] = {
@@ -155,6 +155,33 @@ def record_entry(owner: type, level: str = "###") -> str:
 
 def _one_line(function: Callable[..., object]) -> str:
     return parse(function).summary
+
+
+def method_entries(owner: type) -> list[str]:
+    """Describe the public methods of a class, each with its arguments and what it returns."""
+    entries = []
+    for name in vars(owner):
+        method = getattr(owner, name)
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        doc = parse(method)
+        parts = [f"**`{_signature(method, name, full=False)}`**: {doc.summary}", doc.body]
+        if doc.arguments:
+            parts.append(table(["argument", "meaning"], [(f"`{key}`", text) for key, text in doc.arguments.items()]))
+        if doc.returns:
+            parts.append(f"Returns: {doc.returns}")
+        entries.append("\n\n".join(part for part in parts if part))
+    return entries
+
+
+def rule_table() -> str:
+    """List the rules of the package as `available` does."""
+    rows = [
+        (f"`{info.name}`", info.title, info.line, info.paper, ", ".join(f"`{option.name}`" for option in info.options))
+        for info in available()
+        if info.name in BUILT_IN
+    ]
+    return table(["name", "title", "what it does", "paper", "options"], rows)
 
 
 def method_rows(owner: type) -> list[tuple[str, str]]:

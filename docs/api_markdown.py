@@ -16,6 +16,7 @@ class Doc(NamedTuple):
     body: str  # markdown
     arguments: dict[str, str]
     keys: dict[str, str]
+    returns: str
 
 
 def parse(thing: object) -> Doc:
@@ -30,6 +31,7 @@ def parse(thing: object) -> Doc:
         _escaped(markdown(rest)),
         _entries(sections.get("Args", "")),
         _entries(sections.get("Keys", "")),
+        _escaped(" ".join(sections.get("Returns", "").split())),
     )
 
 

@@ -29,6 +29,9 @@ model(torch.randint(0, 50, (8,))).square().mean().backward()
 optimizer.step()
 ```"""
 
+RECIPES_INTRODUCTION = """\
+[Published recipes](guides/recipes.md) by name, each a `Recipe`: {names}. Another name raises `KeyError`."""
+
 UTILS_EXAMPLE = """```python
 from muon_fsdp.utils import zeropower_via_newtonschulz5
 
@@ -135,5 +138,6 @@ RULE_ATTRIBUTES = (
     ("update_dtype", "`torch.float32` if float16 can't hold its updates on GPUs"),
     ("kernels", "its `FusedKernels`; they count unless a subclass overrides `prepare` or `apply`"),
     ("hints", "by the name of an option that users expect and the rule does not have: why"),
+    ("paper", "where it was published, for `available`"),
     ("recipe", "`lr` and `weight_decay` that the training program starts from"),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import api_prose as prose
-from api_entries import BUILT_IN, function_entry, method_rows, optimizer_entry, record_entry
+from api_entries import BUILT_IN, function_entry, method_entries, method_rows, optimizer_entry, record_entry
 from api_markdown import code_names, markdown, parse, table
 from generated_page import write_or_check
 
@@ -25,6 +25,7 @@ import muon_fsdp.migrate
 import muon_fsdp.parameters.routing_report
 import muon_fsdp.plan.report
 import muon_fsdp.rules
+import muon_fsdp.rules.recipes
 import muon_fsdp.spectral
 import muon_fsdp.utils
 import muon_optimizer
@@ -62,16 +63,24 @@ def _sections() -> list[str]:
         "muon_fsdp.integrations": _integrations_section,
     }
     optimizers = (MuonOptimizer, FSDPMuonOptimizer, SpectralSphereOptimizer)
-    functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label)
+    functions = (muon_fsdp.create_hybrid_optimizer, muon_fsdp.label, muon_fsdp.qk_clip)
     return [
         f"## Optimizers\n\n{prose.OPTIMIZERS_INTRODUCTION}",
         *map(optimizer_entry, optimizers),
         *map(function_entry, functions),
+        _recipes_section(),
         _reports_section(),
         f"## State\n\n{prose.STATE_INTRODUCTION}\n\n{_state_table()}",
         _group_section(),
         *["\n\n".join([f"## {name}", *parts()]) for name, parts in modules.items()],
     ]
+
+
+def _recipes_section() -> str:
+    recipes = muon_fsdp.rules.recipes
+    parts = [f"## recipes\n\n{prose.RECIPES_INTRODUCTION.format(names=code_names(recipes.recipes))}"]
+    parts += [record_entry(recipes.Recipe), *method_entries(recipes.Recipe)]
+    return "\n\n".join([*parts, *map(record_entry, (recipes.Schedule, recipes.Phase))])
 
 
 def _reports_section() -> str:
@@ -164,10 +173,11 @@ def _rules_section() -> list[str]:
     rules = muon_fsdp.rules
     parts = [prose.RULES_INTRODUCTION, "### Rule", parse(Rule).summary, parse(Rule).body]
     parts.append(table(["attribute", "meaning"], [(f"`{name}`", text) for name, text in prose.RULE_ATTRIBUTES]))
-    parts.append(table(["method", "meaning"], method_rows(Rule)))
+    parts += method_entries(Rule)
     parts += ["Built-in rules, which can be extended:", _built_in_rules()]
     parts.append(function_entry(rules.register, "###"))
     parts.append(function_entry(rules.rule_named, "###"))
+    parts += [function_entry(rules.available, "###"), record_entry(rules.RuleInfo)]
     parts += ["### RULES", f"The registered rules by name: {code_names(BUILT_IN)}, and yours."]
     parts += [record_entry(owner) for owner in (rules.Option, rules.PerParameter, rules.PerMatrix)]
     for owner in (rules.MatrixBatch, rules.MatrixValues):

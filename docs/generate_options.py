@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api_entries import BUILT_IN, GROUP_OPTIONS, names_of_options
+from api_entries import BUILT_IN, GROUP_OPTIONS, names_of_options, rule_table
 from api_markdown import code_value, parse, table
 from generated_page import write_or_check
 from torch import nn
@@ -28,7 +28,7 @@ CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "hybrid": create_hybrid_optimizer,
 }
 # What a constructor does not pass on to MuonOptimizer, and what it calls otherwise.
-REFUSED = {"Sphere": ("scale", "ns_stepsize", "rule"), "hybrid": ("lr",)}
+REFUSED = {"Sphere": ("scale", "ns_stepsize", "cautious_weight_decay", "rule"), "hybrid": ("lr",)}
 RENAMED = {("hybrid", "muon_lr"): "lr"}
 NOT_OPTIONS = ("params", "model", "options")
 
@@ -62,7 +62,7 @@ is 0.95."""
 
 SECTIONS = {
     "Options of the matrices": ("lr", "transposed"),
-    "Options of AdamW": ("adamw_lr", "adamw_eps"),
+    "Options of AdamW": ("adamw_lr", "adamw_cautious_weight_decay"),
     "Options of the whole optimizer": ("rule", "agreement_group"),
 }
 
@@ -145,6 +145,7 @@ def page() -> str:
     ]
     introduction = 'Pass them together with the rule, for example `MuonOptimizer(model, rule="normuon", beta2=0.95)`.'
     parts += ["## Options of other rules", introduction, table(["rule", "option", "default", "meaning"], others)]
+    parts += ["## Rules", "`muon_fsdp.rules.available()` lists the same, and your own rules.", rule_table()]
     parts += ["## Names that options accept", "The default is first.", table(["option", "names"], names_of_options())]
     return "\n\n".join(parts) + "\n"
 

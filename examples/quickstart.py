@@ -34,8 +34,7 @@ if torch.cuda.is_available():
 model = Transformer().to(device)
 for block in (*model.body.layers, model):
     fully_shard(block)
-qkv = {"*.in_proj_weight": {"split_sizes": (96, 96, 96)}}  # three matrices in one parameter
-optimizer = FSDPMuonOptimizer(model, lr=0.02, overrides=qkv)
+optimizer = FSDPMuonOptimizer(model, lr=0.02)
 
 text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)  # the source of a module of Python
 torch.manual_seed(dist.get_rank())  # every rank draws its own windows

@@ -7,12 +7,22 @@ if TYPE_CHECKING:
     from muon_fsdp.optimizers.fsdp import FSDPMuonOptimizer
     from muon_fsdp.optimizers.hybrid import create_hybrid_optimizer
     from muon_fsdp.optimizers.muon import MuonOptimizer
+    from muon_fsdp.optimizers.qk_clip import qk_clip
     from muon_fsdp.optimizers.spectral_sphere import SpectralSphereOptimizer
     from muon_fsdp.parameters.routing import label
+    from muon_fsdp.rules.recipes import recipes
 
 __version__ = "0.1.0"
 
-__all__ = ["FSDPMuonOptimizer", "MuonOptimizer", "SpectralSphereOptimizer", "create_hybrid_optimizer", "label"]
+__all__ = [
+    "FSDPMuonOptimizer",
+    "MuonOptimizer",
+    "SpectralSphereOptimizer",
+    "create_hybrid_optimizer",
+    "label",
+    "qk_clip",
+    "recipes",
+]
 
 _MODULES = {
     "FSDPMuonOptimizer": "optimizers.fsdp",
@@ -20,6 +30,8 @@ _MODULES = {
     "SpectralSphereOptimizer": "optimizers.spectral_sphere",
     "create_hybrid_optimizer": "optimizers.hybrid",
     "label": "parameters.routing",
+    "qk_clip": "optimizers.qk_clip",
+    "recipes": "rules.recipes",
 }
 
 

@@ -375,17 +375,18 @@ def fused_updates(target: Target) -> None:
         {**prepare, **unaligned},
         False,
     )
-    for has_factors in (False, True):
-        types = {"HAS_FACTORS": has_factors, "PARAMETER_TYPE": tl.float32}
+    for has_factors, cautious in ((False, False), (False, True), (True, False)):
+        types = {"HAS_FACTORS": has_factors, "CAUTIOUS": cautious, "PARAMETER_TYPE": tl.float32}
         arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, "i32", "i32"]
         elementwise(target, triton_elementwise._apply_kernel, arguments, {**types, **aligned})
-    types = {"PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
-    elementwise(
-        target,
-        triton_elementwise._adamw_kernel,
-        ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"],
-        {**types, **aligned},
-    )
+    for cautious in (False, True):
+        types = {"CAUTIOUS": cautious, "PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
+        elementwise(
+            target,
+            triton_elementwise._adamw_kernel,
+            ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"],
+            {**types, **aligned},
+        )
     elementwise(
         target, triton_elementwise._adamw_count_kernel, ["*i64", "*i64", "*fp32", "*fp32", "i32"], {"BLOCK": 128}, False
     )

@@ -21,7 +21,7 @@ from muon_fsdp.plan import outline
 from muon_fsdp.plan.costs import Staging
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
-from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon
+from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon, ReferenceSinkhorn
 
 VOCABULARY, WIDTH, BATCH = 11, 10, 12
 
@@ -226,23 +226,32 @@ def follow_reference(
     model_options = {"hidden": 32} if "tp" in layout else {}
     model = make_model(**model_options).double()
     references: dict[str, list[Any]] = {}
+    given = options or {}
+    of_matrices, of_others = (given.get(f"{rule}cautious_weight_decay", False) for rule in ("", "adamw_"))
     for name, p in model.named_parameters():
         value = p.detach().numpy()
-        if "wte" in name or "lm_head" in name or p.ndim == 1:
-            references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03)]
+        if rule == "sinkhorn" and ("wte" in name or "lm_head" in name):
+            references[name] = [ReferenceSinkhorn(value, lr=0.02, momentum=0.9)]
+        elif "wte" in name or "lm_head" in name or p.ndim == 1:
+            references[name] = [ReferenceAdamW(value, lr=0.01, weight_decay=0.03, cautious=of_others)]
         else:
-            muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
-            reference = {"muon": ReferenceMuon, "normuon": ReferenceNorMuon}[rule]
+            muon = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05, "cautious": of_matrices}
+            reference = ReferenceNorMuon if rule == "normuon" else ReferenceMuon
             references[name] = [reference(matrix, **muon) for matrix in (value if p.ndim == 3 else value[None])]
     module, _, _ = lay_out(model, layout)
+    if rule == "sinkhorn":  # for embedding and head
+        override = {"rule": rule, "weight_decay": 0.0}
+        rules: dict[str, Any] = {"overrides": {"*wte*": override, "*lm_head*": override}}
+    else:
+        rules = {"rule": rule}
     optimizer = MuonOptimizer(
         module.named_parameters(),
         orthogonalization="exact",
         strategy=strategy,
         **replicas_of(module, layout),
-        rule=rule,
+        **rules,
         **OPTIONS,
-        **(options or {}),
+        **given,
     )
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -381,8 +390,8 @@ def by_kernels(case: Callable[..., Any], *args: Any) -> Any:
         ("lambda_mode", "projection"): {"_project_out_kernel"},
     }
     for arg in args:
-        for option in arg.items() if isinstance(arg, dict) else ():
-            expected |= of_options.get(option, set())
+        for (name, value), kernels in of_options.items() if isinstance(arg, dict) else ():
+            expected |= kernels if arg.get(name) == value else set()
     assert expected <= set(launched), f"not launched: {expected - set(launched)}"
     return result
 

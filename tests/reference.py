@@ -1,4 +1,4 @@
-"""Muon, NorMuon, SSO and AdamW in float64, straight from the formulas, with an SVD; shares no code with the package."""
+"""Rules in float64, straight from the formulas, with an SVD; shares no code with the package."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def damping(matrix: np.ndarray, momentum_eps: float) -> float:
     return norm / momentum_eps if norm < momentum_eps else 1.0
 
 
+def decayed(w: np.ndarray, update: np.ndarray, lr: float, weight_decay: float, cautious: bool) -> np.ndarray:
+    """Return W after weight decay; with `cautious`, only where the update and W have no opposite signs."""
+    mask = np.sign(update) * np.sign(w) >= 0 if cautious else 1.0
+    return w - lr * weight_decay * mask * w
+
+
 class ReferenceMuon:
     """One 2D weight."""
 
@@ -45,11 +51,13 @@ class ReferenceMuon:
         ns_stepsize=1.0,
         blocks=None,
         momentum_eps=1e-7,
+        cautious=False,
     ):
         self.w = np.array(w, dtype=np.float64)
         self.buf = np.zeros_like(self.w)
         self.lr, self.momentum, self.weight_decay, self.nesterov = lr, momentum, weight_decay, nesterov
         self.scale, self.ns_stepsize, self.momentum_eps = scale, ns_stepsize, momentum_eps
+        self.cautious = cautious
         self.blocks = blocks or [self.w.shape[0]]  # heights of the logical matrices
         self.condition = 1.0  # the worst so far: what rounding of an input is multiplied by in its polar factor
 
@@ -62,7 +70,10 @@ class ReferenceMuon:
         update = np.concatenate(
             [scale_of(self.scale, *part.shape) * damping(part, self.momentum_eps) * polar(part) for part in parts]
         )
-        self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * update
+        return self.moved(self.ns_stepsize * update)
+
+    def moved(self, update) -> np.ndarray:
+        self.w = decayed(self.w, update, self.lr, self.weight_decay, self.cautious) - self.lr * update
         return self.w
 
 
@@ -87,15 +98,37 @@ class ReferenceNorMuon(ReferenceMuon):
             if normalized.any():
                 normalized *= np.linalg.norm(o) / np.linalg.norm(normalized)
             updates.append(scale_of(self.scale, *part.shape) * damping(part, self.momentum_eps) * normalized)
-        self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * self.ns_stepsize * np.concatenate(updates)
+        return self.moved(self.ns_stepsize * np.concatenate(updates))
+
+
+class ReferenceSinkhorn:
+    """One (vocabulary, hidden) weight, as DeepSeek-V4.1 describes it: momentum is an average of gradients."""
+
+    def __init__(self, w, *, lr=2.6e-4, momentum=0.95, weight_decay=0.0, steps=11, tau=1e-3, eps=1e-20, gamma=0.18):
+        self.w = np.array(w, dtype=np.float64)
+        self.m = np.zeros_like(self.w)
+        self.lr, self.beta, self.weight_decay = lr, momentum, weight_decay
+        self.steps, self.tau, self.eps, self.gamma = steps, tau, eps, gamma
+
+    def step(self, grad) -> np.ndarray:
+        self.m = self.beta * self.m + (1 - self.beta) * np.asarray(grad, dtype=np.float64)
+        u = self.beta * self.m + (1 - self.beta) * grad
+        norms = np.linalg.norm(u, axis=1)
+        u[norms <= self.tau * norms.mean()] = 0.0
+        for number in range(self.steps):
+            axis = 1 if number % 2 == 0 else 0
+            u = u / (np.linalg.norm(u, axis=axis, keepdims=True) + self.eps)
+        self.w *= 1 - self.lr * self.weight_decay
+        self.w -= self.gamma * self.lr * self.w.shape[1] ** 0.5 * u
         return self.w
 
 
 class ReferenceAdamW:
-    def __init__(self, w, *, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0):
+    def __init__(self, w, *, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, cautious=False):
         self.w = np.array(w, dtype=np.float64)
         self.m, self.v, self.t = np.zeros_like(self.w), np.zeros_like(self.w), 0
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.cautious = cautious
 
     def step(self, grad) -> np.ndarray:
         grad = np.asarray(grad, dtype=np.float64)
@@ -104,7 +137,8 @@ class ReferenceAdamW:
         self.m = b1 * self.m + (1 - b1) * grad
         self.v = b2 * self.v + (1 - b2) * grad**2
         m_hat, v_hat = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
-        self.w = self.w * (1 - self.lr * self.weight_decay) - self.lr * m_hat / (np.sqrt(v_hat) + self.eps)
+        update = m_hat / (np.sqrt(v_hat) + self.eps)
+        self.w = decayed(self.w, update, self.lr, self.weight_decay, self.cautious) - self.lr * update
         return self.w
 
 

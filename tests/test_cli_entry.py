@@ -22,8 +22,9 @@ def test_help_does_not_import_torch():
 
 def test_the_package_gives_its_names_when_asked():
     assert set(muon_fsdp.__all__) <= set(dir(muon_fsdp))
-    for name in muon_fsdp.__all__:
+    for name in set(muon_fsdp.__all__) - {"recipes"}:
         assert getattr(muon_fsdp, name).__name__ == name
+    assert "moonlight" in muon_fsdp.recipes
     with pytest.raises(AttributeError, match="no attribute 'Muon'"):
         muon_fsdp.Muon  # noqa: B018
 

@@ -324,7 +324,7 @@ def test_the_first_line_names_the_layout(mesh, how):
         (["demo", "--strategy", "fast"], "Unknown strategy 'fast'; valid names are auto, owner, replicate"),
         (
             ["demo", "--rule", "sgd"],
-            "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), hyperball, adamw",
+            "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), hyperball, sinkhorn, adamw",
         ),
         (["demo", "--plugin", "nowhere.py"], "--plugin nowhere.py: no such file; pass the path of a Python file"),
         (["demo", "--dtype", "int8"], "--dtype int8 is not one of float32"),

@@ -6,10 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muon_fsdp.linalg.coefficients import best_quintic, coefficients, minimax
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.linalg.coefficients import NORM_MARGINS, best_quintic, coefficients, minimax
+from muon_fsdp.linalg.newton_schulz import orthogonalization_flops
 
 # arXiv 2505.16932: lower end 1e-3, cushion 0.024..., no safety factor.
 PAPER = [
@@ -84,6 +87,49 @@ def test_any_number_of_steps(name):
         assert len(coefficients(name, steps)) == steps
     assert coefficients("quintic", 7)[-1] == coefficients("quintic", 5)[-1]
     assert coefficients("polar_express", 9)[-1] == (1.875, -1.25, 0.375)
+
+
+# The published coefficients of CANS, typed a second time; the package contracts all but the last by 1.01.
+CANS = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+
+def test_cans_is_what_was_published_but_for_the_contraction():
+    x = np.linspace(0, 1, 1001)
+    for number, (ours, published) in enumerate(zip(coefficients("cans", 5), CANS, strict=True)):
+        np.testing.assert_allclose(evaluate(ours, x), evaluate(published, x / (1.01 if number < 4 else 1)), rtol=1e-12)
+
+
+def test_deepseek_v4_has_ten_steps():
+    assert coefficients("deepseek_v4", 5) == coefficients("deepseek_v4", 10)
+    assert coefficients("deepseek_v4", 5) == ((3.4445, -4.775, 2.0315),) * 8 + ((2, -1.5, 0.5),) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "lower", "band", "slope"),
+    [("cans", 1e-3, (0.862, 1.114), 1008), ("deepseek_v4", 1e-3, (0.9999, 1.0006), 79263)],
+)
+def test_bands_and_slopes_that_the_docs_state(name, lower, band, slope):
+    x = compose(coefficients(name, 5), np.linspace(lower, 1 / NORM_MARGINS[name], 200001))
+    assert band[0] < x.min()
+    assert x.max() < band[1]
+    assert compose(coefficients(name, 5), 1e-9) / 1e-9 == pytest.approx(slope, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("cans", 4), ("cans", 10), ("deepseek_v4", 9), ("deepseek_v4", 1)])
+def test_published_lists_are_used_whole(name, steps):
+    with pytest.raises(ValueError, match=f"Invalid ns_steps: {steps} .*{name}.* leave ns_steps at 5"):
+        coefficients(name, steps)
+    with pytest.raises(ValueError, match=f"Invalid ns_steps: {steps} "):
+        MuonOptimizer([torch.nn.Parameter(torch.ones(2, 2))], orthogonalization=name, ns_steps=steps)
+    assert orthogonalization_flops(64, 96, 5, name) == orthogonalization_flops(
+        64, 96, len(coefficients(name, 5)), "keller"
+    )
 
 
 def test_bad_input():

@@ -180,6 +180,7 @@ COMPLETE = re.compile(
 # Messages that only appear within others, or around them.
 PARTS = re.compile(
     r"^a parameter group: \n$|^strict: \n|^\n\n \n routing_report\(\) gives|^placements \n|^saved (by|with)"
+    r"|^\n \(on rank"
 )
 
 

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import muon_fsdp
-from examples import finetune, mixed_adamw, tokenize_text, train_sso
+from examples import finetune, lora, mixed_adamw, tokenize_text, train_sso
 from muon_fsdp.training import model, program
 from muon_fsdp.training.data import open_corpus
 
@@ -31,6 +31,14 @@ def test_mixed_adamw(capsys):
     text = capsys.readouterr().out
     assert "embedding.weight" in text
     assert "step  100" in text
+
+
+def test_lora(capsys):
+    assert lora.main(["--steps", "20", "--b-lr-ratio", "2"]) < 3.2
+    text = capsys.readouterr().out
+    assert "LoRA factor A" in text
+    assert "LoRA factor B; override: lr=0.04" in text
+    assert "frozen (requires_grad is False)" in text
 
 
 def test_train_sso(capsys):

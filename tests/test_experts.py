@@ -158,7 +158,8 @@ def causal_model(name: str, config: str, **sizes: object) -> nn.Module:
 )  # fmt: skip
 def test_experts_of_transformers(name, config, sizes, transposed, split):
     model = causal_model(name, config, **{**SMALL, **sizes})
-    found = {row.name.removeprefix("model.layers.0."): row for row in MuonOptimizer(model).routing_report().rows}
+    whole = MuonOptimizer(model, attention="whole").routing_report().rows
+    found = {row.name.removeprefix("model.layers.0."): row for row in whole}
     (gate_up,) = [
         row for place, row in found.items() if place.endswith("experts.gate_up_proj") and "layers" not in place
     ]
@@ -170,6 +171,8 @@ def test_experts_of_transformers(name, config, sizes, transposed, split):
     assert [row.rule for row in found.values() if row.reason == "router of 4 experts"] == ["adamw"] * 2
     by_name = rows(MuonOptimizer(model.named_parameters()))
     assert by_name[down.name].scale == down.scale
+    by_default = rows(MuonOptimizer(model))[gate_up.name]
+    assert by_default.matrices == ("4 of 48x32" if transposed else "8 of 24x32")  # such rows may alternate
     assert by_name[gate_up.name].split_by == (split if not transposed else {})  # names do not tell how rows alternate
 
 

@@ -1,4 +1,4 @@
-"""Weights that look fused: how the report marks them, what `strict` asks, and which weights are none."""
+"""Weights that look fused: which are split, how the report marks others, what `strict` asks, and which are none."""
 
 from __future__ import annotations
 
@@ -139,9 +139,35 @@ FUSED = {
 
 @pytest.mark.parametrize(("model", "name", "parts", "split"), FUSED.values(), ids=FUSED)
 def test_the_report_marks_fused_weights_with_what_splits_them(model, name, parts, split):
-    row = rows(MuonOptimizer(model))[name]
+    whole = MuonOptimizer(model, attention="whole", strict=not isinstance(model, nn.TransformerEncoderLayer))
+    row = rows(whole)[name]
     assert (row.rule, row.fused, row.split_by) == ("muon", parts, split)
-    assert f"looks fused ({parts}), to split it: " in str(MuonOptimizer(model).routing_report())
+    assert f"looks fused ({parts}), to split it: " in str(whole.routing_report())
+
+
+KNOWN = [
+    "nn.MultiheadAttention", "nn.TransformerEncoderLayer", "grouped queries by numbers", "wide heads by numbers",
+    "linear attention", "in_proj of Mamba 2", "gate_up_proj", "w13", "latent attention",
+    "latent attention with equal heads", "LSTM", "GRUCell",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_what_the_model_tells_is_split(case):
+    model, name, parts, split = FUSED[case]
+    row = rows(MuonOptimizer(model))[name]
+    assert (row.fused, row.split_by) == ("", {})
+    assert row.reason.endswith(f"split: {parts}")
+    asked = rows(MuonOptimizer(model, attention="whole", overrides={name: split}))[name]
+    assert row.matrices == asked.matrices != rows(MuonOptimizer(model, attention="whole"))[name].matrices
+    assert rows(MuonOptimizer(model.named_parameters()))[name].matrices != row.matrices  # names tell nothing for sure
+
+
+@pytest.mark.parametrize("case", [case for case in FUSED if case not in KNOWN])
+def test_strict_asks_about_weights_that_only_look_fused(case):
+    model, name, parts, split = FUSED[case]
+    row = rows(MuonOptimizer(model))[name]
+    assert (row.fused, row.split_by) == (parts, split)
     with pytest.raises(ValueError, match=r"(?s)strict: .*looks fused") as error:
         FSDPMuonOptimizer(model, strict=True)
     (line,) = [line for line in str(error.value).splitlines() if f"parameter {name!r}" in line]
@@ -191,11 +217,13 @@ def test_the_advice_updates_each_part_like_a_weight_of_its_own():
         torch.testing.assert_close(update, expected.T if turned else expected)
 
 
-def test_by_default_a_fused_weight_is_one_matrix():
+@pytest.mark.parametrize(("attention", "blocks"), [("split", [8] * 3), ("per_head", [4] * 6), ("whole", [24])])
+def test_each_part_is_updated_like_a_weight_of_its_own(attention, blocks):
     layer = nn.MultiheadAttention(8, 2).double()
     layer.in_proj_weight.grad = torch.randn_like(layer.in_proj_weight)
-    (update,) = updates_of(MuonOptimizer(layer, lr=1.0, orthogonalization="exact"), layer.in_proj_weight)
-    torch.testing.assert_close(update, expected_update(layer.in_proj_weight.grad))
+    options = {"lr": 1.0, "orthogonalization": "exact", "attention": attention}
+    (update,) = updates_of(MuonOptimizer(layer, **options), layer.in_proj_weight)
+    torch.testing.assert_close(update, expected_update(layer.in_proj_weight.grad, blocks=blocks))
 
 
 ONE_MATRIX = {
@@ -270,7 +298,7 @@ def test_the_mark_follows_the_options_that_a_group_has_now():
 
 
 def test_strict_asks_once_for_all_layers_with_a_pattern_that_matches_them_alone():
-    layers = [nn.ModuleDict({"attn": attention("qkv", 96), "mlp": mlp("w13", 80, "w2", 40)}) for _ in range(3)]
+    layers = [nn.ModuleDict({"attn": attention("qkv", 96), "mlp": mlp("Wi", 80, "Wo", 40)}) for _ in range(3)]
     model = nn.ModuleDict({"layers": nn.ModuleList(layers), "router": nn.Linear(32, 4)})
     with pytest.raises(ValueError, match="strict") as error:
         create_hybrid_optimizer(model, strict=True)
@@ -280,7 +308,7 @@ def test_strict_asks_once_for_all_layers_with_a_pattern_that_matches_them_alone(
         "parameter 'layers.0.attn.qkv.weight' of shape (96, 32) (and 2 more like it) looks fused (Q, K, V)" in lines[0]
     )
     assert "overrides={'layers.*.attn.qkv.weight': {'split_sizes': (32, 32, 32)}}" in lines[0]
-    assert "overrides={'layers.*.mlp.w13.weight': {'split_sizes': (40, 40)}}" in lines[1]
+    assert "overrides={'layers.*.mlp.Wi.weight': {'split_sizes': (40, 40)}}" in lines[1]
     layers[0]["inner"] = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": linear(48, 16)})})
     with pytest.raises(ValueError, match="strict") as error:
         create_hybrid_optimizer(model, strict=True)
@@ -326,7 +354,7 @@ def test_models_of_transformers(name, sizes, expected):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**{**SMALL, **sizes}))
     found = {}
-    for row in MuonOptimizer(model).routing_report().rows:
+    for row in MuonOptimizer(model, attention="whole").routing_report().rows:
         if row.fused:
             *_, module, layer, _ = row.name.split(".")
             assert found.setdefault(f"{module}.{layer}", row.split_by) == row.split_by

@@ -49,10 +49,13 @@ def test_adapters_follow_the_reference(use_dora):
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     optimizer = MuonOptimizer(model, orthogonalization="exact", strict=True, **cases.OPTIONS)
     rules = {row.name: row.rule for row in optimizer.routing_report().rows}
+    reasons = {row.name: row.reason for row in optimizer.routing_report().rows}
     expected: dict[str, ReferenceMuon | ReferenceAdamW] = {}
     for name, p in trainable(model).items():
         is_factor = ".lora_A." in name or ".lora_B." in name
         assert rules[name] == ("muon" if is_factor else "adamw"), name
+        if is_factor:
+            assert reasons[name] == f"LoRA factor {'A' if '.lora_A.' in name else 'B'}"
         weight = p.detach().numpy()
         expected[name] = ReferenceMuon(weight, weight_decay=0.1) if is_factor else ReferenceAdamW(weight, lr=0.01)
     assert len(expected) == 14 * (3 if use_dora else 2) + 1

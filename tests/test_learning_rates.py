@@ -143,7 +143,7 @@ def test_the_report_says_where_it_comes_from():
     def text(**options: object) -> str:
         return " ".join(str(MuonOptimizer(Net(), **options).routing_report().groups[1]).split())
 
-    assert text().endswith("eps=1e-08; lr began as 0.15 x lr=0.02")
+    assert text().endswith("eps=1e-08, cautious_weight_decay=False; lr began as 0.15 x lr=0.02")
     assert text(scale="v4", lr=3e-3).endswith("lr began as lr=0.003 of the matrices")
     assert text(scale="size").endswith("lr began as the default")
     assert text(adamw_lr=0.1).endswith("lr began as adamw_lr of MuonOptimizer")

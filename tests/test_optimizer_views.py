@@ -112,7 +112,7 @@ class Attention(nn.Module):
             weight.grad = torch.randn_like(weight)
 
 
-def read_heads(layers: Layers) -> None:
+def read_heads(layers: Layers, attention: str) -> None:
     """Stand for a reader of models: note the heads of every weight on its facts."""
     for layer in layers.all:
         if layer.name == "query":

@@ -340,7 +340,7 @@ def peers_among(ranks, rank, num_replicas):
     st.lists(
         st.tuples(
             st.frozensets(st.integers(0, 6), min_size=2),
-            # Replicas (60: every rank holds everything), stages in flight, and whether updates are summed.
+            # Replicas (60: every rank holds everything), stages in flight, whether updates are summed.
             st.lists(
                 st.tuples(st.sampled_from([1, 2, 3, 60]), st.sampled_from([3, 3, 2, 1]), st.booleans()), max_size=6
             ),

@@ -454,7 +454,22 @@ def test_frozen_parameters_are_left_out_and_reported():
 def test_the_report_is_a_table():
     text = str(create_hybrid_optimizer(Model()).routing_report())
     lines = text.splitlines()
-    assert lines[0].split() == ["name", "shape", "rule", "group", "scale", "reason"]
-    assert any(line.split() == ["blocks.*.mlp.weight", "x", "2", "32x8", "muon", "0", "2", "matrix"] for line in lines)
+    assert lines[0].split() == ["name", "shape", "matrices", "rule", "group", "scale", "reason"]
+    assert any(
+        line.split() == ["blocks.*.mlp.weight", "x", "2", "32x8", "32x8", "muon", "0", "2", "matrix"] for line in lines
+    )
     assert any(line.split() == ["blocks.*.mlp.bias", "x", "2", "32", "adamw", "1", "vector"] for line in lines)
     assert max(map(len, lines)) <= 100
+
+
+def test_hand_written_lora_factors_are_named_in_the_report():
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lora_A = nn.Linear(16, 4, bias=False)
+            self.lora_B = nn.Parameter(torch.zeros(16, 4))
+
+    model = nn.Sequential(Adapted())
+    for optimizer in (MuonOptimizer(model), MuonOptimizer(model.named_parameters())):
+        reasons = {row.name: (row.rule, row.reason) for row in optimizer.routing_report().rows}
+        assert reasons == {"0.lora_A.weight": ("muon", "LoRA factor A"), "0.lora_B": ("muon", "LoRA factor B")}

@@ -25,7 +25,8 @@ def test_the_report_has_the_values_that_each_constructor_uses():
     by_name = {row.name: row.group for row in report.rows}
     assert by_name == {"2.weight": 0, "0.weight": 1, "1.weight": 2, "1.bias": 2, "2.bias": 2}
     text = " ".join(str(report).split())
-    assert "group 2 (adamw, 3 parameters): lr=0.003, weight_decay=0, betas=(0.9, 0.99), eps=1e-08; lr began as" in text
+    assert "group 2 (adamw, 3 parameters): lr=0.003, weight_decay=0, betas=(0.9, 0.99), eps=1e-08, " in text
+    assert "cautious_weight_decay=False; lr began as" in text
 
 
 @pytest.mark.filterwarnings("ignore:step.. found no gradient")
@@ -87,8 +88,8 @@ def test_repeated_layers_share_a_row():
     model = nn.ModuleDict({"wte": nn.Embedding(50, 8), "layers": nn.ModuleList(Layer() for _ in range(3))})
     optimizer = MuonOptimizer(model)
     report = optimizer.routing_report()
-    assert row_of(report, "layers.*.up.weight") == "layers.*.up.weight x 3 20x8 muon 0 1.581 matrix"
-    assert row_of(report, "layers.*.experts.*.w1.weight") == "layers.*.experts.*.w1.weight x 12 6x8 muon 0 1 matrix"
+    assert row_of(report, "layers.*.up.weight") == "layers.*.up.weight x 3 20x8 20x8 muon 0 1.581 matrix"
+    assert row_of(report, "layers.*.experts.*.w1.weight") == "layers.*.experts.*.w1.weight x 12 6x8 6x8 muon 0 1 matrix"
     assert "layers.0" not in str(report)
     assert len(report.rows) == len(list(model.parameters()))  # one row per parameter, however it is printed
     full = optimizer.routing_report(full=True)
@@ -104,18 +105,18 @@ def test_only_equal_rows_are_printed_as_one():
     model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
     overrides = {"layers.3.down.weight": "adamw", "layers.1.down.weight": {"lr": 0.5}}
     text = str(MuonOptimizer(model, overrides=overrides).routing_report())
-    assert row_of(text, "layers.*.up.weight") == "layers.*.up.weight x 3 20x8 muon 0 1.581 matrix"
-    assert row_of(text, "layers.2.up.weight") == "layers.2.up.weight 24x8 muon 0 1.732 matrix"
-    assert row_of(text, "layers.*.down.weight") == "layers.*.down.weight x 2 8x20 muon 0 1 matrix"
-    assert row_of(text, "layers.1.down.weight") == "layers.1.down.weight 8x20 muon 1 1 matrix; override: lr=0.5"
+    assert row_of(text, "layers.*.up.weight") == "layers.*.up.weight x 3 20x8 20x8 muon 0 1.581 matrix"
+    assert row_of(text, "layers.2.up.weight") == "layers.2.up.weight 24x8 24x8 muon 0 1.732 matrix"
+    assert row_of(text, "layers.*.down.weight") == "layers.*.down.weight x 2 8x20 8x20 muon 0 1 matrix"
+    assert row_of(text, "layers.1.down.weight") == "layers.1.down.weight 8x20 8x20 muon 1 1 matrix; override: lr=0.5"
     assert row_of(text, "layers.3.down.weight").startswith("layers.3.down.weight 8x20 adamw")
 
 
 def test_numbers_that_do_not_differ_are_shown():
     model = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 9)) for _ in range(2))
-    assert row_of(MuonOptimizer(model).routing_report(), "*.1.weight") == "*.1.weight x 2 9x8 muon 0 1.061 matrix"
+    assert row_of(MuonOptimizer(model).routing_report(), "*.1.weight") == "*.1.weight x 2 9x8 9x8 muon 0 1.061 matrix"
     bare = MuonOptimizer([nn.Parameter(torch.randn(3, 4)) for _ in range(5)]).routing_report()
-    assert row_of(bare, "param") == "param[*] x 5 3x4 muon 0 1 matrix"
+    assert row_of(bare, "param") == "param[*] x 5 3x4 3x4 muon 0 1 matrix"
 
 
 def test_frozen_parameters_share_a_row():

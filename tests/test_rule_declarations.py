@@ -8,7 +8,7 @@ from torch import nn
 
 import tests.toy_rules  # noqa: F401 (registers them)
 from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
-from muon_fsdp.rules import RULES, Muon, Option, PerMatrix, PerParameter, Rule, register
+from muon_fsdp.rules import BUILT_IN, RULES, Muon, Option, PerMatrix, PerParameter, Rule, available, register
 from tests.comparisons import assert_same
 
 
@@ -323,3 +323,41 @@ def test_kernels_count_only_where_prepare_and_apply_are_theirs(registry):
 
     assert OwnPrepare().fused is None
     assert OwnDirection().fused is Muon.kernels
+
+
+def test_available_lists_built_in_and_registered_rules():
+    @register
+    class Listed(Muon):
+        """Do what Muon does,
+        under another name.
+
+        Nothing else.
+        """
+
+        name = "listed"
+        title = "Listed"
+        paper = "arXiv 0000.00000"
+        options = (*Muon.options, Option("loudness", 1.0, "how loud"))
+
+    @register
+    class Bare(Listed):
+        name = "bare"
+
+    try:
+        by_name = {info.name: info for info in available()}
+        listed, bare = by_name["listed"], by_name["bare"]
+    finally:
+        del RULES["listed"], RULES["bare"]
+    assert list(by_name)[:2] == ["muon", "normuon"]
+    for rule in BUILT_IN:
+        info = by_name[rule.name]
+        assert info.line.endswith(".")
+        assert info.paper
+        assert info.title == rule.title
+    assert by_name["spectral_sphere"].paper == "arXiv 2601.08393"
+    assert "cautious_weight_decay" in {option.name for option in by_name["adamw"].options}
+    assert (listed.title, listed.line) == ("Listed", "Do what Muon does, under another name.")
+    assert listed.paper == "arXiv 0000.00000"
+    assert {"loudness", "num_heads"} <= {option.name for option in listed.options}
+    assert (bare.title, bare.line, bare.paper) == ("bare", "", "")  # nothing is inherited
+    assert "listed" not in {info.name for info in available()}

@@ -98,7 +98,7 @@ def test_flags_of_common_options_follow_from_the_declarations() -> None:
     assert "--betas X,X decay of the first and of the second moment, each in [0, 1) (default: 0.9,0.95; adamw)" in shown
     rules = "muon, normuon, spectral_sphere, hyperball"
     assert f"--lr X learning rate of the hidden matrices (default: 0.02 for {rules}; " in shown
-    assert "--optimizer muon|normuon|spectral_sphere|sso|hyperball|adamw" in shown
+    assert "--optimizer muon|normuon|spectral_sphere|sso|hyperball|sinkhorn|adamw" in shown
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,7 @@ def test_only_what_was_given_is_an_option(arguments: list[str], optimizer: str, 
         (["--set", "orthogonalization=x"], "Unknown orthogonalization 'x'; valid names are "),
         (["--betas", "0.9", "--optimizer", "adamw"], "Invalid betas: 0.9"),
         (["--optimizer", "sgd"], "unknown rule 'sgd'; available rules: muon, normuon, spectral_sphere (sso), "
-         "hyperball, adamw; "
-         "pass --plugin FILE to load a rule of your own"),
+         "hyperball, sinkhorn, adamw; pass --plugin FILE to load a rule of your own"),
         (["--optimizer", "nomuon"], "unknown rule 'nomuon'; did you mean 'normuon'? Available rules: muon"),
         (["--cuda-graph", "--set", "orthogonalization=exact"], "--cuda-graph cannot capture this optimizer's step: or"),
     ],
@@ -201,6 +200,7 @@ EXPECTED = {
     "muon": {"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "scale": "original", "ns_steps": 5},
     "normuon": {"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "beta2": 0.95, "eps": 1e-8},
     "spectral_sphere": {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "radius_scaler": 1.0},
+    "sinkhorn": {"lr": 2.6e-4, "weight_decay": 0.0, "momentum": 0.95, "sinkhorn_steps": 11, "gamma": 0.18},
     "adamw": {"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
 }
 

@@ -79,6 +79,7 @@ class PlanFlags:
         None, "MESH", "SHARDS, or REPLICAS,SHARDS for HSDP; REPLICAS,1 for DDP. Default: one shard per rank."
     )
     strategy: str = option("auto", "NAME", "Which ranks orthogonalize a matrix: auto, owner or replicate.")
+    attention: str = option("split", "NAME", "How fused weights of attention are read: split, whole or per_head.")
     rule: str | None = option(
         None, "NAME", "Rule for the matrices, by name (a wrong name lists all). Default: the same as in MuonOptimizer."
     )

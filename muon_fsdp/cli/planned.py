@@ -150,6 +150,7 @@ class PlannedStep:
             self.model,
             rule=rule,
             strategy=flags.strategy,  # type: ignore[arg-type]  # checked by the optimizer
+            attention=flags.attention,  # type: ignore[arg-type]  # checked by the optimizer
             max_stage_bytes=max_stage_bytes,
             comm_dtype=_dtype(flags.comm_dtype),
             shard_state=flags.shard_state,
@@ -201,6 +202,7 @@ class PlannedStep:
             "comm_dtype": self.flags.comm_dtype or "default",
             "rule": self.rule,
             "strategy": self.flags.strategy,
+            "attention": self.flags.attention,
             "max_stage_bytes": self.max_stage_bytes,
             "shard_state": self.flags.shard_state,
             "assumed": self.assumed,

@@ -326,6 +326,13 @@ def of_all(numbers: Tensor, ranks: Ranks, purpose: str = "") -> Tensor:
     return table
 
 
+def texts_of_all(texts: list[str], ranks: Ranks, device: torch.device) -> list[list[str]]:
+    """Return the texts of all ranks in ascending order of ranks, through the group that `make_group` has made."""
+    table: list[list[str]] = [[] for _ in ranks]
+    dist.all_gather_object(table, texts, group=group_of(ranks, device))
+    return table
+
+
 def sum_over_axis(values: Tensor, mesh: DeviceMesh, axis: int) -> None:
     """Sum values in place over the ranks along one axis of a mesh."""
     dist.all_reduce(values, group=mesh.get_group(axis))

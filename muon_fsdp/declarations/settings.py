@@ -12,6 +12,7 @@ from muon_fsdp.declarations.option import Option, flag, integer
 NonFinite = Literal["propagate", "skip", "raise"]
 Strategy = Literal["auto", "owner", "replicate"]
 Overlap = Literal["step", "backward"]
+Attention = Literal["split", "whole", "per_head"]
 CudaGraph: TypeAlias = Literal["auto"] | bool
 
 # The bound of a stage on one device, where there is no transfer to hide, and of any batch. Larger batches were not
@@ -95,6 +96,14 @@ SETTINGS = (
         choices=get_args(Overlap),
     ),
     Option(
+        "attention",
+        "split",
+        'how weights with several matrices in one are read, if the model tells their parts: "split" updates each part '
+        '(Q, K and V; gate and up) like a weight of its own, "per_head" also each head of Q, K and V, and "whole" '
+        "updates the weight as one matrix. Options of a group and overrides win",
+        choices=get_args(Attention),
+    ),
+    Option(
         "strict",
         False,
         "raise an error instead of a warning if routing is a guess or in doubt, or if no parameter is a matrix",
@@ -126,6 +135,7 @@ class Settings:
     cuda_graph: CudaGraph = "auto"
     shard_state: bool = False
     overlap: Overlap = "step"
+    attention: Attention = "split"
 
     def __post_init__(self) -> None:
         for option in SETTINGS:

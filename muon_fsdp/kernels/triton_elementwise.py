@@ -69,6 +69,12 @@ def gradient_chunk(  # type: ignore[no-untyped-def]
     )
 
 
+@triton.jit
+def cautious_decay(weight, update, decay):  # type: ignore[no-untyped-def]
+    """Return the decay where update * weight >= 0, and 0 elsewhere; by signs, because a product may underflow."""
+    return tl.where(((weight >= 0) & (update >= 0)) | ((weight <= 0) & (update <= 0)), decay, 0.0)
+
+
 @triton.jit(
     do_not_specialize=["num_tensors"],
     do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "slots"],
@@ -125,6 +131,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     num_tensors,
     num_factors,
     HAS_FACTORS: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     PARAMETER_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -140,6 +147,8 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     if HAS_FACTORS:
         matrix = tl.load(chunks + 4 * tl.program_id(0) + 3)
         weight = weight * tl.load(factors + matrix) - lr * tl.load(factors + num_factors + matrix) * update
+    elif CAUTIOUS:
+        weight = weight * (1.0 - cautious_decay(weight, update, lr * weight_decay)) - lr * update
     else:
         weight = weight * (1.0 - lr * weight_decay) - lr * update
     tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
@@ -174,6 +183,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     scalars,
     corrections,
     num_tensors,
+    CAUTIOUS: tl.constexpr,
     PARAMETER_TYPE: tl.constexpr,
     GRADIENT_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -197,7 +207,10 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     update = first / correction1 / (tl.sqrt(second / correction2) + eps)
     pointer = tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
     weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    weight = weight * (1.0 - lr * weight_decay) - lr * update
+    if CAUTIOUS:
+        weight = weight * (1.0 - cautious_decay(weight, update, lr * weight_decay)) - lr * update
+    else:
+        weight = weight * (1.0 - lr * weight_decay) - lr * update
     tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
 
 
@@ -225,8 +238,10 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
     )
 
 
-def apply_updates(tensors: TensorList, updates: Tensor, factors: Tensor | None = None) -> None:
-    """Apply updates U to weights: W <- W (1 - lr * weight_decay) - lr * U.
+def apply_updates(
+    tensors: TensorList, updates: Tensor, factors: Tensor | None = None, *, cautious: bool = False
+) -> None:
+    """Apply updates U to weights: W <- W (1 - lr * weight_decay) - lr * U; with `cautious`, decay where U W >= 0.
 
     With factors, (2, num_matrices), of rows f and R, it is W <- f W - lr * R * U, without weight decay. The last
     column of the chunks must then be the index of the matrix.
@@ -239,6 +254,7 @@ def apply_updates(tensors: TensorList, updates: Tensor, factors: Tensor | None =
         (*tensors.tables, updates, factors, tensors.num_tensors, 0 if factors is None else factors.shape[1]),
         {
             "HAS_FACTORS": factors is not None,
+            "CAUTIOUS": cautious,
             "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
             "ALIGNED": tensors.aligned,
             "CHUNK": CHUNK,
@@ -248,8 +264,11 @@ def apply_updates(tensors: TensorList, updates: Tensor, factors: Tensor | None =
     )
 
 
-def adamw_update(tensors: TensorList) -> None:
-    """Run one AdamW step: count it, update both moments, and update the weights."""
+def adamw_update(tensors: TensorList, *, cautious: bool = False) -> None:
+    """Run one AdamW step: count it, update both moments, and update the weights.
+
+    With `cautious`, only weights with U W >= 0 decay.
+    """
     corrections = torch.empty(2 * tensors.num_tensors, dtype=torch.float32, device=tensors.scalars.device)
     device = tensors.scalars.device
     launch(
@@ -273,6 +292,7 @@ def adamw_update(tensors: TensorList) -> None:
             tensors.num_tensors,
         ),
         {
+            "CAUTIOUS": cautious,
             "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
             "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
             "ALIGNED": tensors.aligned,

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 Quintic: TypeAlias = tuple[float, float, float]  # (a, b, c)
-CoefficientSet = Literal["default", "keller", "polar_express", "quintic"]
+CoefficientSet = Literal["default", "keller", "polar_express", "quintic", "cans", "deepseek_v4"]
 COEFFICIENT_SETS: tuple[str, ...] = get_args(CoefficientSet)
 
 # For matrices of Frobenius norm at most 1, the default set brings singular values of at least this to 1 and lifts
@@ -24,12 +24,24 @@ DEFAULT_LOWER = 4e-3
 # interval on which the next step was fitted.
 DEFAULT_SAFETY = 1.01
 
+
+def _contract(quintic: Quintic, factor: float) -> Quintic:
+    """Return the quintic of the polynomial p(x / factor)."""
+    a, b, c = quintic
+    return (a / factor, b / factor**3, c / factor**5)
+
+
+def _safe(quintics: tuple[Quintic, ...]) -> tuple[Quintic, ...]:
+    """Return these quintics, of which all but the last are contracted."""
+    return (*(_contract(quintic, DEFAULT_SAFETY) for quintic in quintics[:-1]), quintics[-1])
+
+
 # Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. The slope at zero is as steep
 # as possible. Singular values end between about 0.7 and 1.2 and do not converge to 1.
 _KELLER: Quintic = (3.4445, -4.7750, 2.0315)
 
 # Source: Amsel, Persson, Musco, Gower, "The Polar Express", arXiv 2505.16932: minimax for [1e-3, 1]. As in the paper,
-# all quintics but the last are contracted by 1.01, which `coefficients` does.
+# all quintics but the last are contracted by 1.01, which `_safe` does.
 _POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -51,31 +63,68 @@ _QUINTIC: tuple[Quintic, ...] = (
     (2.8366, -3.0525, 1.2012),
 )
 
+# Source: Grishina, Smirnov, Rakhuba, "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type
+# Polynomials" (CANS), arXiv 2506.10935. As published, each step maps some values to the very end of the interval of the
+# next, so that float16's rounding leaves singular values of up to 2.2. `_safe` therefore contracts all but the last
+# by 1.01, as in "The Polar Express".
+_CANS: tuple[Quintic, ...] = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+# Source: DeepSeek-V4, arXiv 2606.19348. Eight steps of Keller Jordan's set, then two that converge to 1.
+_DEEPSEEK_V4: tuple[Quintic, ...] = (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2
+
+# The default number of steps, and the sets that were published as a whole: no other number of their steps is useful,
+# because each step is fitted to what the one before leaves. The default then means the number of the set.
+DEFAULT_STEPS = 5
+WHOLE_SETS: dict[str, tuple[Quintic, ...]] = {"cans": _safe(_CANS), "deepseek_v4": _DEEPSEEK_V4}
 
 # The input is scaled to a Frobenius norm of 1 / margin. The margin is 1 for sets that were published without one.
-NORM_MARGINS: dict[str, float] = {"default": 1.01, "keller": 1.0, "polar_express": 1.01, "quintic": 1.0}
+NORM_MARGINS: dict[str, float] = {
+    "default": 1.01,
+    "keller": 1.0,
+    "polar_express": 1.01,
+    "quintic": 1.0,
+    "cans": 1.01,
+    "deepseek_v4": 1.0,
+}
 
 
 def coefficients(name: str, steps: int) -> tuple[Quintic, ...]:
-    """Return one quintic (a, b, c) per step of the named set; a published list is cut, or its last one repeated."""
-    check_steps(steps)
+    """Return one quintic (a, b, c) per step of the named set; a published list is cut, or its last one repeated.
+
+    "cans" and "deepseek_v4" are used whole, with the default number of steps or their own.
+    """
+    check_steps(steps, name)
+    if name in WHOLE_SETS:
+        return WHOLE_SETS[name]
     if name == "default":
         return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY)
     if name == "keller":
         return (_KELLER,) * steps
     if name == "polar_express":
-        return _take([_contract(t, DEFAULT_SAFETY) for t in _POLAR_EXPRESS[:-1]] + [_POLAR_EXPRESS[-1]], steps)
+        return _take(list(_safe(_POLAR_EXPRESS)), steps)
     if name == "quintic":
         return _take(list(_QUINTIC), steps)
     raise ValueError(f"Unknown orthogonalization {name!r}; valid names are {', '.join((*COEFFICIENT_SETS, 'exact'))}")
 
 
-def check_steps(steps: object) -> None:
-    """Raise an error unless `steps` is an int of at least 1."""
+def check_steps(steps: object, name: str = "default") -> None:
+    """Raise an error unless `steps` is an int of at least 1, and one that the named set has."""
     if isinstance(steps, bool) or not isinstance(steps, Integral):
         raise TypeError(f"Invalid ns_steps: {steps!r} (must be an int >= 1)")
     if int(steps) < 1:
         raise ValueError(f"Invalid ns_steps: {steps} (must be >= 1)")
+    own = len(WHOLE_SETS[name]) if name in WHOLE_SETS else steps
+    if steps not in (DEFAULT_STEPS, own):
+        raise ValueError(
+            f"Invalid ns_steps: {steps} (orthogonalization={name!r} is a list of {own} steps, each made for what the "
+            f"one before leaves: leave ns_steps at {DEFAULT_STEPS}, which uses the whole list)"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -139,12 +188,6 @@ def best_quintic(lower: float, upper: float) -> Quintic:
 def _evaluate(quintic: Quintic, x: float) -> float:
     a, b, c = quintic
     return a * x + b * x**3 + c * x**5
-
-
-def _contract(quintic: Quintic, factor: float) -> Quintic:
-    """Return the quintic of the polynomial p(x / factor)."""
-    a, b, c = quintic
-    return (a / factor, b / factor**3, c / factor**5)
 
 
 def _take(quintics: list[Quintic], steps: int) -> tuple[Quintic, ...]:

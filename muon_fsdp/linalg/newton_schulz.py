@@ -14,10 +14,10 @@ from muon_fsdp.kernels import on_device, unusable
 from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
-from muon_fsdp.linalg.coefficients import NORM_MARGINS, check_steps, coefficients
+from muon_fsdp.linalg.coefficients import DEFAULT_STEPS, NORM_MARGINS, check_steps, coefficients
 from muon_fsdp.linalg.iteration import Exact, Operand, iterate, num_refreshes, scaled_steps, x_scale
 
-Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "exact"]
+Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "cans", "deepseek_v4", "exact"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 Form = Literal["auto", "standard", "gram"]
 
@@ -31,8 +31,6 @@ SMALL_ROWS = 512
 # half precision, so it refreshes X only once where the default method refreshes it twice.
 SMALL_KERNEL_ROWS = 128
 SMALL_KERNEL_REFRESHES = frozenset({1, len(SQUARE_CHAIN.steps)})
-# With this number of steps, the default method takes fewer steps of a higher degree, as accurate and cheaper.
-DEFAULT_STEPS = 5
 # Up to this many rows, GPUs iterate in float32 instead of float16.
 TINY_ROWS = 64
 
@@ -55,7 +53,7 @@ def orthogonalize(
     Args:
         matrices: (..., m, n), the matrices, in any floating-point precision.
         method: the name of a set of coefficients, or "exact" for an SVD in float64.
-        steps: number of iterations.
+        steps: number of iterations; "cans" and "deepseek_v4" have a fixed number, which 5 stands for.
         form: how the iteration is evaluated: on the matrices ("standard"), on their Gram matrices ("gram"), or
             whichever is cheaper for the shape ("auto").
         factor: a number that the result is multiplied by.
@@ -65,7 +63,7 @@ def orthogonalize(
     Returns:
         `out`, or a new tensor with the shape and dtype of `matrices`.
     """
-    check_steps(steps)
+    check_steps(steps, method)
     if method not in ORTHOGONALIZATIONS:
         raise ValueError(f"Unknown orthogonalization {method!r}; valid names are {', '.join(ORTHOGONALIZATIONS)}")
     _check_matrices(matrices)
@@ -322,12 +320,12 @@ def _chain(method: str, steps: int, rows: int, cols: int, form: Form, half: bool
         raise ValueError(f"Unknown form {form!r}; valid names are {', '.join(get_args(Form))}")
     small, large = min(rows, cols), max(rows, cols)
     wide = large >= GRAM_ASPECT_RATIO * small
-    if method == "default" and steps == DEFAULT_STEPS:
+    if method == "default" and steps == DEFAULT_STEPS:  # fewer steps of a higher degree, as accurate and cheaper
         chain = WIDE_CHAIN if wide and small > FEW_ROWS else SQUARE_CHAIN
         refreshes = chain.refreshes
     else:
         chain = Chain(tuple(Step(5, ((c, b, 0.0),), a) for a, b, c in coefficients(method, steps)), frozenset())
-        refreshes = _refresh_steps(small, steps, wide, form, half)
+        refreshes = _refresh_steps(small, len(chain.steps), wide, form, half)
     if form == "standard":
         refreshes = frozenset(range(1, len(chain.steps) + 1))
     return Chain(chain.steps, refreshes)

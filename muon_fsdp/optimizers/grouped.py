@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.option import canonical
-from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED
+from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED, Attention
 from muon_fsdp.parameters.groups import (
     INDEPENDENT_LR,
     Group,
@@ -32,10 +32,10 @@ from muon_fsdp.parameters.groups import (
     with_lists,
 )
 from muon_fsdp.parameters.names import clean_name, override_pattern, without_numbers
-from muon_fsdp.parameters.records import ParameterRecord, looks_fused, make_records, view_of
+from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model, looks_fused, make_records, view_of
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
-from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
+from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, matrices_of, shown
 from muon_fsdp.parameters.wrappers import ModelWatch, refuse_copies, reshard
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
@@ -51,6 +51,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
         strict: whether to raise where routing is a guess.
+        attention: how fused weights of attention and others are read.
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
 
@@ -63,6 +64,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         overrides: Mapping[str, str | Mapping[str, Any]] | None,
         *,
         strict: bool,
+        attention: Attention,
         replicas: Replicas,
     ) -> None:
         self._replicas = replicas
@@ -74,7 +76,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._is_strict = strict
         model = params if isinstance(params, nn.Module) else self._model_to_route_by()
         replaced = reshard(model.modules()) if model is not None else set()
-        self._router = Router(overrides, other_rule)
+        self._router = Router(overrides, other_rule, attention)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
@@ -270,7 +272,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         unclear: dict[tuple[str, str, tuple[str, ...]], list[Route]] = defaultdict(list)
         for group, routes in new_groups:
             for route in routes:
-                fused = looks_fused(group, route)
+                # A user who asks for whole weights has decided.
+                fused = looks_fused(group, route) if self._router.attention != "whole" else None
                 if route.guessed and self._rule_name != self._other_rule_name:
                     text = f"would get rule {route.rule!r} by a guess ({route.reason})"
                     answers = (repr(route.rule), "", repr(self._rule_name), "")
@@ -318,6 +321,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Return the model by whose modules `params` are routed; a subclass may have one."""
         return None
 
+    def _known_model(self) -> nn.Module | None:
+        """Return the model that the optimizer was built from; None if there was none or it no longer exists."""
+        return self._watch.model() if self._watch is not None else None
+
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; a group that mixes matrices and other parameters becomes one group per rule.
 
@@ -330,8 +337,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._add(param_group)
             return
         (param_group,) = with_lists([param_group])
-        model = self._watch.model() if self._watch is not None else None
-        with self._router.reading(model, self._named_parameters([*self.param_groups, param_group])):
+        with self._router.reading(self._known_model(), self._named_parameters([*self.param_groups, param_group])):
             self._add(param_group)
 
     def _add(self, param_group: Group) -> None:
@@ -509,7 +515,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise _changed_by_hand()
         result: list[list[Route]] = []
         taken = {key: route.name for key, route in known.items()}
-        model = self._watch.model() if self._watch is not None else None
+        model = self._known_model()
         with self._router.reading(model, self._named_parameters(self.param_groups)):
             for group, kinds in zip(self.param_groups, new, strict=True):
                 if True in kinds:
@@ -548,6 +554,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             reason = record.route.reason if unchanged else "rule of the group was changed"
             if record.view is not None and record.view.transposed:
                 reason = f"{reason}, stored (in, out)"
+            if is_cut_by_model(record.group, record.route):
+                reason = f"{reason}, split: {record.route.fused.parts if record.route.fused else 'heads'}"
             options = groups[record.group_index].options
             overridden = {name: options[name] for name in record.route.overridden if name in options}
             fused = looks_fused(record.group, record.route)
@@ -562,6 +570,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     overridden,
                     fused.parts if fused is not None else "",
                     dict(fused.options) if fused is not None else {},
+                    matrices_of(record.view),
                 )
             )
         held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since
@@ -576,10 +585,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
         self._follow_groups()
         for number, group in enumerate(self.param_groups):
-            options = rule_named(group["rule"]).all_options
+            rule = rule_named(group["rule"])
+            options = rule.all_options
             try:
                 for name, option in options.items():
                     option.validate(group.setdefault(name, option.default))
+                rule.check_options(group)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             group.update(canonical({name: group[name] for name in options}))

@@ -20,6 +20,7 @@ from muon_fsdp.declarations.settings import (
     MICRO_STEP,
     NUM_UPDATES,
     STARTED,
+    Attention,
     CudaGraph,
     NonFinite,
     Overlap,
@@ -116,6 +117,7 @@ class MuonOptimizer(GroupedOptimizer):
         cuda_graph: CudaGraph = "auto",
         shard_state: bool = False,
         overlap: Overlap = "step",
+        attention: Attention = "split",
         strict: bool = False,
         overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
         replicate_group: dist.ProcessGroup | None = None,
@@ -124,7 +126,7 @@ class MuonOptimizer(GroupedOptimizer):
         **options: Any,
     ) -> None:
         self._settings = Settings(
-            nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap
+            nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap, attention
         )
         ranks_of_agreement(agreement_group)  # raises if it is of no use
         if replicate_group is None:
@@ -152,6 +154,7 @@ class MuonOptimizer(GroupedOptimizer):
             {**given, **options},
             overrides,
             strict=strict,
+            attention=attention,
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
         self._has_loaded = False  # optimizer state, since the last step

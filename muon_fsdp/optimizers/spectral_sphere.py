@@ -28,7 +28,8 @@ class SpectralSphereOptimizer(MuonOptimizer):
         params: as for `MuonOptimizer`.
         lr: length of a step along the sphere, relative to R.
         {options}
-        options: all other options of `MuonOptimizer` except `scale` and `ns_stepsize`, which R replaces.
+        options: all other options of `MuonOptimizer` except `scale` and `ns_stepsize`, which R replaces, and
+            `cautious_weight_decay`, because retraction replaces decay.
     """
 
     def __init__(self, params: Params, lr: float | Tensor = UNSET, **options: Any) -> None:

@@ -30,11 +30,16 @@ class Fused:
 
     Args:
         parts: what they are, for example "Q, K, V".
-        options: the options that split it, if its model tells the sizes of the parts.
+        options: the options that split it, if its model or shapes tell the sizes of the parts.
+        by_head: the options that cut each head out, if the model tells the sizes of heads.
+        is_known: whether modules or configurations tell both the sizes and that the parts follow each other. Otherwise
+            `options` are only advice.
     """
 
     parts: str
     options: tuple[tuple[str, Any], ...] = ()
+    by_head: tuple[tuple[str, Any], ...] = ()
+    is_known: bool = False
 
 
 @dataclass(eq=False)
@@ -151,6 +156,15 @@ class Layers:
     def module(self, path: Path) -> nn.Module | None:
         """Return the module at a path; None if only names are known."""
         return self._modules.get(path)
+
+    def modules_with(self, method: str) -> list[tuple[Path, nn.Module]]:
+        """Return the modules that have a method, with their places."""
+        return [(path, module) for path, module in self._modules.items() if callable(getattr(module, method, None))]
+
+    def at(self, path: Path, name: str) -> list[Layer]:
+        """Return the layers of a parameter, by its name in the module at a path; PEFT may have copied it."""
+        place = _path(".".join((*path, *plain_name(name).split("."))))
+        return [layer for layer in self.within(place[:-1]) if layer.path == place]
 
     def class_names(self, path: Path) -> list[str]:
         """Return the names of the class of the module at a path and of its base classes; none without a model."""

@@ -1,13 +1,26 @@
-"""Recognize weights that hold several matrices, such as Q, K and V, and find the options that split them."""
+"""Recognize weights that hold several matrices, such as Q, K and V, and decide how their rows are cut."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from muon_fsdp.parameters.facts import Fused, Layer, Layers
+from muon_fsdp.declarations.settings import Attention
+from muon_fsdp.parameters.facts import Fused, Layer, Layers, Path
+
+Options: TypeAlias = tuple[tuple[str, object], ...]
+
+_METHOD = "muon_split_sizes"  # of a module: returns {name of its parameter: the rows of every matrix in it}
+# Names under which published models store Q, then K, then V. Under other names some store them by head.
+_IN_ORDER_NAME = re.compile(r"(.*_)?c_attn|qkv_proj|wqkv|w_pack|in_proj_qkv|in_proj_weight|(g|gate_?)qkv(_proj)?")
+_GATE_FIRST_NAME = re.compile(r"w?(g|gate_?)qkv(_proj)?")
+_LATENTS_NAME = re.compile(r"(.*_)?q_?kv_(a|down)(_.*)?")  # the compressed Q, the compressed K and V, a rotary key
+_PER_HEAD_NAME = re.compile(
+    r"(w|to_)?([qkv]|q_b|q_up)(_(proj|proj_weight|linear|lin|fc))?|(query|key|value)(_(proj|layer))?"
+)
 
 _QKV_NAME = re.compile(r".*qkv.*|(.*_)?c_attn|.*query_key_value.*|w_pack")
 _QKV_ALONE_NAME = re.compile(
@@ -33,12 +46,88 @@ _KV_HEADS = (
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")
 
 
-def find_fused(layers: Layers) -> None:
-    """Mark the weights that look fused, unless the user has set their views."""
+def find_fused(layers: Layers, attention: Attention) -> None:
+    """Mark the weights that look fused, and cut those whose layout is known, unless the user has set their views.
+
+    Without a model no layout is known: names and shapes only tell what to ask.
+    """
+    declared = _declared(layers)
     for layer in layers.all:
         facts = layer.facts
-        if facts.other_reason is None and not facts.labelled and 1 not in facts.logical_shape:
+        if facts.other_reason is not None or facts.labelled or 1 in facts.logical_shape:
+            continue
+        sizes = declared.get(layer.path)
+        if sizes is not None:  # one size says that it is one matrix
+            facts.fused = Fused("parts by its module", _split_sizes(*sizes), is_known=True) if len(sizes) > 1 else None
+        else:
             facts.fused = _fused(layers, layer)
+        if attention == "whole" or layers.module(()) is None:
+            continue
+        cut: dict[str, Any] = (
+            dict(_cut(layers, layer, facts.fused, attention)) if sizes is None or len(sizes) > 1 else {}
+        )
+        if 1 not in cut.get("split_sizes", ()) and layer.rows != cut.get("num_heads"):  # a row alone is no matrix
+            facts.num_heads, facts.split_sizes = cut.get("num_heads"), cut.get("split_sizes")
+
+
+def _cut(layers: Layers, layer: Layer, fused: Fused | None, attention: Attention) -> Options:
+    """Return the options that cut a weight under a setting; none if it stays whole."""
+    if fused is None:
+        return _heads(layers, layer) if attention == "per_head" else ()
+    if attention == "per_head" and fused.by_head:
+        return fused.by_head
+    return fused.options if fused.is_known else ()
+
+
+def _declared(layers: Layers) -> dict[Path, tuple[int, ...]]:
+    """Return the rows of the matrices in each weight, by its place, where a module tells them itself."""
+    found = {}
+    for path, module in layers.modules_with(_METHOD):
+        which = f"{type(module).__name__} {'.'.join(path)!r}"
+        given = getattr(module, _METHOD)()
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{which}: muon_split_sizes() must return a dict of names and sizes, got {type(given).__name__}"
+            )
+        for name, sizes in given.items():
+            of_name = layers.at(path, name)
+            if not of_name:
+                raise ValueError(
+                    f"{which}: muon_split_sizes() names {name!r}, which is no matrix of the module: leave it out"
+                )
+            sizes = tuple(sizes)
+            is_valid = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+            if not is_valid or sum(sizes) != of_name[0].rows:
+                raise ValueError(
+                    f"{which}: muon_split_sizes() returns the sizes {sizes} for {name!r}: they must be positive "
+                    f"integers that add up to its {of_name[0].rows} output features"
+                )
+            found[of_name[0].path] = sizes
+    return found
+
+
+def _heads(layers: Layers, layer: Layer) -> Options:
+    """Return the option that cuts a weight of queries, keys or values alone into heads, if their sizes are known."""
+    beside = [other for other in (layer, *layers.beside(layer)) if _PER_HEAD_NAME.fullmatch(other.name)]
+    of_kind = {next(letter for letter in other.name if letter in "qkv"): other for other in beside}
+    is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))
+    heads = layers.number_at(layer.parent, _HEADS)
+    if layer not in beside or heads is None or not of_kind.keys() >= ({"q"} if is_latent else {"q", "k", "v"}):
+        return ()
+    size = layers.number_at(layer.parent, _HEAD_DIM) or of_kind["q"].rows // heads
+    if layer is not of_kind["q"]:
+        kv_heads = layers.number_at(layer.parent, _KV_HEADS) or heads
+        return _equal_heads(layer, size) if layer.rows == kv_heads * size else ()
+    if is_latent:
+        parts = [layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        size = sum(part for part in parts if part is not None)
+    # Twice the rows: every head, or all heads, have a gate. A block of this size is a head or a gate either way.
+    return _equal_heads(layer, size) if layer.rows in (heads * size, 2 * heads * size) else ()
+
+
+def _equal_heads(layer: Layer, size: int) -> Options:
+    """Return the option that cuts a weight into heads of a size, if there are several."""
+    return (("num_heads", layer.rows // size),) if size > 0 and layer.rows % size == 0 and layer.rows > size else ()
 
 
 def _fused(layers: Layers, layer: Layer) -> Fused | None:
@@ -46,7 +135,9 @@ def _fused(layers: Layers, layer: Layer) -> Fused | None:
     if layer.facts.belongs_to(nn.RNNBase, nn.RNNCellBase):
         return _gates(layer)
     if layer.facts.belongs_to(nn.MultiheadAttention):
-        return Fused("Q, K, V", _equal(layer, 3)) if layer.name == "in_proj_weight" else None
+        head_dim = layers.number_at(layer.parent, ("head_dim",)) or 0
+        by_head = _equal_heads(layer, head_dim)
+        return Fused("Q, K, V", _equal(layer, 3), by_head, True) if layer.name == "in_proj_weight" else None
     is_input = _IN_NAME.fullmatch(layer.name) is not None
     if _QKV_NAME.fullmatch(layer.name) or (is_input and _is_in_attention(layers, layer)):
         return _attention(layers, layer)
@@ -59,15 +150,28 @@ def _fused(layers: Layers, layer: Layer) -> Fused | None:
     if _KV_NAME.fullmatch(layer.name):
         return _keys_and_values(layers, layer)
     if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
-        return None if _alternates(layers, layer) else Fused("gate, up", _equal(layer, 2))
+        return None if _alternates(layers, layer) else _gate_and_up(layers, layer)
     return None
 
 
-def _split_sizes(*sizes: int) -> tuple[tuple[str, object], ...]:
+def _gate_and_up(layers: Layers, layer: Layer) -> Fused:
+    """Return gate and up, known by name if the next layer reads half of the rows or the configuration says so.
+
+    Experts that are stored (experts, in, out) may alternate as in GPT-OSS, unless Transformers notes that they do not.
+    """
+    module = layers.module(layer.parent)
+    half = {other.cols for other in layers.beside(layer) if other.rows == layer.cols}
+    half |= {layers.number_at(layer.parent, (name,)) or 0 for name in ("intermediate_size", "moe_intermediate_size")}
+    is_sized = bool(_GATE_UP_NAME.fullmatch(layer.name)) and layer.rows in {2 * size for size in half}
+    is_in_order = not (layer.is_stack and layer.facts.transposed) or hasattr(module, "is_concatenated")
+    return Fused("gate, up", _equal(layer, 2), is_known=module is not None and is_sized and is_in_order)
+
+
+def _split_sizes(*sizes: int) -> Options:
     return (("split_sizes", sizes),)
 
 
-def _equal(layer: Layer, parts: int) -> tuple[tuple[str, object], ...]:
+def _equal(layer: Layer, parts: int) -> Options:
     """Return the option that splits a weight into equal parts, if its rows can be divided."""
     return _split_sizes(*[layer.rows // parts] * parts) if layer.rows % parts == 0 else ()
 
@@ -78,7 +182,7 @@ def _gates(layer: Layer) -> Fused | None:
         return None
     is_lstm, is_gru = layer.facts.belongs_to(nn.LSTM, nn.LSTMCell), layer.facts.belongs_to(nn.GRU, nn.GRUCell)
     gates = 4 if is_lstm else 3 if is_gru else 1
-    return Fused(f"{gates} gates", _equal(layer, gates)) if gates > 1 else None
+    return Fused(f"{gates} gates", _equal(layer, gates), is_known=True) if gates > 1 else None
 
 
 def _is_gated(layers: Layers, layer: Layer) -> bool:
@@ -119,12 +223,15 @@ def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
         return None
     inner = next((other.cols for other in beside if _OUT_NAME.fullmatch(other.name)), None)
     if inner is not None and rows in (2 * inner, 3 * inner):
-        return Fused(f"{rows // inner} matrices", _split_sizes(*[inner] * (rows // inner)))
+        is_known = layers.number_at(layer.parent, ("intermediate_size", "d_inner")) == inner and rows == 2 * inner
+        sizes = _split_sizes(*[inner] * (rows // inner))
+        return Fused(f"{rows // inner} matrices", sizes, is_known=is_known)
     groups = layers.number_at(layer.parent, ("n_groups", "ngroups"))
     state = layers.number_at(layer.parent, ("ssm_state_size", "d_state", "state_size"))
     heads = layers.number_at(layer.parent, _HEADS)
     if inner and groups and state and heads and rows == 2 * (inner + groups * state) + heads:
-        return Fused("z, x, B, C, dt", _split_sizes(inner, inner, groups * state, groups * state, heads))
+        sizes = _split_sizes(inner, inner, groups * state, groups * state, heads)
+        return Fused("z, x, B, C, dt", sizes, is_known=True)
     return Fused("several matrices")
 
 
@@ -132,28 +239,57 @@ def _attention(layers: Layers, layer: Layer) -> Fused:
     """Return Q, K and V, or K and V where queries have a weight of their own."""
     if _queries(layers, layer):
         return _keys_and_values(layers, layer) or Fused("K, V")
+    if _LATENTS_NAME.fullmatch(layer.name):
+        numbers = [layers.number_at(layer.parent, (n,)) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
+        latents = [number for number in numbers if number is not None]
+        is_known = len(latents) == len(numbers) and sum(latents) == layer.rows
+        return Fused("latent Q, latent K and V, rotary K", _split_sizes(*latents) if is_known else (), (), is_known)
     heads, head_dim = (layers.number_at(layer.parent, names) for names in (_HEADS, _HEAD_DIM))
     is_by_head = any(map(_BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
     if is_by_head or "query_key_value" in layer.name:
         size = head_dim or (layer.cols // heads if heads else 0)
-        fits = size > 0 and layer.rows % size == 0
-        return Fused("Q, K, V by head", (("num_heads", layer.rows // size),) if fits else ())
-    sizes = _attention_sizes(layers, layer, heads, head_dim)
-    return Fused("Q, K, V", _split_sizes(*sizes) if sizes else ())
+        cut = _equal_heads(layer, size)
+        is_sized = heads is not None and (head_dim is not None or _read(layers, layer) == heads * size)
+        return Fused("Q, K, V by head", cut, cut if is_sized else ())
+    return _attention_by_numbers(layers, layer, heads, head_dim) or Fused(
+        "Q, K, V", _split_sizes(*sizes) if (sizes := _attention_sizes(layers, layer)) else ()
+    )
 
 
-def _attention_sizes(layers: Layers, layer: Layer, heads: int | None, head_dim: int | None) -> Sequence[int] | None:
-    """Return the rows of Q, K and V from what the module tells, or else from the output projection beside it."""
-    rows = layer.rows
+def _read(layers: Layers, layer: Layer) -> int | None:
+    """Return the inputs of the output projection beside a layer."""
+    return next((o.cols for o in layers.beside(layer) if _OUT_NAME.fullmatch(o.name) and o.rows == layer.cols), None)
+
+
+def _attention_by_numbers(layers: Layers, layer: Layer, heads: int | None, head_dim: int | None) -> Fused | None:
+    """Return Q, K and V, and a gate before or after them, if numbers of the module or its configuration fit."""
+    rows, is_in_order = layer.rows, _IN_ORDER_NAME.fullmatch(layer.name) is not None
     key_dim, value_dim = (layers.number_at(layer.parent, (name,)) for name in ("key_dim", "value_dim"))
     if key_dim and value_dim:  # linear attention
-        return (key_dim, key_dim, value_dim) if 2 * key_dim + value_dim == rows else None
-    read = next((o.cols for o in layers.beside(layer) if _OUT_NAME.fullmatch(o.name) and o.rows == layer.cols), None)
-    if heads:
-        kv_heads = layers.number_at(layer.parent, _KV_HEADS) or heads
-        size = head_dim or rows // (heads + 2 * kv_heads)
-        if (heads + 2 * kv_heads) * size == rows and read in (None, heads * size):
-            return heads * size, kv_heads * size, kv_heads * size
+        if 2 * key_dim + value_dim != rows:
+            return Fused("Q, K, V")
+        key, value = (layers.number_at(layer.parent, (name,)) or 0 for name in ("head_k_dim", "head_v_dim"))
+        by_head: Options = ()
+        if is_in_order and key and value and key_dim % key == 0 and value_dim % value == 0:
+            by_head = _split_sizes(*[key] * (2 * key_dim // key), *[value] * (value_dim // value))
+        return Fused("Q, K, V", _split_sizes(key_dim, key_dim, value_dim), by_head, is_in_order)
+    if not heads:
+        return None
+    kv_heads = layers.number_at(layer.parent, _KV_HEADS) or heads
+    has_gate = _GATE_FIRST_NAME.fullmatch(layer.name) is not None
+    blocks = heads + 2 * kv_heads + (heads if has_gate else 0)
+    size = head_dim or rows // blocks
+    if blocks * size != rows or _read(layers, layer) not in (None, heads * size):
+        return None
+    sizes = (heads * size,) * (2 if has_gate else 1) + (kv_heads * size,) * 2
+    by_head = _equal_heads(layer, size) if is_in_order or has_gate else ()
+    parts = "gate, Q, K, V" if has_gate else "Q, K, V"
+    return Fused(parts, _split_sizes(*sizes), by_head, is_in_order or has_gate)
+
+
+def _attention_sizes(layers: Layers, layer: Layer) -> Sequence[int] | None:
+    """Return the rows of Q, K and V as the output projection beside the layer suggests them."""
+    rows, read = layer.rows, _read(layers, layer)
     if _QKV_ALONE_NAME.fullmatch(layer.name) is None:
         return None
     if read is not None and read < rows <= 3 * read and (rows - read) % 2 == 0:
@@ -167,7 +303,10 @@ def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
     heads = layers.number_at(layer.parent, _KV_HEADS) or layers.number_at(layer.parent, _HEADS)
     head_dim = layers.number_at(layer.parent, _HEAD_DIM)
     size = heads * head_dim if heads and head_dim else next(iter(queries), 0)
-    return Fused("K, V", _equal(layer, 2)) if queries and layer.rows == 2 * size else None
+    if not queries or layer.rows != 2 * size:
+        return None
+    is_known = bool(heads and head_dim and _IN_ORDER_NAME.fullmatch(layer.name))
+    return Fused("K, V", _equal(layer, 2), _equal_heads(layer, head_dim or 0) if is_known else (), is_known)
 
 
 def _queries(layers: Layers, layer: Layer) -> list[int]:
@@ -182,7 +321,9 @@ def _latent(layers: Layers, layer: Layer) -> Fused | None:
     rank = layers.number_at(layer.parent, ("kv_lora_rank",)) or next(iter(expands), None)
     if rank is None or rank >= layer.rows:
         return None
-    return Fused("latent K and V, rotary K", _split_sizes(rank, layer.rows - rank))
+    numbers = [layers.number_at(layer.parent, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+    is_known = numbers == [rank, layer.rows - rank]
+    return Fused("latent K and V, rotary K", _split_sizes(rank, layer.rows - rank), is_known=is_known)
 
 
 def _latent_heads(layers: Layers, layer: Layer) -> Fused:
@@ -192,5 +333,5 @@ def _latent_heads(layers: Layers, layer: Layer) -> Fused:
     if not (heads and key and value) or heads * (key + value) != layer.rows:
         return Fused("K, V by head")
     if key == value:
-        return Fused("K, V by head", (("num_heads", 2 * heads),))
-    return Fused("K, V by head", _split_sizes(*(key, value) * heads))
+        return Fused("K, V by head", (("num_heads", 2 * heads),), is_known=True)
+    return Fused("K, V by head", _split_sizes(*(key, value) * heads), is_known=True)

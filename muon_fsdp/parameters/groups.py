@@ -171,7 +171,9 @@ def resolve(
         options.update(source.of(rule, beside))
         if index == 0:  # a group or an override may still change them
             options.update(parameter_defaults)
-    return {"rule": rule.name, **canonical(options)}
+    group = {"rule": rule.name, **canonical(options)}
+    rule.check_options(group)
+    return group
 
 
 def split_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from muon_fsdp.declarations.settings import Attention
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.experts import find_experts
 from muon_fsdp.parameters.facts import Facts, Fused, Layers, vocabulary_tables
@@ -32,6 +33,8 @@ _TABLE_NAME = re.compile(
 )
 # Parameters of PEFT: factors or rows of an embedding, whose shapes differ from its shape.
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_embedding_[AB]|trainable_tokens_(delta|original))\.[^.]+$")
+# Low-rank factors of LoRA, by PEFT ("lora_A.default.weight") or hand-written ("lora_A.weight", "lora_A").
+_FACTOR_NAME = re.compile(r"(^|\.)lora_([AB])(\.[^.]+)?(\.weight)?$")
 _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_type|segment)([._]|\d|$)")
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
 _DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # names in Mamba, VMamba, S4D and RWKV
@@ -104,12 +107,15 @@ def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
 class Router:
     """Decides the rule of parameters by overrides first, then by group, model, name and shape."""
 
-    def __init__(self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str) -> None:
+    def __init__(
+        self, overrides: Mapping[str, str | Mapping[str, Any]] | None, other_rule: str, attention: Attention
+    ) -> None:
         if overrides is not None and not isinstance(overrides, Mapping):
             raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
+        self.attention: Attention = attention
         self.warnings: list[str] = []
         self._facts: dict[int, Facts] = {}
         self._doubts: list[_Doubt] = []
@@ -121,9 +127,9 @@ class Router:
         Facts are keyed by the identity of parameters, so they are dropped afterwards.
         """
         if model is not None:
-            self._facts, self._doubts = _facts_of_model(model, self.other_rule)
+            self._facts, self._doubts = _facts_of_model(model, self.other_rule, self.attention)
         else:
-            self._facts = _facts_of_names(named)
+            self._facts = _facts_of_names(named, self.attention)
         try:
             yield
         finally:
@@ -161,7 +167,9 @@ class Router:
         else:
             reason = facts.matrix_reason or ("matrix" if parameter.ndim == 2 else f"{parameter.ndim}D weight")
         shape = tuple(parameter.shape)
-        fused = None if decided or view == "attn" or not RULES[rule].needs_matrices else facts.fused
+        is_cut = view != "attn" and (facts.num_heads is not None or facts.split_sizes is not None)
+        is_settled = (decided and not is_cut) or view == "attn" or not RULES[rule].needs_matrices
+        fused = None if is_settled else facts.fused
         return Route(
             name,
             shape,
@@ -170,8 +178,8 @@ class Router:
             guessed,
             view,
             facts.transposed,
-            facts.num_heads,
-            facts.split_sizes,
+            facts.num_heads if is_cut else None,
+            facts.split_sizes if is_cut else None,
             pattern,
             decided=decided,
             fused=fused,
@@ -254,7 +262,14 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> Facts:
         facts.other_reason = "table, by name"
     elif "conv" in owner and parameter.ndim >= 3:
         facts.view, facts.matrix_reason = "flatten", "convolution, by name"
+    facts.matrix_reason = facts.matrix_reason or _factor_reason(facts.name)
     return facts
+
+
+def _factor_reason(name: str) -> str | None:
+    """Return the reason of a low-rank factor of LoRA; None for another parameter."""
+    factor = _FACTOR_NAME.search(name)
+    return f"LoRA factor {factor[2]}" if factor else None
 
 
 def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
@@ -263,21 +278,21 @@ def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
     return bool(path) and pattern.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
 
 
-def _facts_of_names(named: Iterable[tuple[str, Tensor]]) -> dict[int, Facts]:
+def _facts_of_names(named: Iterable[tuple[str, Tensor]], attention: Attention) -> dict[int, Facts]:
     """Return facts about parameters whose names are known, but not their model."""
     facts = {id(parameter): _facts_of_name(clean_name(name), parameter, named=True) for name, parameter in named}
-    _add_structure(facts, {})
+    _add_structure(facts, {}, attention)
     return facts
 
 
-def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module]) -> None:
+def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module], attention: Attention) -> None:
     """Add what a weight's place in the model tells: routers, transposed experts and fused weights."""
     layers = Layers(facts.values(), modules)
     find_experts(layers)
-    find_fused(layers)
+    find_fused(layers, attention)
 
 
-def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, Facts], list[_Doubt]]:
+def _facts_of_model(model: nn.Module, other_rule: str, attention: Attention) -> tuple[dict[int, Facts], list[_Doubt]]:
     facts: dict[int, Facts] = {}
     for name, parameter, module in _owned_parameters(model):
         entry = facts.setdefault(id(parameter), Facts(name, tuple(parameter.shape), parameter.requires_grad))
@@ -289,6 +304,7 @@ def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, Facts]
             entry.view, entry.matrix_reason = "flatten", "convolution"
         if leaf in getattr(module, _LABEL_ATTRIBUTE, {}):
             entry.view, entry.labelled = getattr(module, _LABEL_ATTRIBUTE)[leaf], True
+        entry.matrix_reason = entry.matrix_reason or _factor_reason(name)
         class_names = [cls.__name__ for cls in type(module).__mro__]  # fully_shard inserts a class at the front
         entry.transposed |= "Conv1D" in class_names and parameter.ndim == 2
         reason = None
@@ -300,7 +316,8 @@ def _facts_of_model(model: nn.Module, other_rule: str) -> tuple[dict[int, Facts]
             reason = _facts_of_name(name, parameter, named=True).other_reason
         entry.other_reason = entry.other_reason or reason
     doubts = _find_heads(facts, other_rule)
-    _add_structure(facts, {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()})
+    modules = {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
+    _add_structure(facts, modules, attention)
     return facts, doubts
 
 

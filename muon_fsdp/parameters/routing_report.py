@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.parameters.groups import keys_of_others
 from muon_fsdp.parameters.names import clean_name, common_pattern, without_numbers
 from muon_fsdp.rules import Rule
@@ -42,6 +43,7 @@ class RoutingRow:
         fused: what it seems to consist of, for example "Q, K, V", although it is orthogonalized as one matrix; "" if it
             looks like one, or if you have decided.
         split_by: the options that split such a weight, if the model tells the sizes of its parts.
+        matrices: the logical matrices that it is read as, for example "3 of 32x32"; empty for element-wise rules.
     """
 
     name: str
@@ -53,6 +55,7 @@ class RoutingRow:
     overridden: Mapping[str, Any] = field(default_factory=dict, hash=False)
     fused: str = ""
     split_by: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    matrices: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of this parameter in the table."""
@@ -60,7 +63,7 @@ class RoutingRow:
         if self.fused:
             reason += f"; looks fused ({self.fused}), to split it: {_listed(self.split_by) or 'split_sizes=(...)'}"
         group = "" if self.group is None else str(self.group)
-        return self.name, format_shape(self.shape), self.rule, group, self.scale, reason
+        return self.name, format_shape(self.shape), self.matrices, self.rule, group, self.scale, reason
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class RoutingReport:
     full: bool = False
 
     def __str__(self) -> str:
-        header = ("name", "shape", "rule", "group", "scale", "reason")
+        header = ("name", "shape", "matrices", "rule", "group", "scale", "reason")
         cells = [row.cells() for row in self.rows] if self.full else _short(self.rows)
         table = plain_table(header, cells, left=len(header))
         notes = [_FUSED_NOTE] if any(row.fused for row in self.rows) else []
@@ -154,6 +157,14 @@ def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     )
+
+
+def matrices_of(view: MatrixView | None) -> str:
+    """Return the logical matrices of a parameter as a list such as "32x32, 2 of 16x32"."""
+    counts: dict[tuple[int, int], int] = defaultdict(int)
+    for count, rows, cols in view.block_shapes if view is not None else ():
+        counts[(rows, cols)] += count
+    return ", ".join(f"{n} of {format_shape(s)}" if n > 1 else format_shape(s) for s, n in counts.items())
 
 
 def _listed(options: Mapping[str, Any], between: str = " ") -> str:

@@ -18,7 +18,7 @@ from muon_fsdp.declarations.settings import STARTED
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
-from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, format_shape, warn_user
@@ -386,7 +386,10 @@ def _state_mismatches(record: ParameterRecord, state: dict[str, Any] | None) -> 
     for name, spec in specs.items():
         value, expected = torch.as_tensor(state[name]), tuple(spec.shape(record.tensor, record.view))
         if value.shape != expected:
-            mismatches.append(f"{record.name}: saved {name} of shape {tuple(value.shape)}, expected {expected}")
+            is_cut = not spec.is_sharded and is_cut_by_model(record.group, record.route)
+            remedy = " If it was saved before the weight was split, pass attention='whole'" if is_cut else ""
+            shapes = f"saved {name} of shape {tuple(value.shape)}, expected {expected}"
+            mismatches.append(f"{record.name}: {shapes}{'.' if remedy else ''}{remedy}")
         elif spec.is_sharded and not can_take_part(value, record.state_template()):
             mismatches.append(
                 f"{record.name}: saved {name} is sharded otherwise than the parameter; "

@@ -126,8 +126,7 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
         )
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
-            owned = Unit(unit.position, unit.box, unit.view, unit.options, unit.flops, owner)
-            placed[spec.position].append(owned)
+            placed[spec.position].append(replace(unit, owner=owner))
     return {position: tuple(many) for position, many in placed.items()}
 
 

@@ -47,7 +47,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work that is computed in one place: a whole parameter, or one matrix of a stack."""
+    """A piece of work that is computed in one place: a parameter, one matrix of a stack, or some parts of a weight."""
 
     position: int
     box: Box
@@ -55,17 +55,33 @@ class Unit:
     options: PlannedOptions
     flops: float
     owner: int | None = None  # a global rank; None: every rank of the layout computes it
+    # If it is some parts of a weight that is cut by rows: the block of its first matrix in the view of the whole
+    # parameter, and the number of this matrix in that block.
+    first_block: int = 0
+    first_in_block: int = 0
 
-    def first_matrix(self, whole: MatrixView, block: int) -> int:
-        """Return the index of the unit's first matrix in a block of `whole`, the view of the whole parameter."""
-        is_part = self.view.shape != whole.shape  # some matrices of a stack
-        return self.box.offset[0] * self.view.block_shapes[block][0] if is_part else 0
+    def place(self, whole: MatrixView, block: int) -> tuple[int, int]:
+        """Return which block of `whole`, the view of the whole parameter, a block of the unit belongs to.
+
+        Returns:
+            The index of that block, and the index there of the unit's first matrix.
+        """
+        if self.view.kind == "stacked" and self.view.shape != whole.shape:  # some matrices of a stack
+            return block, self.box.offset[0] * self.view.block_shapes[block][0]
+        return self.first_block + block, self.first_in_block
 
 
 def units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
-    """Cut a stack into one unit per matrix if ranks could share the work; every other parameter is one unit."""
+    """Cut a stack into one unit per matrix if ranks could share the work, and a fused weight by the ranks of its parts.
+
+    Every other parameter is one unit.
+    """
     view, shape = spec.view, spec.shape
     assert view is not None
+    if len(spec.layout.ranks) > 1 and view.kind in ("matrix", "flatten") and view.num_matrices > 1:
+        parts = _parts_by_holders(spec, view)
+        if len(parts) > 1:
+            return parts
     if not (view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1):
         return (Unit(spec.position, Box((0,) * len(shape), shape), view, spec.options, spec.flops(view)),)
     one = replace(view, shape=(1, *shape[1:]))
@@ -73,3 +89,41 @@ def units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
     return tuple(
         Unit(spec.position, Box((number, 0, 0), one.shape), one, spec.options, flops) for number in range(shape[0])
     )
+
+
+def _parts_by_holders(spec: ParameterSpec, view: MatrixView) -> tuple[Unit, ...]:
+    """Divide a weight that is cut by rows so that matrices which lie whole on some rank need not travel.
+
+    Consecutive matrices that lie whole on the same ranks are one unit, and so are those that lie whole on none.
+    """
+    axis = len(spec.shape) - 1 if view.transposed else 0
+    heads = view.stacked_heads
+    heights = view.row_heights if heads == 1 else (view.row_heights[0] // heads,) * heads
+    runs: list[tuple[tuple[int, ...], int, int, int]] = []  # holders, first matrix, first row, rows
+    start = 0
+    for number, height in enumerate(heights):
+        holders = spec.layout.holders(spec.shape, _range_of(spec.shape, axis, start, height))
+        if runs and runs[-1][0] == holders:
+            runs[-1] = (*runs[-1][:3], runs[-1][3] + height)
+        else:
+            runs.append((holders, number, start, height))
+        start += height
+    ends = [number for _, number, _, _ in runs[1:]] + [len(heights)]
+    units = []
+    for (_, first, row, rows), end in zip(runs, ends, strict=True):
+        box = _range_of(spec.shape, axis, row, rows)
+        if heads == 1:
+            part = replace(view, shape=box.shape, row_heights=heights[first:end])
+            flops = sum(spec.block_flops[first:end])
+            units.append(Unit(spec.position, box, part, spec.options, flops, first_block=first))
+        else:
+            part = replace(view, shape=box.shape, row_heights=(rows,), stacked_heads=end - first)
+            flops = (end - first) * spec.block_flops[0]
+            units.append(Unit(spec.position, box, part, spec.options, flops, first_in_block=first))
+    return tuple(units)
+
+
+def _range_of(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
+    """Return the box that is a range of one dimension and everything of the others."""
+    offset = tuple(start if each == axis else 0 for each in range(len(shape)))
+    return Box(offset, tuple(length if each == axis else size for each, size in enumerate(shape)))

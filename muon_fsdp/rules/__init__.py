@@ -7,11 +7,12 @@ from muon_fsdp.rules.base import FusedKernels, MatrixBatch, MatrixValues, Rule, 
 from muon_fsdp.rules.hyperball import Hyperball
 from muon_fsdp.rules.muon import Muon
 from muon_fsdp.rules.normuon import NorMuon
-from muon_fsdp.rules.registry import RULES, register, register_built_in, rule_named
+from muon_fsdp.rules.registry import RULES, RuleInfo, available, register, register_built_in, rule_named
+from muon_fsdp.rules.sinkhorn import Sinkhorn
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
 from muon_fsdp.statistics.observer import TopSingular
 
-BUILT_IN = (Muon, NorMuon, SpectralSphere, Hyperball, AdamW)
+BUILT_IN = (Muon, NorMuon, SpectralSphere, Hyperball, Sinkhorn, AdamW)
 for _rule in BUILT_IN:
     register_built_in(_rule)
 
@@ -32,9 +33,12 @@ __all__ = [
     "PerParameter",
     "RULES",
     "Rule",
+    "RuleInfo",
+    "Sinkhorn",
     "SpectralSphere",
     "TopSingular",
     "UpdateStatistics",
+    "available",
     "register",
     "rule_named",
 ]

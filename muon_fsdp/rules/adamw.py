@@ -12,7 +12,7 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, merge, number, pair_of_fractions
 from muon_fsdp.declarations.state import PerParameter, State
 from muon_fsdp.kernels.tables import ADAMW_LAYOUT
-from muon_fsdp.rules.base import FusedKernels, GroupOptions, Rule
+from muon_fsdp.rules.base import CAUTIOUS_OPTION, FusedKernels, GroupOptions, Rule
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
@@ -39,7 +39,7 @@ class AdamWKernels(FusedKernels):
     def apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor, factors: Tensor | None) -> None:
         from muon_fsdp.kernels import triton_elementwise
 
-        triton_elementwise.adamw_update(tensors)
+        triton_elementwise.adamw_update(tensors, cautious=group["cautious_weight_decay"])
 
 
 class AdamW(Rule):
@@ -54,6 +54,7 @@ class AdamW(Rule):
 
     name = "adamw"
     title = "AdamW"
+    paper = "arXiv 1711.05101"
     options: ClassVar[tuple[Option, ...]] = merge(
         Rule.options,
         (
@@ -75,6 +76,7 @@ class AdamW(Rule):
             Option(
                 "eps", 1e-8, "added to the square root of the second moment, at least 0", check=number, per_step=True
             ),
+            CAUTIOUS_OPTION,
         ),
     )
     state = (PerParameter("momentum_buffer"), PerParameter("second_moment"), PerParameter("step", "scalar"))

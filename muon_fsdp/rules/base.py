@@ -44,6 +44,16 @@ VIEW_OPTIONS = (
 )
 
 
+# The option of rules whose weight decay is that of `Rule.apply`, arXiv 2510.12402.
+CAUTIOUS_OPTION = Option(
+    "cautious_weight_decay",
+    False,
+    "decay only weights that the update shrinks or leaves: those whose update, which is subtracted, has their sign or "
+    "is 0",
+    check=flag,
+)
+
+
 class NamedValues(dict[str, Any]):
     """The state or the statistics of some matrices by name; reading another name raises an error that says why.
 
@@ -250,12 +260,14 @@ class Rule:
     update_dtype: ClassVar[torch.dtype | None] = None
     kernels: ClassVar[FusedKernels | None] = None
     hints: ClassVar[Mapping[str, str]] = {}  # for options that users expect and the rule lacks: what to use instead
+    paper: ClassVar[str] = ""  # where the rule was published, such as "arXiv 2510.05491"
     recipe: ClassVar[Mapping[str, float]] = {}  # the default lr and weight_decay of `muon-fsdp train`
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset title and aliases, so that a rule that extends another does not inherit them."""
+        """Reset title, aliases and paper, so that a rule that extends another does not inherit them."""
         super().__init_subclass__(**options)
         cls.title, cls.aliases = vars(cls).get("title", ""), vars(cls).get("aliases", ())
+        cls.paper = vars(cls).get("paper", "")
 
     # ---------------------------------------------------------------------------------------------- the mathematics
 
@@ -310,7 +322,8 @@ class Rule:
     ) -> None:
         """Compute W <- W (1 - lr * weight_decay) - lr * U, or W <- f W - lr g U, shard by shard and in place.
 
-        The result is rounded to the parameter's dtype once.
+        With the option `cautious_weight_decay`, only elements with U W >= 0 decay. The result is rounded to the
+        parameter's dtype once.
 
         Args:
             group: the options of the parameters.
@@ -326,6 +339,9 @@ class Rule:
             updates = [update * of_update for update, (_, of_update) in zip(updates, factors, strict=True)]
             for weight, (of_weight, _) in zip(weights, factors, strict=True):
                 weight.mul_(of_weight)
+        elif group.get("cautious_weight_decay", False):
+            for weight, update in zip(weights, updates, strict=True):
+                weight.mul_(1 - _not_opposed(weight, update).to(weight.dtype) * (lr * weight_decay))
         elif isinstance(lr, Tensor) or weight_decay != 0:
             torch._foreach_mul_(weights, 1 - lr * weight_decay)
         if isinstance(lr, Tensor):  # on the device: reading it would stall the host
@@ -377,6 +393,21 @@ class Rule:
     def not_capturable(self, group: GroupOptions) -> str | None:
         """Return why a step with these options cannot be captured as a CUDA graph; None if it can."""
         return None
+
+    def check_options(self, group: GroupOptions) -> None:
+        """Raise an error if options of a group contradict each other; each has been checked by itself.
+
+        Args:
+            group: the options of a group.
+
+        Raises:
+            ValueError: the options can't be used together; the message says which and what to pass.
+        """
+        if group.get("cautious_weight_decay", False) and self.multiplies_weights:
+            raise ValueError(
+                f"cautious_weight_decay=True can't be used with rule {self.name!r}: the rule multiplies whole matrices "
+                "by factors, which replace weight decay. Pass cautious_weight_decay=False"
+            )
 
     def warnings(self, group: GroupOptions) -> list[str]:
         """Return warnings for the user about the options of a group."""
@@ -515,6 +546,11 @@ def shown(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _not_opposed(weight: Tensor, update: Tensor) -> Tensor:
+    """Return where update * weight >= 0, by signs: a product of small numbers would be rounded to 0."""
+    return ((weight >= 0) & (update >= 0)) | ((weight <= 0) & (update <= 0))
 
 
 def _host_number(value: float | Tensor) -> float | Tensor:

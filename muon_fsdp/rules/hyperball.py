@@ -38,9 +38,14 @@ class Hyperball(Muon):
     statistics = ("frobenius_norm",)
     update_statistics = True
     diagnostics = ("norm_over_radius",)
-    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("scale", "ns_stepsize"), "the norm of each matrix replaces it: lr is the size of a step relative to that norm"
-    )
+    hints: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("scale", "ns_stepsize"),
+            "the norm of each matrix replaces it: lr is the size of a step relative to that norm",
+        ),
+        "cautious_weight_decay": "the factor that brings each matrix back to its norm replaces weight decay",
+    }
+    paper = "arXiv 2606.16899"
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.0}
 
     def direction(self, batch: MatrixBatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, fraction, integer, number
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.kernels.tables import MUON_LAYOUT
+from muon_fsdp.linalg.coefficients import check_steps
 from muon_fsdp.linalg.newton_schulz import (
     ORTHOGONALIZATIONS,
     Request,
@@ -20,7 +21,7 @@ from muon_fsdp.linalg.newton_schulz import (
     orthogonalize_together,
 )
 from muon_fsdp.linalg.scaling import DEFAULT_SCALE, SCALE_MEANINGS, SCALE_NAMES, damp, scale_named, update_scale
-from muon_fsdp.rules.base import FusedKernels, GroupOptions, MatrixBatch, Rule
+from muon_fsdp.rules.base import CAUTIOUS_OPTION, FusedKernels, GroupOptions, MatrixBatch, Rule
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
@@ -30,7 +31,12 @@ MOMENTUM_OPTIONS = (
     *Rule.options,
     Option("momentum", 0.95, "decay of the momentum buffer, in [0, 1)", check=fraction, per_step=True),
     Option("nesterov", False, "use Nesterov momentum: orthogonalize grad + momentum * buffer", check=flag),
-    Option("ns_steps", 5, "Newton-Schulz steps of the orthogonalization, at least 1", check=integer),
+    Option(
+        "ns_steps",
+        5,
+        'Newton-Schulz steps of the orthogonalization, at least 1; with "deepseek_v4", 5 means its ten published steps',
+        check=integer,
+    ),
     Option(
         "orthogonalization",
         "default",
@@ -63,7 +69,8 @@ class MuonKernels(FusedKernels):
     def apply(self, group: GroupOptions, tensors: TensorList, updates: Tensor, factors: Tensor | None) -> None:
         from muon_fsdp.kernels import triton_elementwise
 
-        triton_elementwise.apply_updates(tensors, updates, factors)
+        cautious = group.get("cautious_weight_decay", False)  # rules with factors do not have it
+        triton_elementwise.apply_updates(tensors, updates, factors, cautious=cautious)
 
 
 class Muon(Rule):
@@ -78,6 +85,7 @@ class Muon(Rule):
 
     name = "muon"
     title = "Muon"
+    paper = "Keller Jordan, 2024 (kellerjordan.github.io/posts/muon)"
     options: ClassVar[tuple[Option, ...]] = (
         *MOMENTUM_OPTIONS,
         Option(
@@ -91,6 +99,7 @@ class Muon(Rule):
             check=number,
         ),
         Option("ns_stepsize", 1.0, "another factor of the orthogonalized update", check=number),
+        CAUTIOUS_OPTION,
     )
     state: ClassVar[tuple[StateSpec, ...]] = (PerParameter("momentum_buffer"),)
     kernels = MuonKernels()
@@ -139,6 +148,10 @@ class Muon(Rule):
     def other_lr_ratio(self, options: GroupOptions) -> float | None:
         scale = scale_named(options["scale"])
         return scale.adamw_ratio if scale is not None else None
+
+    def check_options(self, group: GroupOptions) -> None:
+        super().check_options(group)
+        check_steps(group["ns_steps"], group["orthogonalization"])
 
     def warnings(self, group: GroupOptions) -> list[str]:
         scale, lr = scale_named(group["scale"]), group["lr"]

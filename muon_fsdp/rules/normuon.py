@@ -23,6 +23,7 @@ class NorMuon(Muon):
 
     name = "normuon"
     title = "NorMuon"
+    paper = "arXiv 2510.05491"
     options = (
         *Muon.options,
         Option("beta2", 0.95, "decay of the second moment of each row, in [0, 1)", check=fraction),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from muon_fsdp.declarations.option import suggestion
+from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
@@ -75,6 +77,43 @@ def rule_named(name: str) -> Rule:
             "registered first: import the file that has it"
         )
     return RULES[name]
+
+
+@dataclass(frozen=True)
+class RuleInfo:
+    """What a registered rule is, for a list of rules.
+
+    Args:
+        name: the value of the option `rule`.
+        title: the name in tables and plots.
+        line: one sentence about the rule, the first paragraph of its docstring; empty if it has none.
+        paper: where it was published; empty if it says nothing.
+        options: its options, those of its statistics and of views included.
+    """
+
+    name: str
+    title: str
+    line: str
+    paper: str
+    options: tuple[Option, ...]
+
+
+def available() -> list[RuleInfo]:
+    """Return what rules are registered: those of the package first, then those of users.
+
+    Returns:
+        One `RuleInfo` per rule, in the order in which the rules were registered.
+    """
+    return [
+        RuleInfo(name, rule.display_name, _first_paragraph(type(rule)), rule.paper, tuple(rule.all_options.values()))
+        for name, rule in RULES.items()
+    ]
+
+
+def _first_paragraph(rule: type[Rule]) -> str:
+    """Return the first paragraph of a class's own docstring in one line; not that of the class it extends."""
+    text = inspect.cleandoc(vars(rule).get("__doc__") or "")
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _check(rule: Rule) -> None:

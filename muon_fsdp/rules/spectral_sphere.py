@@ -33,6 +33,7 @@ class SpectralSphere(Muon):
 
     name = "spectral_sphere"
     title = "SSO"
+    paper = "arXiv 2601.08393"
     aliases = ("sso",)
     options = (
         *MOMENTUM_OPTIONS,
@@ -67,9 +68,12 @@ class SpectralSphere(Muon):
     )
     statistics = ("top_singular",)
     diagnostics = ("norm_over_radius", "without_norm", "lambda", "msign_calls", "lambda_failed")
-    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("scale", "ns_stepsize"), "the radius of each matrix replaces it (pass radius_mode, radius_scaler)"
-    )
+    hints: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("scale", "ns_stepsize"), "the radius of each matrix replaces it (pass radius_mode, radius_scaler)"
+        ),
+        "cautious_weight_decay": "the factor that brings each matrix back to its sphere replaces weight decay",
+    }
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.0}
 
     def factors(self, values: MatrixValues) -> tuple[Tensor, Tensor]:

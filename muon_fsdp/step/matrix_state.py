@@ -461,8 +461,9 @@ class MatrixStates:
         index = -1
         for member in members:
             unit = stage.units[member.unit]
-            index, first = self._class_of[(unit.position, member.block)]
-            first += unit.first_matrix(self._parameters[unit.position].matrices, member.block)
+            block, within = unit.place(self._parameters[unit.position].matrices, member.block)
+            index, first = self._class_of[(unit.position, block)]
+            first += within
             if ranges and ranges[-1][1] == first + member.start:
                 ranges[-1] = (ranges[-1][0], first + member.stop)
             else:

@@ -88,7 +88,8 @@ class RandomNumbers:
             record = self._records[unit.position]
             assert record.view is not None
             counts = [count for count, _, _ in record.view.block_shapes]
-            first = sum(counts[: member.block]) + unit.first_matrix(record.view, member.block)
+            block, within = unit.place(record.view, member.block)
+            first = sum(counts[:block]) + within
             matrices += range(first + member.start, first + member.stop)
             keys += [_key(seed, record.name)] * (member.stop - member.start)
         # The host waits for these copies: another stream may use them next.

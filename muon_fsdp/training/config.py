@@ -86,6 +86,8 @@ class TrainConfig:
         "(default: 0)", _NOT_NEGATIVE)  # fmt: skip
     rest_betas: Sequence[float] | None = _flag(None, "decay of both moments of all other parameters (default: those of "
         "the rule that updates them)", metavar="X,X", type=lambda text: _numbers(text))  # fmt: skip
+    attention: Literal["split", "whole", "per_head"] = _flag("split", "whether each head of Q, K and V is a matrix of "
+        "its own (per_head); split and whole are the same for this model")  # fmt: skip
     cuda_graph: bool | None = _flag(None, "run the optimizer's step as a CUDA graph, which needs a GPU (default: where "
         "it is possible and costs little memory)")  # fmt: skip
     schedule: Literal["cosine", "trapezoid"] = _flag("cosine", "how the learning rates fall after the warmup")
@@ -93,6 +95,8 @@ class TrainConfig:
     decay_fraction: float = _flag(0.4, "fraction of the steps in which they fall, with --schedule trapezoid", _FRACTION)
     final_lr_fraction: float = _flag(0.05, "learning rate at the end, as a fraction of --lr and --rest-lr", _FRACTION)
     clip_norm: float = _flag(1.0, "clip the gradient to this norm", _POSITIVE)
+    qk_clip: float | None = _flag(None, "after each step, scale queries and keys of heads whose largest attention "
+        "logit exceeds this; needs --no-qk-norm (default: no clipping)", _POSITIVE, _FINITE)  # fmt: skip
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     parallel: Literal["none", "ddp", "fsdp"] = "none"
@@ -144,6 +148,12 @@ class TrainConfig:
                 RULES[DEFAULT_OTHER_RULE].all_options["betas"].validate(self.rest_betas)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"--rest-betas: {error}") from None
+        if self.qk_clip is not None and (preset(self.model).qk_norm if self.qk_norm is None else self.qk_norm):
+            raise ConfigError("--qk-clip does nothing if queries and keys are normalized: pass --no-qk-norm too")
+        if self.qk_clip is not None and rule.multiplies_weights:
+            raise ConfigError(
+                f"--qk-clip does not work with --optimizer {rule.name}, which decides the size of weights"
+            )
         reason = rule.not_capturable(self.matrix_options) if self.cuda_graph else None
         if reason is not None:
             raise ConfigError(f"--cuda-graph cannot capture this optimizer's step: {reason}; leave out --cuda-graph")

@@ -56,6 +56,7 @@ class Training:
     on_log: Callable[[RunResult], None]
     on_save: Callable[[int], None]  # the number of steps done
     stop_wanted: Callable[[], bool]
+    clip_logits: Callable[[torch.optim.Optimizer], None] | None = None  # called after every step
 
 
 class Clock:
@@ -144,7 +145,7 @@ def _validate(training: Training, result: RunResult, step: int) -> None:
 
 
 def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
-    """Take one optimizer step without waiting for the device.
+    """Take one optimizer step without waiting for the device, unless it clips logits.
 
     Returns:
         Loss and gradient norm, as a tensor of shape (2,) on the device.
@@ -158,6 +159,8 @@ def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
     norm = training.clip(pace.clip_norm)
     clock.mark()
     optimizer.step()
+    if training.clip_logits is not None:
+        training.clip_logits(optimizer)
     clock.mark()
     optimizer.zero_grad()
     clock.mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -112,6 +113,17 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+def largest_logits(q: Tensor, k: Tensor, chunk: int = 256) -> Tensor:  # two (B, heads, T, head_dim) -> (heads,)
+    """Return the largest logit of every head under the causal mask, from the products of `chunk` queries at a time."""
+    tops = []
+    for start in range(0, q.size(-2), chunk):
+        stop = min(start + chunk, q.size(-2))
+        logits = q[..., start:stop, :].float() @ k[..., :stop, :].float().mT  # (B, heads, queries, keys)
+        future = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
+        tops.append(logits.masked_fill(future, -torch.inf).amax(dim=(0, 2, 3)))
+    return torch.stack(tops).amax(dim=0) / math.sqrt(q.size(-1))
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head causal attention with separate q, k, v and o matrices, each of which Muon orthogonalizes by itself."""
 
@@ -129,6 +141,8 @@ class CausalSelfAttention(nn.Module):
             if config.positions == "rope"
             else nn.Identity()
         )
+        self.measures_logits = False
+        self.largest_logits: Tensor | None = None  # (heads,), of all training batches since somebody took them
 
     def _split_heads(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> (B, heads, T, head_dim)
         # By the size of a head, not by the number of heads: under tensor parallelism a rank has only some of them.
@@ -138,6 +152,9 @@ class CausalSelfAttention(nn.Module):
         q = self.rope(self.q_norm(self._split_heads(self.q(x))))
         k = self.rope(self.k_norm(self._split_heads(self.k(x))))
         v = self._split_heads(self.v(x))
+        if self.measures_logits and torch.is_grad_enabled():  # not in validation
+            found = largest_logits(q.detach(), k.detach())
+            self.largest_logits = found if self.largest_logits is None else self.largest_logits.maximum(found)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads, T, head_dim)
         return cast(Tensor, self.o(mixed.transpose(1, 2).flatten(-2)))
 

@@ -27,7 +27,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> FSDPMuonOptimizer:
         *_rest_groups([(name, parameter) for name, parameter in named if name not in chosen], config),
     ]
     return FSDPMuonOptimizer(
-        model, groups, rule=config.optimizer, cuda_graph="auto" if config.cuda_graph is None else config.cuda_graph
+        model,
+        groups,
+        rule=config.optimizer,
+        attention=config.attention,
+        cuda_graph="auto" if config.cuda_graph is None else config.cuda_graph,
     )
 
 

@@ -28,6 +28,7 @@ from muon_fsdp.training.inputs import (
     rows_per_rank,
 )
 from muon_fsdp.training.launcher import is_launched, launch, launcher_is_gone
+from muon_fsdp.training.logits import LogitClip
 from muon_fsdp.training.loop import Training, make_schedule, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
@@ -94,6 +95,9 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
             on_log=log.write if log is not None else lambda result: None,
             on_save=save,
             stop_wanted=lambda: stop.wanted or launcher_is_gone(),
+            clip_logits=None
+            if config.qk_clip is None
+            else LogitClip(model, inputs.model_config.num_heads, config.qk_clip, world),
         )
         try:
             train(training, result)

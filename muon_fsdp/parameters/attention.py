@@ -1,0 +1,298 @@
+"""Read from a module of attention which rows of its weights belong to the queries and keys of each head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "nheads", "heads")
+_KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads", "kv_heads", "num_query_groups",
+    "n_query_groups", "multi_query_group_num",
+)  # fmt: skip
+_QUERIES_PER_GROUP = ("num_key_value_groups", "n_rep")
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")
+_NORM_FLAGS = ("qk_layernorm", "use_qk_norm", "qk_norm")
+
+_QUERY_LAYERS = ("q_proj", "q", "wq", "to_q", "query", "q_linear")
+_KEY_LAYERS = ("k_proj", "k", "wk", "to_k", "key", "k_linear")
+_FUSED_LAYERS = ("qkv_proj", "qkv", "Wqkv", "wqkv", "c_attn", "W_pack")  # rows of Q, then of K, then of V
+_LATENT_QUERY_LAYERS = ("q_b_proj", "wq_b", "q_proj", "wq")
+_LATENT_KEY_LAYERS = ("kv_b_proj", "wkv_b")
+_NORM = re.compile(r"(q|k|qk|query|key)_?(norm|layernorm|layer_norm|ln)")
+# Classes that store the rows of a fused weight by head, or otherwise than as Q, K, V.
+_OTHER_ORDER = re.compile(r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon")
+
+Value = TypeVar("Value", int, bool)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive output rows of a weight, all of one head.
+
+    Args:
+        start: the first row.
+        stop: the row after the last.
+        group: the number of the group of heads that shares these keys; of the head where no keys are shared.
+        power: the power of gamma that multiplies these rows, so that all logits of the head are multiplied by gamma.
+    """
+
+    start: int
+    stop: int
+    group: int
+    power: float
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A weight or a bias that makes queries or keys.
+
+    Args:
+        name: its name in the module of attention.
+        tensor: the parameter.
+        axis: the dimension that counts output rows: 1 for a weight that is stored (in, out).
+        rows: the rows of queries and keys; all others, such as those of values, are left out.
+    """
+
+    name: str
+    tensor: Tensor
+    axis: int
+    rows: tuple[Rows, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The heads of a module of attention.
+
+    Args:
+        num_heads: the number of query heads.
+        num_groups: the number of groups of consecutive query heads that share a key head.
+        projections: what makes its queries and keys.
+    """
+
+    num_heads: int
+    num_groups: int
+    projections: tuple[Projection, ...]
+
+    def group_of(self, head: int) -> int:
+        """Return the number of the group that a query head belongs to."""
+        return head * self.num_groups // self.num_heads
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Sizes of attention whose heads have one size."""
+
+    count: int
+    kv_count: int
+    size: int
+
+
+def path_to(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the module with a name of `model.named_modules()`, then the modules around it, from inside to outside."""
+    modules = [model]
+    for part in name.split(".") if name else ():
+        modules.append(modules[-1].get_submodule(part))
+    return modules[::-1]
+
+
+def value_of(path: Sequence[nn.Module], names: Iterable[str], kind: type[Value]) -> Value | None:
+    """Return a value that a module, its configuration or that of a module around it has by one of these names.
+
+    Args:
+        path: the module, then the modules around it.
+        names: names of attributes, the best known first.
+        kind: `int` for a positive number, `bool` for a flag.
+    """
+    names = tuple(names)
+    for holder in (path[0], *(getattr(module, "config", None) for module in path)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if type(value) is kind and (kind is bool or value > 0):
+                return value
+    return None
+
+
+def has_qk_norm(path: Sequence[nn.Module]) -> bool:
+    """Return whether a module of attention normalizes its queries or keys, so that their sizes have no effect."""
+    norms = [module for name, module in path[0].named_children() if _NORM.fullmatch(name)]
+    if norms:
+        return any(not isinstance(module, nn.Identity) for module in norms)
+    return bool(value_of(path, _NORM_FLAGS, bool))
+
+
+def read_attention(path: Sequence[nn.Module]) -> Attention:
+    """Return the heads of a module of attention. Sizes are read from modules and configurations and never guessed.
+
+    Known are separate projections, with grouped queries too; latent attention, as DeepSeek's; fused weights that hold
+    Q, K and V one after the other; and `nn.MultiheadAttention`.
+
+    Args:
+        path: the module, then the modules around it.
+
+    Raises:
+        ValueError: a size is missing or does not fit the weights, or the layout is not known.
+    """
+    module = path[0]
+    if isinstance(module, nn.MultiheadAttention):
+        return _torch_attention(module)
+    layers = dict(module.named_children())
+    latent_keys = _first(layers, _LATENT_KEY_LAYERS)
+    if latent_keys is not None:
+        return _latent_attention(path, layers, latent_keys)
+    fused = _first(layers, _FUSED_LAYERS)
+    query, key = _first(layers, _QUERY_LAYERS), _first(layers, _KEY_LAYERS)
+    if query is not None and key is not None:
+        heads = _heads(path, _num_rows(query, layers[query]), _num_rows(key, layers[key]))
+        own = {query: _query_rows(heads, 0), key: _key_rows(heads, 0)}
+        projections = [each for name, rows in own.items() for each in _of_layer(name, layers[name], rows)]
+    elif fused is not None and query is None and key is None:
+        if any(_OTHER_ORDER.search(cls.__name__) for cls in type(module).__mro__) or "q_attn" in layers:
+            raise ValueError(f"{type(module).__name__} does not store {fused!r} as rows of Q, then K, then V")
+        heads = _fused_heads(path, _num_rows(fused, layers[fused]))
+        rows = _query_rows(heads, 0) + _key_rows(heads, heads.count * heads.size)
+        projections = _of_layer(fused, layers[fused], rows)
+    else:
+        raise ValueError(
+            f"{type(module).__name__} has no projections of queries and keys with known names ('q_proj' and 'k_proj', "
+            f"'qkv_proj', 'c_attn', 'kv_b_proj', ...): its parts are {sorted(layers)}"
+        )
+    return Attention(heads.count, heads.kv_count, tuple(projections))
+
+
+def _first(layers: Iterable[str], names: Iterable[str]) -> str | None:
+    return next((name for name in names if name in layers), None)
+
+
+def _heads(path: Sequence[nn.Module], query_rows: int, key_rows: int) -> _Heads:
+    """Return the heads of separate projections."""
+    count = _required(path, _HEADS, "the number of heads")
+    size = value_of(path, _HEAD_DIM, int) or (query_rows // count if query_rows % count == 0 else 0)
+    kv_count = _kv_heads(path, count) or (count if key_rows == query_rows else None)
+    if kv_count is None:
+        raise ValueError(f"the number of key heads is not known: the module has none of the attributes {_KV_HEADS}")
+    _require_rows(path, "queries", query_rows, count, size)
+    _require_rows(path, "keys", key_rows, kv_count, size)
+    return _divided(count, kv_count, size)
+
+
+def _fused_heads(path: Sequence[nn.Module], num_rows: int) -> _Heads:
+    """Return the heads of a fused weight."""
+    count = _required(path, _HEADS, "the number of heads")
+    kv_count = _kv_heads(path, count) or count
+    size = value_of(path, _HEAD_DIM, int) or num_rows // (count + 2 * kv_count)
+    _require_rows(path, "Q, K and V", num_rows, count + 2 * kv_count, size)
+    return _divided(count, kv_count, size)
+
+
+def _kv_heads(path: Sequence[nn.Module], count: int) -> int | None:
+    """Return the number of key heads; None if no module and no configuration has it."""
+    kv_count = value_of(path, _KV_HEADS, int)
+    per_group = value_of(path, _QUERIES_PER_GROUP, int)
+    if kv_count is None and per_group is not None and count % per_group == 0:
+        return count // per_group
+    return kv_count
+
+
+def _divided(count: int, kv_count: int, size: int) -> _Heads:
+    if count % kv_count:
+        raise ValueError(f"{count} query heads can't be divided into groups by {kv_count} key heads")
+    return _Heads(count, kv_count, size)
+
+
+def _required(path: Sequence[nn.Module], names: tuple[str, ...], what: str) -> int:
+    value = value_of(path, names, int)
+    if value is None:
+        raise ValueError(
+            f"{what} is not known: neither {type(path[0]).__name__} nor a configuration around it has one of the "
+            f"attributes {names}"
+        )
+    return value
+
+
+def _require_rows(path: Sequence[nn.Module], what: str, num_rows: int, count: int, size: int) -> None:
+    if size == 0 or num_rows != count * size:
+        raise ValueError(
+            f"the projection of {what} has {num_rows} rows, which are not {count} heads of size {size or 'unknown'}: "
+            f"these are the numbers of {type(path[0]).__name__} and the configurations around it"
+        )
+
+
+def _query_rows(heads: _Heads, first: int) -> tuple[Rows, ...]:
+    size, per_group = heads.size, heads.count // heads.kv_count
+    starts = [first + head * size for head in range(heads.count)]
+    return tuple(Rows(start, start + size, head // per_group, 0.5) for head, start in enumerate(starts))
+
+
+def _key_rows(heads: _Heads, first: int) -> tuple[Rows, ...]:
+    starts = [first + head * heads.size for head in range(heads.kv_count)]
+    return tuple(Rows(start, start + heads.size, head, 0.5) for head, start in enumerate(starts))
+
+
+def _latent_attention(path: Sequence[nn.Module], layers: dict[str, nn.Module], key: str) -> Attention:
+    """Return the heads of latent attention, as DeepSeek's.
+
+    A head of Q has a part without position and a rotary one. The rotary key is shared by all heads and must not change,
+    so the rotary part of Q is multiplied by the whole gamma. Rows of K and V of a head follow each other.
+    """
+    query = _first(layers, _LATENT_QUERY_LAYERS)
+    if query is None:
+        raise ValueError(f"{key!r} has no projection of queries beside it: the parts are {sorted(layers)}")
+    count = _required(path, _HEADS, "the number of heads")
+    plain = _required(path, ("qk_nope_head_dim",), "the size of keys without position")
+    rotary = _required(path, ("qk_rope_head_dim",), "the size of rotary keys")
+    value = _required(path, ("v_head_dim",), "the size of values")
+    _require_rows(path, "queries", _num_rows(query, layers[query]), count, plain + rotary)
+    _require_rows(path, "keys and values", _num_rows(key, layers[key]), count, plain + value)
+    queries: list[Rows] = []
+    keys: list[Rows] = []
+    for head in range(count):
+        start, middle = head * (plain + rotary), head * (plain + rotary) + plain
+        queries += [Rows(start, middle, head, 0.5), Rows(middle, middle + rotary, head, 1.0)]
+        keys.append(Rows(head * (plain + value), head * (plain + value) + plain, head, 0.5))
+    projections = [*_of_layer(query, layers[query], tuple(queries)), *_of_layer(key, layers[key], tuple(keys))]
+    return Attention(count, count, tuple(projections))
+
+
+def _torch_attention(module: nn.MultiheadAttention) -> Attention:
+    """Return the heads of torch's own module; its `bias_k` is a further key, of all heads."""
+    heads = _Heads(module.num_heads, module.num_heads, module.head_dim)
+    queries = _query_rows(heads, 0)
+    both = queries + _key_rows(heads, module.embed_dim)
+    places = {  # those that a module does not use are None
+        "in_proj_weight": (0, both),
+        "q_proj_weight": (0, queries),
+        "k_proj_weight": (0, _key_rows(heads, 0)),
+        "in_proj_bias": (0, both),
+        "bias_k": (2, _key_rows(heads, 0)),
+    }
+    own = [(name, getattr(module, name), *place) for name, place in places.items()]
+    return Attention(heads.count, heads.count, tuple(Projection(*each) for each in own if each[1] is not None))
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer stores its weight (in, out), as the Conv1D of Transformers does."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def _num_rows(name: str, layer: nn.Module) -> int:
+    """Return the number of outputs of a layer, whole even if it is sharded; raise if it is no plain linear layer."""
+    held = {each for each, _ in layer.named_parameters()}
+    weight = getattr(layer, "weight", None)
+    if not held <= {"weight", "bias"} or not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(
+            f"{name!r} ({type(layer).__name__}) is not one weight of two dimensions with an optional bias: its "
+            f"parameters are {sorted(held)}. Merge adapters and remove parametrizations first"
+        )
+    return int(weight.shape[1 if _is_transposed(layer) else 0])
+
+
+def _of_layer(name: str, layer: nn.Module, rows: tuple[Rows, ...]) -> list[Projection]:
+    weight = layer.get_parameter("weight")
+    own = [Projection(f"{name}.weight", weight, 1 if _is_transposed(layer) else 0, rows)]
+    bias = getattr(layer, "bias", None)
+    return own if bias is None else [*own, Projection(f"{name}.bias", bias, 0, rows)]
