@@ -36,6 +36,8 @@ class Option:
         choices: the valid names, if the value is a name.
         meanings: what these names mean, for the error about an unknown one; second names of the same may be left out.
         label: how errors name the option; its name by default.
+        shared: whether a value that is passed without the prefix of an element-wise rule counts for that rule too,
+            unless the prefixed option is passed beside it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Option:
     choices: tuple[str, ...] = field(default=(), kw_only=True)
     meanings: Mapping[str, str] = field(default_factory=dict, kw_only=True, hash=False)
     label: str | None = field(default=None, kw_only=True)
+    shared: bool = field(default=False, kw_only=True)
 
     def validate(self, value: Any, name: str | None = None) -> None:
         """Raise ValueError or TypeError if the option cannot have this value.

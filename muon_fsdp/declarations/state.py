@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.linalg.codes import Code
 
 State: TypeAlias = dict[str, Tensor]
 ParameterKind: TypeAlias = Literal["elements", "scalar"]
@@ -35,10 +36,14 @@ class PerParameter:
     Args:
         name: its key in `optimizer.state[parameter]`.
         kind: "elements" for a tensor of the parameter's shape and layout, "scalar" for one number.
+        code: with `state_dtype="int8"`, how 8 bits store an element: "linear" for equal steps up to the largest absolute
+            value of a block, as for momentum, or "positive" for numbers that are never negative and differ by orders
+            of magnitude, as second moments do.
     """
 
     name: str
     kind: ParameterKind = "elements"
+    code: Code = "linear"
 
     @property
     def is_sharded(self) -> bool:

@@ -20,6 +20,12 @@ from torch import Tensor
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # elements: data at multiples of it is read and written 16 bytes at a time
 CHUNK = 8192  # elements that one program works on; a chunk never contains elements of two matrices
+STATE_BLOCK = 256  # elements of a row that share a scale, where state is stored in 8 bits
+LEAST_SCALED = 2.0**-90  # blocks of smaller numbers are stored as zeros: products with scales must be normal numbers
+SCALES = "_scales"  # what is added to the name of state, for the scales beside its codes
+# Where the elements of a shard lie in the whole parameter: its columns, the blocks in a row, and the columns before it in
+# the first block; then `Runs` of plan/layout.py, and the key of its random numbers.
+PLACE = ("cols", "blocks", "before", "first", "length", "stride", "key", "key_high")
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,21 @@ class TableLayout:
 
     Every layout begins with the rows `gradient` and `parameter`, and with the scalars `lr`, `weight_decay` and
     `gradient_factor`. An address of 0 in the row of gradients stands for a gradient of zeros.
+
+    Args:
+        states: the state by name.
+        scalars: the scalars by name.
+        numbers: which of the states are one number for the whole tensor.
     """
 
     states: tuple[str, ...]
     scalars: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+
+    def with_scales(self) -> TableLayout:
+        """Return the layout of state in 8 bits: rows of addresses of scales follow."""
+        scales = tuple(name + SCALES for name in self.states if name not in self.numbers)
+        return replace(self, states=self.states + scales)
 
     def row(self, name: str) -> int:
         """Return the index of a row of addresses."""
@@ -54,6 +71,7 @@ MUON_LAYOUT = TableLayout(("momentum_buffer",), ("momentum",))
 ADAMW_LAYOUT = TableLayout(
     ("momentum_buffer", "second_moment", "step"),
     ("beta2", "eps", "log_beta1", "log_beta2", "one_minus_beta1", "one_minus_beta2"),
+    numbers=("step",),
 )
 PAIR_LAYOUT = TableLayout(
     ("momentum", "velocity"), ("momentum", "velocity", "one_minus_momentum", "one_minus_velocity")
@@ -80,12 +98,22 @@ class TensorList:
     # (num_matrices + 1,) int32: where the partial norms of each matrix begin, and their number. The lists of a stage
     # share it; None if kernels do not leave norms, because matrices are not whole on this rank.
     first_partials: Tensor | None = None
+    state_dtype: torch.dtype = torch.float32  # int8 stands for codes of 8 bits
+    # (num_tensors, len(PLACE)) int64, and whether every tensor is one run of its parameter; None if kernels of this list
+    # need neither blocks nor random bits.
+    places: Tensor | None = None
+    one_run: bool = True
+    # With codes of 8 bits: (num_chunks, 4) int64: tensor, first block, number of blocks, index of the partial norm; and
+    # whether all blocks begin and end at multiples of `ALIGNMENT`.
+    block_chunks: tuple[Tensor, bool] | None = None
     # The table, of which `Tables` makes these views.
     addresses: Tensor = field(init=False)  # (rows, num_tensors) int64
     # (num_tensors,) int64: whether the tensor is updated in this step; its gradient may still be missing (zero)
     updated: Tensor = field(init=False)
     scalars: Tensor = field(init=False)  # (num_scalars,) float32
-    aligned: bool = field(init=False, default=True)  # whether all addresses of this step are multiples of 16 bytes
+    step: Tensor = field(init=False)  # (1,) int64: the number of the step, for random bits
+    aligned_addresses: bool = field(init=False, default=True)  # whether those of this step are multiples of 16 bytes
+    aligned: bool = field(init=False, default=True)  # whether the chunks are, too
 
     @property
     def num_tensors(self) -> int:
@@ -95,6 +123,16 @@ class TensorList:
     def tables(self) -> tuple[Tensor | None, ...]:
         """Return the first arguments of a kernel that reads or writes a staging buffer."""
         return (self.chunks, self.addresses, self.updated, self.scalars, self.slots)
+
+    @property
+    def state_chunks(self) -> Tensor:
+        """Return the chunks for kernels that read or write state."""
+        return self.chunks if self.block_chunks is None else self.block_chunks[0]
+
+    @property
+    def aligned_state(self) -> bool:
+        """Return whether all of these chunks, and the addresses of this step, are aligned."""
+        return self.aligned if self.block_chunks is None else self.aligned_addresses and self.block_chunks[1]
 
     def with_factor_chunks(self) -> TensorList:
         """Return the list, with the same table, cut so that every chunk has one factor."""
@@ -115,14 +153,14 @@ class Tables:
     def __init__(self, lists: Sequence[TensorList]) -> None:
         self.device = device = lists[0].chunks.device
         self.lists = [replace(each) for each in lists]
-        sizes = [(each.layout.num_rows + 1) * each.num_tensors for each in lists]
+        sizes = [(each.layout.num_rows + 1) * each.num_tensors + 1 for each in lists]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         num_scalars = [len(each.layout.all_scalars) for each in lists]
         self._scalars = torch.zeros(sum(num_scalars), dtype=torch.float32, device=device)
         parts = zip(self.lists, torch.split(self._ints, sizes), torch.split(self._scalars, num_scalars), strict=True)
         for each, ints, scalars in parts:
-            rows = ints.view(each.layout.num_rows + 1, each.num_tensors)
-            each.addresses, each.updated, each.scalars = rows[:-1], rows[-1], scalars
+            rows = ints[:-1].view(each.layout.num_rows + 1, each.num_tensors)
+            each.addresses, each.updated, each.scalars, each.step = rows[:-1], rows[-1], scalars, ints[-1:]
 
     def fill(
         self,
@@ -131,6 +169,7 @@ class Tables:
         states: Mapping[int, Sequence[Tensor]],
         updated: Collection[int],
         scalars: Mapping[int, Mapping[str, Any]],
+        step: int = 0,
     ) -> None:
         """Write the addresses and scalars of a step to the tables, without waiting for the device.
 
@@ -140,6 +179,7 @@ class Tables:
             states: the state of each parameter, in the order of its layout.
             updated: the parameters that are updated.
             scalars: by number of a group, all scalars of its layout by name. lr may be a tensor.
+            step: the number of the step, for random bits.
         """
         refuse_capture(self.device)
         ints: list[int] = []
@@ -149,9 +189,11 @@ class Tables:
             addresses = [gradients[i].data_ptr() if i in gradients else 0 for i in positions]
             addresses += [parameters[i].data_ptr() for i in positions]
             addresses += [states[i][row].data_ptr() for row in range(len(each.layout.states)) for i in positions]
-            each.aligned = each.aligned_chunks and reduce(or_, addresses, 0) % 16 == 0
+            each.aligned_addresses = reduce(or_, addresses, 0) % 16 == 0
+            each.aligned = each.aligned_chunks and each.aligned_addresses
             ints += addresses
             ints += [int(i in updated) for i in positions]
+            ints.append(step)
             lr = 0.0 if is_on_device(named["lr"]) else float(named["lr"])
             floats += [lr, *(named[name] for name in each.layout.all_scalars[1:])]
         self._ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)

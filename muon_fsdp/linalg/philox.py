@@ -6,6 +6,8 @@ checkpoint would have to keep.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 2**32 - 1
+ELEMENTWISE = 2**31  # in the last word of a counter: no call of `batch.random` has this number
 _BITS = 23  # of a number: with one half added, float32 holds it exactly
 
 
@@ -38,6 +41,25 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return a, b, c, d
 
 
+def element_bits(key: tuple[int, int], step: int, elements: Tensor) -> Tensor:
+    """Return 32 random bits for elements of a parameter, a function of key, step and number of the element.
+
+    Four neighbours share a call of `philox`. Kernels draw the same bits (`kernels/triton_random.py`).
+
+    Args:
+        key: of the parameter.
+        step: the number of the step.
+        elements: int64, the numbers of the elements in the whole parameter.
+
+    Returns:
+        int64 below 2^32, of the shape of `elements`.
+    """
+    quads = elements >> 2
+    of_call = (quads & _MASK, quads >> 32, torch.full_like(quads, step & _MASK), torch.full_like(quads, ELEMENTWISE))
+    words = philox(of_call, (torch.full_like(quads, key[0]), torch.full_like(quads, key[1])))
+    return torch.stack(words, -1).gather(-1, (elements & 3).unsqueeze(-1)).squeeze(-1)
+
+
 def uniform(key: Tensor, counter: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """Return random numbers, uniform in (0, 1): odd multiples of 2^-24, which float32 holds exactly.
 
@@ -55,3 +77,9 @@ def uniform(key: Tensor, counter: Tensor, numel: int, dtype: torch.dtype) -> Ten
     integers = philox((block, rest[0], rest[1], rest[2]), (key[:, :1], key[:, 1:]))
     bits = torch.stack(integers, -1).flatten(1)[:, :numel] >> 32 - _BITS
     return (bits.to(dtype) + 0.5) * 2.0**-_BITS
+
+
+def parameter_key(seed: object, name: str) -> tuple[int, int]:
+    """Return a key of twice 32 bits for a parameter, the same in every process."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

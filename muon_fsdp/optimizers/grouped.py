@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muon_fsdp.declarations.encoding import check_storage
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED, Attention
 from muon_fsdp.parameters.groups import (
@@ -365,9 +366,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
             self._overrides[pattern].require_taken(rules_of(route for route in routes if route.pattern == pattern))
-        for group, group_routes in new_groups:  # views are checked before anything is changed
-            for route in group_routes:
+        for group, group_routes in new_groups:  # views and state are checked before anything is changed
+            for route, parameter in zip(group_routes, group["params"], strict=True):
                 view_of(group, route, route.shape)
+                check_storage(route.name, parameter, group)
         if self._is_strict:
             self._refuse_guesses(new_groups)
         if self._is_built:

@@ -36,6 +36,7 @@ from muon_fsdp.parameters.groups import Params
 from muon_fsdp.parameters.records import layouts_of_groups
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
+    GivenState,
     StateDict,
     boxes_of,
     check_and_complete,
@@ -158,6 +159,7 @@ class MuonOptimizer(GroupedOptimizer):
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
         self._has_loaded = False  # optimizer state, since the last step
+        self._given_state = GivenState()
         # How often PyTorch has seen each parameter change, until the first step compares this.
         self._versions = {id(p): _version(p) for p in self._parameters()} if num_ranks() > 1 else None
 
@@ -242,6 +244,8 @@ class MuonOptimizer(GroupedOptimizer):
             num_updates=agreed.num_updates,
         )
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
+        for group in self.param_groups:
+            group[NUM_UPDATES] = agreed.num_updates  # random rounding reads it; a rank may have loaded another number
         device = inputs.device
         with on_device(device), without_autocast(device.type):
             failures = planned.run(inputs, kept)
@@ -329,7 +333,7 @@ class MuonOptimizer(GroupedOptimizer):
         states = {record.position: self.state[record.tensor] for record in planned.records}
         if planned.has_state and not planned.state_tensors.have_changed(states):
             return
-        if not (planned.has_state and has_all_state(self.param_groups, self.state)):
+        if not (planned.has_state and has_all_state(planned.records, self.state)):
             create_missing(planned.records, self.state)
             planned.has_state = True
 
@@ -559,12 +563,21 @@ class MuonOptimizer(GroupedOptimizer):
 
         The key "boxes" then says which part of each parameter this is, and `load_state_dict` raises for another rank's.
 
+        State that is stored in 8 bits or in bfloat16 is returned in working precision, under the same names.
         Before the first step, state is created if there are gradients, because torch.distributed.checkpoint loads only
         into state that exists. Without gradients it is empty, as in torch's own optimizers.
         """
         if self.state or any(parameter.grad is not None for parameter in self._parameters()):
             self._create_state()
-        return {**super().state_dict(), **boxes_of(self.param_groups, self.state)}
+
+        def decode(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+            return {**state_dict, "state": self._given_state.in_working_precision(self._records(), state_dict["state"])}
+
+        handle = self.register_state_dict_post_hook(decode, prepend=True)
+        try:
+            return {**super().state_dict(), **boxes_of(self.param_groups, self.state)}
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what `state_dict()` returned; if it does not fit, raise with every mismatch by name and load nothing.
@@ -575,7 +588,12 @@ class MuonOptimizer(GroupedOptimizer):
         incoming: StateDict = {}
 
         def before(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-            incoming.update(check_and_complete(optimizer, self._records(), state_dict))
+            own = {id(value) for state in self.state.values() for value in state.values()}
+
+            def given(value: Tensor) -> bool:
+                return id(value) in own or self._given_state.has_made(value)
+
+            incoming.update(check_and_complete(optimizer, self._records(), state_dict, given))
             return incoming
 
         def after(optimizer: torch.optim.Optimizer) -> None:
@@ -630,6 +648,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_rivals": None,
             "_has_agreed": False,
             "_versions": None,
+            "_given_state": GivenState(),
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}
 

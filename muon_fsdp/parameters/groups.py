@@ -86,6 +86,8 @@ class Source:
             for option in rule.all_options:
                 if name == prefixed(rule, option):
                     return option
+            if name in rule.all_options and rule.all_options[name].shared:
+                return name if prefixed(rule, name) not in self.options else None
             if self.is_constructor and not (name == "lr" and self.lr_is_for_others):
                 return None
             if any(other.needs_matrices and name in other.all_options for other in beside):

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import Ranks, my_rank
+from muon_fsdp.declarations.encoding import Encoding, encoding_for
 from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
+from muon_fsdp.linalg.philox import parameter_key
 from muon_fsdp.parameters.facts import Fused
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import Route
-from muon_fsdp.plan.layout import Layout
+from muon_fsdp.plan.layout import Box, Layout, LayoutError, Runs
 from muon_fsdp.rules import RULES, Rule
 
 
@@ -85,6 +88,47 @@ class ParameterRecord:
         """Return the rows that this rank updates, if the state is sharded."""
         box = self.step_layout.boxes(self.shape)[self.number_in_layout]
         return slice(box.offset[0], box.offset[0] + box.shape[0])
+
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """Return how the elements of its state are stored; None in working precision."""
+        state_dtype = self.group.get("state_dtype", "float32")
+        if state_dtype == "float32":
+            return None
+        return encoding_for(state_dtype, self.tensor, self.part().shape, self.first_column)
+
+    @cached_property
+    def first_column(self) -> int:
+        """Return the column of the parameter at which the shard begins that this rank updates."""
+        box = None if self.part().shape[-1:] == self.tensor.shape[-1:] else self._box
+        return box.offset[-1] if box is not None else 0
+
+    @cached_property
+    def _box(self) -> Box | None:
+        """Return the box that this rank updates; None if it has several ranges, as element-wise rules allow."""
+        try:
+            return self.step_layout.boxes(self.shape)[self.number_in_layout]
+        except LayoutError:
+            return None
+
+    @cached_property
+    def runs(self) -> Runs | None:
+        """Return which elements of the parameter this rank updates; None if kernels can't number them."""
+        return self._box.runs(self.shape) if self._box is not None else None
+
+    def element_numbers(self) -> Tensor:
+        """Return the numbers of the elements that this rank updates in the whole parameter, of the shape of `part`."""
+        part = self.part()
+        offset = self._box.offset if self._box is not None else (0,) * part.ndim
+        numbers = torch.zeros((), dtype=torch.int64, device=part.device)
+        for start, size, whole in zip(offset, part.shape, self.shape, strict=True):
+            numbers = numbers.unsqueeze(-1) * whole + torch.arange(start, start + size, device=part.device)
+        return numbers
+
+    @cached_property
+    def random_key(self) -> tuple[int, int]:
+        """Return the key of the random numbers of its elements."""
+        return parameter_key(self.group.get("rounding_seed", 0), self.name)
 
     def part(self) -> Tensor:
         """Return the local tensor that this rank updates: a shard, some rows of a replica, or the parameter itself."""
@@ -198,11 +242,17 @@ def held_elements(parameter: Tensor, layout: Layout) -> int:
     return layout.largest_box(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
 
 
-def state_bytes(rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout) -> int:
+def state_bytes(
+    rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout, state_dtype: str = "float32"
+) -> int:
     """Return the bytes of state that a rule keeps for a parameter on the rank with the largest shard."""
+    shard = torch.Size(layout.largest_shape(tuple(parameter.shape))) if parameter.ndim else parameter.shape
+    encoding = encoding_for(state_dtype, parameter, shard)
     total = 0
     for spec in rule.all_state:
-        whole = not spec.is_sharded
-        numel = spec.shape(parameter, view).numel() if whole else held_elements(parameter, layout)
-        total += numel * spec.dtype(parameter).itemsize
+        if spec.is_sharded and encoding is not None:
+            total += encoding.num_bytes(spec, shard)
+        else:
+            shape = shard if spec.is_sharded else spec.shape(parameter, view)
+            total += shape.numel() * spec.dtype(parameter).itemsize
     return total

@@ -7,18 +7,21 @@ from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import can_take_part, like, local, local_part, own_box
+from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.settings import STARTED
 from muon_fsdp.declarations.state import State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
+from muon_fsdp.parameters.stored_state import create_state, decode_state, encode_state, is_stored
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, format_shape, warn_user
@@ -45,19 +48,16 @@ def loading_hooks(
             handle.remove()
 
 
-def has_all_state(groups: Sequence[Group], states: Mapping[Tensor, State]) -> bool:
-    """Return whether no parameter lacks state: it may have been dropped since the last step."""
-    for group in groups:
-        names = {spec.name for spec in RULES[group["rule"]].all_state}
-        if not all(names <= states[parameter].keys() for parameter in group["params"]):
-            return False
-    return True
+def has_all_state(records: Sequence[ParameterRecord], states: Mapping[Tensor, State]) -> bool:
+    """Return whether no parameter lacks state: it may have been dropped or replaced since the last step."""
+    return all(is_stored(record, states[record.tensor]) for record in records)
 
 
 def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Tensor, State]) -> None:
     """Create the state that parameters lack, with or without a gradient; no communication.
 
     State that no longer fits, because the rule, view or shape of its parameter was changed, is replaced with a warning.
+    State that is stored in another form than its group asks for is converted.
     """
     for record in records:
         state, parameter = states[record.tensor], record.tensor
@@ -72,7 +72,13 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             # State created on the meta device does not follow a parameter that was materialised since.
             if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
                 template = record.state_template() if template is None else template
-                state[spec.name] = spec.create(template, record.view)
+                state.update(create_state(record, spec, template))
+        if not is_stored(record, state):
+            working = decode_state(record, state)
+            for name in [name for name in state if name not in working]:
+                del state[name]  # scales
+            for spec in record.rule.all_state:
+                state.update(encode_state(record, spec, working[spec.name]))
 
 
 def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
@@ -93,6 +99,30 @@ def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[st
     return {BOXES: tuple(boxes)} if any(boxes) else {}
 
 
+class GivenState:
+    """The tensors that `state_dict()` has made because state is stored in another form, as long as they exist."""
+
+    def __init__(self) -> None:
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    def in_working_precision(
+        self, records: Sequence[ParameterRecord], states: Mapping[Any, State]
+    ) -> dict[Any, dict[str, Any]]:
+        """Return the state of a state dict, whose keys are the positions of parameters, in working precision."""
+        found: dict[Any, dict[str, Any]] = dict(states)
+        for record in records:
+            state = states.get(record.position)
+            if state is not None:
+                found[record.position] = working = decode_state(record, state)
+                made = [value for name, value in working.items() if value is not state.get(name)]
+                self._made.update((id(value), value) for value in made)
+        return found
+
+    def has_made(self, value: Tensor) -> bool:
+        """Return whether a tensor is one of these."""
+        return self._made.get(id(value)) is value
+
+
 def saved_boxes(state_dict: StateDict) -> Sequence[Any]:
     """Return the box of every saved parameter; Nones if there are no boxes, or parameters were taken out since."""
     boxes: Sequence[Any] = state_dict.get(BOXES, ())
@@ -110,17 +140,25 @@ def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def check_and_complete(
-    optimizer: torch.optim.Optimizer, records: Sequence[ParameterRecord], state_dict: StateDict
+    optimizer: torch.optim.Optimizer,
+    records: Sequence[ParameterRecord],
+    state_dict: StateDict,
+    given: Callable[[Tensor], bool],
 ) -> StateDict:
-    """Raise if `state_dict` does not fit, naming every mismatch; else return it with missing group keys filled in."""
-    mismatches = _mismatches(optimizer, records, state_dict)
+    """Raise if `state_dict` does not fit, naming every mismatch; else return it with missing group keys filled in.
+
+    `given` is that of `_shards_of_others`.
+    """
+    mismatches = _mismatches(optimizer, records, state_dict, given)
     if mismatches:
         _forget_what_is_loaded(optimizer, state_dict)
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
     groups = [
-        {**_options(group), STARTED: True, **saved, **canonical(_options(saved)), **keys_of_others(saved)}
+        {**_options(group), STARTED: True, **saved, **canonical(_options(saved)), **keys_of_others(saved), **kept}
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        # How state is stored is decided here, not by who saved it.
+        for kept in [{option.name: group[option.name] for option in STORAGE_OPTIONS if option.name in group}]
     ]
     return {**state_dict, "param_groups": groups}
 
@@ -179,10 +217,9 @@ def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> 
         values = saved.pop(key, None)
         if values:
             template = record.state_template()
-            own = {
-                spec.name: _fit(torch.as_tensor(values[spec.name]).detach(), spec, template)
-                for spec in record.rule.all_state
-            }
+            own: State = {}
+            for spec in record.rule.all_state:
+                own |= encode_state(record, spec, _fit(torch.as_tensor(values[spec.name]).detach(), spec, template))
             others = {name: _copy(value, record.tensor.device) for name, value in values.items() if name not in own}
             result[record.tensor] = {**own, **others}
     return result | deepcopy(saved)
@@ -208,7 +245,10 @@ def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
 
 
 def _mismatches(
-    optimizer: torch.optim.Optimizer, records: Sequence[ParameterRecord], state_dict: StateDict
+    optimizer: torch.optim.Optimizer,
+    records: Sequence[ParameterRecord],
+    state_dict: StateDict,
+    given: Callable[[Tensor], bool],
 ) -> list[str]:
     """Return a line for everything in a state dict that does not fit the optimizer."""
     groups, saved_groups, states = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
@@ -225,7 +265,7 @@ def _mismatches(
     if [len(group["params"]) for group in groups] != [len(saved["params"]) for saved in saved_groups]:
         return _group_mismatches(groups, records, saved_groups)
     mismatches, rule_changes = _partial_loads(records, state_dict), []
-    mismatches += _shards_of_others(records, state_dict, optimizer.state)
+    mismatches += _shards_of_others(records, state_dict, given)
     saved_names: list[str | None] = [
         name
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -276,25 +316,25 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
 
 
 def _shards_of_others(
-    records: Sequence[ParameterRecord], state_dict: StateDict, present: Mapping[Tensor, State]
+    records: Sequence[ParameterRecord], state_dict: StateDict, given: Callable[[Tensor], bool]
 ) -> list[str]:
     """Return a line about state that another rank has saved. It looks like this rank's: a DTensor has no other mark.
 
     Args:
         records: one per parameter.
         state_dict: what is loaded. Without boxes, only a shard of another shape is noticed.
-        present: the state that the optimizer has. torch.distributed.checkpoint may have loaded into it, while it gives
-            all ranks the boxes of one rank.
+        given: whether a tensor is one that `state_dict()` has returned here. torch.distributed.checkpoint may have
+            loaded into it, while it gives all ranks the boxes of one rank.
     """
     boxes = saved_boxes(state_dict)
     found: dict[str, str] = {}  # by the name of the parameter
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         template, saved = record.state_template(), state_dict["state"].get(key) or {}
         values = {spec.name: saved.get(spec.name) for spec in record.rule.all_state if spec.is_sharded}
-        for name, value in values.items():
+        for value in values.values():
             if not (isinstance(value, DTensor) and isinstance(template, DTensor)):
                 continue
-            if value is present.get(record.tensor, {}).get(name) or not can_take_part(value, template):
+            if given(value) or not can_take_part(value, template):
                 continue
             own, box = _box(template), boxes[record.position]
             if own is None:
@@ -390,6 +430,11 @@ def _state_mismatches(record: ParameterRecord, state: dict[str, Any] | None) -> 
             remedy = " If it was saved before the weight was split, pass attention='whole'" if is_cut else ""
             shapes = f"saved {name} of shape {tuple(value.shape)}, expected {expected}"
             mismatches.append(f"{record.name}: {shapes}{'.' if remedy else ''}{remedy}")
+        elif not value.is_floating_point():
+            mismatches.append(
+                f"{record.name}: saved {name} has dtype {value.dtype}, as optimizer.state stores it: save "
+                "optimizer.state_dict(), which has it in working precision"
+            )
         elif spec.is_sharded and not can_take_part(value, record.state_template()):
             mismatches.append(
                 f"{record.name}: saved {name} is sharded otherwise than the parameter; "

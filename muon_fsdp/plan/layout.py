@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -19,6 +19,17 @@ _Segments: TypeAlias = list[tuple[int, int]]  # half-open ranges of indices alon
 
 class LayoutError(ValueError):
     """Raised for a layout whose shards are not boxes."""
+
+
+class Runs(NamedTuple):
+    """The elements of a box in memory order, as numbers of elements of the whole tensor: runs of equal length.
+
+    Element i of the box is element `first + i // length * stride + i % length` of the tensor.
+    """
+
+    first: int
+    length: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,21 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         return self.intersect(other).shape == other.shape
+
+    def runs(self, shape: Shape) -> Runs | None:
+        """Return which elements of a tensor of this shape the box has; None if its runs are not evenly spaced.
+
+        They are if at most one dimension is cut besides the first.
+        """
+        cut = [axis for axis, (own, whole) in enumerate(zip(self.shape, shape, strict=True)) if own != whole]
+        if cut and cut[:-1] not in ([], [0]):
+            return None
+        axis = cut[-1] if cut else 0
+        inner = math.prod(shape[axis + 1 :])
+        first = self.offset[0] * math.prod(shape[1:]) if cut and cut[0] == 0 else 0
+        if axis == 0:
+            return Runs(first, max(1, self.numel), 0)
+        return Runs(first + self.offset[axis] * inner, max(1, self.shape[axis] * inner), shape[axis] * inner)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that cut this box out of a tensor that holds the box `outer`."""
@@ -86,6 +112,10 @@ class Layout:
         if largest is None:
             largest = self._largest[shape] = self._distinct_boxes(shape)[0][0].numel
         return largest
+
+    def largest_shape(self, shape: Shape) -> Shape:
+        """Return the shape of the largest box."""
+        return self._distinct_boxes(shape)[0][0].shape
 
     def _distinct_boxes(self, shape: Shape) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """Return every distinct box with the ranks that hold it, the largest first."""

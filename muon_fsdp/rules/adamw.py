@@ -79,7 +79,7 @@ class AdamW(Rule):
             CAUTIOUS_OPTION,
         ),
     )
-    state = (PerParameter("momentum_buffer"), PerParameter("second_moment"), PerParameter("step", "scalar"))
+    state = (PerParameter("momentum_buffer"), PerParameter("second_moment", code="positive"), PerParameter("step", "scalar"))
     kernels = AdamWKernels()
     recipe: ClassVar[dict[str, float]] = {"lr": 2e-3, "weight_decay": 0.1}
 

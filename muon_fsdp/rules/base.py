@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, integer, merge, number, sizes
 from muon_fsdp.declarations.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.declarations.views import VIEW_NAMES
@@ -455,8 +456,9 @@ class Rule:
     def all_options(self) -> dict[str, Option]:
         """Return all options by name, including those of the rule's statistics and of views."""
         views = VIEW_OPTIONS if self.needs_matrices else ()
+        storage = STORAGE_OPTIONS if any(spec.is_sharded for spec in self.all_state) else ()
         of_statistics = [option for name in self.statistics for option in STATISTICS[name].options]
-        return {option.name: option for option in merge(self.options, of_statistics, views, self.options)}
+        return {option.name: option for option in merge(self.options, of_statistics, storage, views, self.options)}
 
     @cached_property
     def all_state(self) -> tuple[StateSpec, ...]:
@@ -473,7 +475,8 @@ class Rule:
         """Return what a step of this rule depends on besides options, as text: ranks compare it."""
         methods = ("prepare", "direction", "directions", "factors", "apply")
         specs = [
-            f"{type(spec).__name__}({spec.name!r}, {spec.kind!r}, {getattr(spec, 'initial', None)!r})"
+            f"{type(spec).__name__}({spec.name!r}, {spec.kind!r}, "
+            f"{spec.initial if isinstance(spec, PerMatrix) else spec.code!r})"
             for spec in self.state
         ]
         statistics = [*self.statistics, *(["update_statistics"] if self.update_statistics else [])]
@@ -516,8 +519,8 @@ class Rule:
     @cached_property
     def _planned_names(self) -> tuple[str, ...]:
         """Return the names of the options that `direction` may read."""
-        views = {option.name for option in VIEW_OPTIONS}
-        return tuple(name for name, o in self.all_options.items() if not o.per_step and name not in views)
+        others = {option.name for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
+        return tuple(name for name, o in self.all_options.items() if not o.per_step and name not in others)
 
     @cached_property
     def plan_names(self) -> tuple[str, ...]:

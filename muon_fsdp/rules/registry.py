@@ -6,9 +6,12 @@ import inspect
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
+from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
+from muon_fsdp.kernels.tables import SCALES
+from muon_fsdp.linalg.codes import CODES
 from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
 from muon_fsdp.statistics.observer import STATISTICS
 
@@ -144,12 +147,12 @@ def _check_options(rule: Rule, where: str) -> None:
     reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
     if reserved:
         raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
-    of_views = {option.name: option for option in VIEW_OPTIONS}
+    of_all_rules = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
     for option in rule.options:
-        if of_views.get(option.name, option) is not option:
+        if of_all_rules.get(option.name, option) is not option:
             raise ValueError(
                 f"{where}: option {option.name!r} has the name of an option that says how a parameter is read as "
-                "matrices: rename it"
+                "matrices, or how its state is stored: rename it"
             )
 
 
@@ -161,7 +164,13 @@ def _check_state(rule: Rule, where: str) -> None:
             raise ValueError(
                 f"{where}: state {spec.name!r} has the unknown kind {spec.kind!r}; valid kinds are {valid}"
             )
-    names = [*(spec.name for spec in rule.all_state), *rule.diagnostics]
+        if isinstance(spec, PerParameter) and spec.code not in CODES:
+            raise ValueError(
+                f"{where}: state {spec.name!r} has the unknown code {spec.code!r}; valid codes are "
+                + ", ".join(map(repr, CODES))
+            )
+    of_scales = [spec.name + SCALES for spec in rule.all_state if spec.is_sharded]
+    names = [*(spec.name for spec in rule.all_state), *of_scales, *rule.diagnostics]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"{where}: {', '.join(map(repr, repeated))} is declared twice, as state or as a diagnostic")

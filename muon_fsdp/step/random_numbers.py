@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from muon_fsdp.linalg.philox import uniform
+from muon_fsdp.linalg.philox import parameter_key, uniform
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Member, Stage
 
@@ -91,15 +90,9 @@ class RandomNumbers:
             block, within = unit.place(record.view, member.block)
             first = sum(counts[:block]) + within
             matrices += range(first + member.start, first + member.stop)
-            keys += [_key(seed, record.name)] * (member.stop - member.start)
+            keys += [parameter_key(seed, record.name)] * (member.stop - member.start)
         # The host waits for these copies: another stream may use them next.
         stream = (torch.tensor(keys, device=device), torch.tensor(matrices, device=device))
         if len(members) == len(stage.batches[batch].members):  # there may be many other subsets
             self._streams[key] = stream
         return stream
-
-
-def _key(seed: object, name: str) -> tuple[int, int]:
-    """Return a key of twice 32 bits for a parameter, the same in every process."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.declarations.settings import Settings
-from muon_fsdp.declarations.state import State
-from muon_fsdp.kernels.tables import TensorList
+from muon_fsdp.declarations.settings import NUM_UPDATES, Settings
+from muon_fsdp.declarations.state import PerParameter, State
+from muon_fsdp.kernels.tables import SCALES, TensorList
+from muon_fsdp.linalg.philox import element_bits
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.stored_state import decode_state
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions
@@ -170,9 +172,65 @@ class StateStore:
         return found
 
 
+class EncodedStore(StateStore):
+    """Stores the moments of some parameters in 8 bits or in bfloat16, and lends lists of tensors decoded copies.
+
+    At most the stages in flight have such copies. Kernels read and write what is stored.
+    """
+
+    def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
+        super().check(states, shards)
+        for record, shard in zip(self._records, shards, strict=True):
+            if record.encoding is None or not record.encoding.has_scales:
+                continue
+            for spec in record.rule.state:
+                scales = states[record.position].get(spec.name + SCALES)
+                expected = record.encoding.scales_shape(shard.shape)
+                if scales is not None and (scales.shape != expected or scales.device != shard.device):
+                    raise RuntimeError(
+                        f"state {spec.name + SCALES!r} of parameter {record.name!r} has shape {tuple(scales.shape)} on "
+                        f"{scales.device} instead of {tuple(expected)} on {shard.device}: restore it together with "
+                        f"{spec.name!r}, or delete both from optimizer.state[parameter] to start anew"
+                    )
+
+    def lend(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
+        return {i: self._working(i, states[i]) for i in listed}
+
+    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
+        for position, working in lent.items():
+            record = self._records[position]
+            if record.encoding is None:
+                continue
+            for spec in record.rule.all_state:
+                if isinstance(spec, PerParameter) and spec.is_sharded:
+                    dither = self._dither(record) if spec.code == "positive" else None
+                    for name, value in record.encoding.encode(spec, working[spec.name], dither).items():
+                        local(states[position][name]).copy_(value)
+
+    def copies(
+        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
+    ) -> dict[int, State]:
+        plain = [i for i in listed if self._records[i].encoding is None]
+        found = super().copies(stage, states, plain, fused)
+        return found | {i: self._working(i, dict(states[i])) for i in listed if i not in found}
+
+    def _working(self, position: int, state: State) -> State:
+        """Return local tensors of state; those that are stored in another form are decoded."""
+        record = self._records[position]
+        return _local_state(record, decode_state(record, state) if record.encoding is not None else state)
+
+    @staticmethod
+    def _dither(record: ParameterRecord) -> Tensor:
+        """Return 16 random bits for every element, which decide how second moments are rounded at this step."""
+        bits = element_bits(record.random_key, record.group.get(NUM_UPDATES, 0), record.element_numbers())
+        return (bits >> 16).to(torch.int32)
+
+
 def make_store(records: Sequence[ParameterRecord]) -> StateStore:
     """Return what keeps the state of these parameters."""
-    return StateStore(records)
+    return EncodedStore(records) if any(record.encoding is not None for record in records) else StateStore(records)
 
 
 def _local_state(record: ParameterRecord, state: State) -> State:
