@@ -28,6 +28,7 @@ from muon_fsdp.kernels import (
     triton_rows,
     triton_small,
     triton_spectral,
+    triton_state,
     triton_subspace,
 )
 from muon_fsdp.kernels.launch import TileConfig
@@ -363,30 +364,26 @@ def fused_updates(target: Target) -> None:
     """Compile the kernels of fused updates, of norms and of the element-wise pair."""
     tables: list[str | None] = ["*i64", "*i64", "*i64", "*fp32", "*i64"]
     aligned = {"ALIGNED": True, "CHUNK": triton_norms.CHUNK}
-    prepare = {"NESTEROV": True, "NORMS": True, "GRADIENT_TYPE": tl.float32}
-    elementwise(
-        target, triton_elementwise._muon_prepare_kernel, [*tables, "*bf16!", "*fp32!", "i32"], {**prepare, **aligned}
-    )
     unaligned = {**aligned, "ALIGNED": False}
-    elementwise(
-        target,
-        triton_elementwise._muon_prepare_kernel,
-        [*tables, "*bf16!", "*fp32!", "i32"],
-        {**prepare, **unaligned},
-        False,
-    )
+    for dtype, code in triton_state.CODES.items():
+        state_type, places = triton_elementwise.TYPES[dtype], None if dtype == torch.float32 else "*i64"
+        prepare = {"NESTEROV": True, "NORMS": True, "GRADIENT_TYPE": tl.float32, "STATE_TYPE": state_type, "CODE": code}
+        arguments = [*tables, "*bf16!", "*fp32!", places, "i32"]
+        elementwise(target, triton_elementwise._muon_prepare_kernel, arguments, {**prepare, **aligned})
+        if target is HOPPER or dtype == torch.float32:
+            elementwise(target, triton_elementwise._muon_prepare_kernel, arguments, {**prepare, **unaligned}, False)
     for has_factors, cautious in ((False, False), (False, True), (True, False)):
         types = {"HAS_FACTORS": has_factors, "CAUTIOUS": cautious, "PARAMETER_TYPE": tl.float32}
         arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, "i32", "i32"]
         elementwise(target, triton_elementwise._apply_kernel, arguments, {**types, **aligned})
-    for cautious in (False, True):
+    for cautious, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16), (False, torch.int8)):
+        first_type, code = triton_elementwise.TYPES[dtype], triton_state.CODES[dtype]
+        second_type = tl.uint8 if dtype == torch.int8 else first_type
         types = {"CAUTIOUS": cautious, "PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
-        elementwise(
-            target,
-            triton_elementwise._adamw_kernel,
-            ["*i64", "*i64", "*i64", "*fp32", "*fp32", "i32"],
-            {**types, **aligned},
-        )
+        types |= {"FIRST_TYPE": first_type, "SECOND_TYPE": second_type, "CODE": code, "ONE_RUN": dtype != torch.int8}
+        places = None if dtype == torch.float32 else "*i64"
+        arguments = ["*i64", "*i64", "*i64", "*fp32", "*fp32", places, "*i64", "i32"]
+        elementwise(target, triton_elementwise._adamw_kernel, arguments, {**types, **aligned})
     elementwise(
         target, triton_elementwise._adamw_count_kernel, ["*i64", "*i64", "*fp32", "*fp32", "i32"], {"BLOCK": 128}, False
     )

@@ -208,9 +208,13 @@ class Tables:
 
 
 def make_chunks(
-    numels: Sequence[int], matrix_numels: Sequence[int], first_partials: Sequence[int], device: torch.device
+    numels: Sequence[int],
+    matrix_numels: Sequence[int],
+    first_partials: Sequence[int],
+    device: torch.device,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, bool]:
-    """Cut tensors into chunks that never mix two matrices of a tensor.
+    """Cut tensors into chunks that never mix two matrices of a tensor. Sizes are elements, or blocks of them.
 
     Returns:
         The chunks, (num_chunks, 4), and whether all of them begin and end at multiples of `ALIGNMENT`.
@@ -219,11 +223,11 @@ def make_chunks(
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)  # the tensor of every matrix
     size = torch.tensor(matrix_numels, dtype=torch.int64)[tensor]
     start = _position_in_run(counts) * size
-    each = (size + CHUNK - 1) // CHUNK
+    each = (size + chunk - 1) // chunk
     matrix = torch.repeat_interleave(torch.arange(len(tensor)), each)  # the matrix of every chunk
-    offset = _position_in_run(each) * CHUNK
+    offset = _position_in_run(each) * chunk
     chunk_start = start[matrix] + offset
-    length = torch.minimum(size[matrix] - offset, torch.tensor(CHUNK))
+    length = torch.minimum(size[matrix] - offset, torch.tensor(chunk))
     chunks_of_tensor = torch.bincount(tensor[matrix], minlength=len(numels))
     partial = torch.tensor(first_partials, dtype=torch.int64)[tensor[matrix]] + _position_in_run(chunks_of_tensor)
     chunks = torch.stack([tensor[matrix], chunk_start, length, partial], dim=1)

@@ -12,10 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import launch
-from muon_fsdp.kernels.tables import ADAMW_LAYOUT, CHUNK, MUON_LAYOUT, TensorList
+from muon_fsdp.kernels.tables import ADAMW_LAYOUT, CHUNK, MUON_LAYOUT, SCALES, TensorList
 from muon_fsdp.kernels.triton_norms import partial_norm
+from muon_fsdp.kernels.triton_state import (
+    CODES,
+    IN_BLOCKS,
+    PLAIN,
+    blocks_of_chunk,
+    element_bits,
+    load_state,
+    store_state,
+)
 
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8}
 
 # Indices in tables that are the same in all layouts.
 GRADIENT_ROW = tl.constexpr(MUON_LAYOUT.row("gradient"))
@@ -25,10 +34,13 @@ WEIGHT_DECAY = tl.constexpr(MUON_LAYOUT.scalar("weight_decay"))
 GRADIENT_FACTOR = tl.constexpr(MUON_LAYOUT.scalar("gradient_factor"))
 
 _BUFFER_ROW = tl.constexpr(MUON_LAYOUT.row("momentum_buffer"))
+_BUFFER_SCALES_ROW = tl.constexpr(MUON_LAYOUT.with_scales().row("momentum_buffer" + SCALES))
 _MOMENTUM = tl.constexpr(MUON_LAYOUT.scalar("momentum"))
 
 _FIRST_ROW = tl.constexpr(ADAMW_LAYOUT.row("momentum_buffer"))
 _SECOND_ROW = tl.constexpr(ADAMW_LAYOUT.row("second_moment"))
+_FIRST_SCALES_ROW = tl.constexpr(ADAMW_LAYOUT.with_scales().row("momentum_buffer" + SCALES))
+_SECOND_SCALES_ROW = tl.constexpr(ADAMW_LAYOUT.with_scales().row("second_moment" + SCALES))
 _STEP_ROW = tl.constexpr(ADAMW_LAYOUT.row("step"))
 _BETA2 = tl.constexpr(ADAMW_LAYOUT.scalar("beta2"))
 _EPS = tl.constexpr(ADAMW_LAYOUT.scalar("eps"))
@@ -77,7 +89,7 @@ def cautious_decay(weight, update, decay):  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["num_tensors"],
-    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "slots"],
+    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "slots", "places"],
 )
 def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
     chunks,
@@ -87,30 +99,42 @@ def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
     slots,
     staging,
     partials,
+    places,
     num_tensors,
     NESTEROV: tl.constexpr,
     NORMS: tl.constexpr,
     GRADIENT_TYPE: tl.constexpr,
+    STATE_TYPE: tl.constexpr,
+    CODE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     index = tl.program_id(0)
-    tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
-    offset = tl.arange(0, CHUNK)
-    here = offset < length
-    mask = here & (tl.load(updated + tensor) != 0)
+    is_updated = tl.load(updated + tl.load(chunks + 4 * index)) != 0
+    scales = addresses
+    if CODE == IN_BLOCKS:
+        tensor, first, count = tensor_chunk(chunks, index, False)
+        block, has_block, offset, here = blocks_of_chunk(places, tensor, first, count, ALIGNED, CHUNK)
+        start, has_block = 0, has_block & is_updated
+        scales = tensor_pointer(addresses, _BUFFER_SCALES_ROW, tensor, num_tensors, tl.float32, False)
+    else:
+        tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
+        offset = tl.arange(0, CHUNK)
+        here = offset < length
+        block, has_block = start, is_updated
+    mask = here & is_updated
     momentum = tl.load(scalars + _MOMENTUM)
     grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
-    buffer = tensor_pointer(addresses, _BUFFER_ROW, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-    update = momentum * tl.load(buffer, mask=mask, other=0.0) + grad
-    tl.store(buffer, update, mask=mask)
+    buffer = tensor_pointer(addresses, _BUFFER_ROW, tensor, num_tensors, STATE_TYPE, ALIGNED) + start
+    update = momentum * load_state(buffer, scales, offset, mask, block, has_block, CODE, False) + grad
+    store_state(buffer, scales, offset, mask, block, has_block, update, 0, CODE, False)
     if NESTEROV:
         update = grad + momentum * update
     staged = update.to(staging.dtype.element_ty)
     slot = tl.multiple_of(tl.load(slots + tensor), 16)
     tl.store(staging + slot + start + offset, staged, mask=here)
     if NORMS:
-        largest, squares = partial_norm(staged.to(tl.float32))
+        largest, squares = partial_norm(tl.reshape(staged.to(tl.float32), (CHUNK,)))
         partial = tl.load(chunks + 4 * index + 3)
         tl.store(partials + 2 * partial, largest)
         tl.store(partials + 2 * partial + 1, squares)
@@ -174,7 +198,7 @@ def _adamw_count_kernel(addresses, updated, scalars, corrections, num_tensors, B
 
 @triton.jit(
     do_not_specialize=["num_tensors"],
-    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "corrections"],
+    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "corrections", "places", "step"],
 )
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     chunks,
@@ -182,27 +206,49 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     updated,
     scalars,
     corrections,
+    places,
+    step,
     num_tensors,
     CAUTIOUS: tl.constexpr,
     PARAMETER_TYPE: tl.constexpr,
     GRADIENT_TYPE: tl.constexpr,
+    FIRST_TYPE: tl.constexpr,
+    SECOND_TYPE: tl.constexpr,
+    CODE: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    tensor, start, length = tensor_chunk(chunks, tl.program_id(0), ALIGNED)
-    offset = tl.arange(0, CHUNK)
-    mask = (offset < length) & (tl.load(updated + tensor) != 0)
+    index = tl.program_id(0)
+    is_updated = tl.load(updated + tl.load(chunks + 4 * index)) != 0
+    first_scales, second_scales = addresses, addresses
+    if CODE == IN_BLOCKS:
+        tensor, first_block, count = tensor_chunk(chunks, index, False)
+        block, has_block, offset, here = blocks_of_chunk(places, tensor, first_block, count, ALIGNED, CHUNK)
+        start, has_block = 0, has_block & is_updated
+        first_scales = tensor_pointer(addresses, _FIRST_SCALES_ROW, tensor, num_tensors, tl.float32, False)
+        second_scales = tensor_pointer(addresses, _SECOND_SCALES_ROW, tensor, num_tensors, tl.float32, False)
+    else:
+        tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
+        offset = tl.arange(0, CHUNK)
+        here = offset < length
+        block, has_block = start, is_updated
+    mask = here & is_updated
     lr, weight_decay = tl.load(scalars + LR), tl.load(scalars + WEIGHT_DECAY)
     beta2, eps = tl.load(scalars + _BETA2), tl.load(scalars + _EPS)
     rest1, rest2 = tl.load(scalars + _ONE_MINUS_BETA1), tl.load(scalars + _ONE_MINUS_BETA2)
     grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
-    first_pointer = tensor_pointer(addresses, _FIRST_ROW, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-    second_pointer = tensor_pointer(addresses, _SECOND_ROW, tensor, num_tensors, tl.float32, ALIGNED) + start + offset
-    first = tl.load(first_pointer, mask=mask, other=0.0)
+    first_pointer = tensor_pointer(addresses, _FIRST_ROW, tensor, num_tensors, FIRST_TYPE, ALIGNED) + start
+    second_pointer = tensor_pointer(addresses, _SECOND_ROW, tensor, num_tensors, SECOND_TYPE, ALIGNED) + start
+    first = load_state(first_pointer, first_scales, offset, mask, block, has_block, CODE, False)
     first += rest1 * (grad - first)
-    second = beta2 * tl.load(second_pointer, mask=mask, other=0.0) + rest2 * grad * grad
-    tl.store(first_pointer, first, mask=mask)
-    tl.store(second_pointer, second, mask=mask)
+    second = beta2 * load_state(second_pointer, second_scales, offset, mask, block, has_block, CODE, True)
+    second += rest2 * grad * grad
+    random = 0
+    if CODE != PLAIN:
+        random = element_bits(places, tensor, step, start + offset, ONE_RUN)
+    store_state(first_pointer, first_scales, offset, mask, block, has_block, first, 0, CODE, False)
+    store_state(second_pointer, second_scales, offset, mask, block, has_block, second, random, CODE, True)
     correction1, correction2 = tl.load(corrections + tensor), tl.load(corrections + num_tensors + tensor)
     update = first / correction1 / (tl.sqrt(second / correction2) + eps)
     pointer = tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
@@ -220,20 +266,23 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
     The input is buf, or grad + momentum * buf with Nesterov momentum. Unless `partials` is None, the kernel also
     stores the partial norm of every chunk of the input there.
     """
-    if len(tensors.chunks) == 0:
+    chunks = tensors.state_chunks
+    if len(chunks) == 0:
         return
     launch(
         _muon_prepare_kernel,
-        len(tensors.chunks),
-        (*tensors.tables, staging, partials, tensors.num_tensors),
+        len(chunks),
+        (chunks, *tensors.tables[1:], staging, partials, tensors.places, tensors.num_tensors),
         {
             "NESTEROV": nesterov,
             "NORMS": partials is not None,
             "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
-            "ALIGNED": tensors.aligned,
+            "STATE_TYPE": TYPES[tensors.state_dtype],
+            "CODE": CODES[tensors.state_dtype],
+            "ALIGNED": tensors.aligned_state,
             "CHUNK": CHUNK,
         },
-        (staging.device, staging.dtype),
+        (staging.device, staging.dtype, tensors.places is None),
         num_warps=8,
     )
 
@@ -278,26 +327,33 @@ def adamw_update(tensors: TensorList, *, cautious: bool = False) -> None:
         {"BLOCK": 128},
         device,
     )
-    if len(tensors.chunks) == 0:  # ranks with empty shards count steps too, so that state is the same on all ranks
+    chunks = tensors.state_chunks
+    if len(chunks) == 0:  # ranks with empty shards count steps too, so that state is the same on all ranks
         return
     launch(
         _adamw_kernel,
-        len(tensors.chunks),
+        len(chunks),
         (
-            tensors.chunks,
+            chunks,
             tensors.addresses,
             tensors.updated,
             tensors.scalars,
             corrections,
+            tensors.places,
+            tensors.step,
             tensors.num_tensors,
         ),
         {
             "CAUTIOUS": cautious,
             "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
             "GRADIENT_TYPE": TYPES[tensors.gradient_dtype],
-            "ALIGNED": tensors.aligned,
+            "FIRST_TYPE": TYPES[tensors.state_dtype],
+            "SECOND_TYPE": tl.uint8 if tensors.state_dtype is torch.int8 else TYPES[tensors.state_dtype],
+            "CODE": CODES[tensors.state_dtype],
+            "ONE_RUN": tensors.one_run,
+            "ALIGNED": tensors.aligned_state,
             "CHUNK": CHUNK,
         },
-        device,
+        (device, tensors.places is None),
         num_warps=8,
     )

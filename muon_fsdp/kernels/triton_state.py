@@ -32,14 +32,16 @@ _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rou
 
 
 @triton.jit
-def blocks_of_chunk(places, tensor, first, count, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def blocks_of_chunk(places, tensor, first, count, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the blocks of a chunk of blocks, which of them exist, and the same of their elements, a row per block."""
     number = tl.arange(0, CHUNK // _BLOCK)
     block = first + number
     place = places + _WORDS * tensor
-    cols, blocks = tl.load(place + _COLS), tl.load(place + _BLOCKS)
+    cols, blocks, before = tl.load(place + _COLS), tl.load(place + _BLOCKS), tl.load(place + _BEFORE)
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
+        cols, before = tl.multiple_of(cols, 16), tl.multiple_of(before, 16)
     row, within = block // blocks, block % blocks
-    edge = within * _BLOCK - tl.load(place + _BEFORE)
+    edge = within * _BLOCK - before
     column = tl.maximum(edge, 0)[:, None] + tl.arange(0, _BLOCK)[None, :]
     here = (number < count)[:, None] & (column < tl.minimum(edge + _BLOCK, cols)[:, None])
     return block, number < count, (row * cols)[:, None] + column, here

@@ -22,6 +22,7 @@ class AdamWKernels(FusedKernels):
     """The kernels of AdamW: one launch counts steps and one updates the parameters, without a staging buffer."""
 
     layout = ADAMW_LAYOUT
+    state_dtypes = (torch.float32, torch.bfloat16, torch.int8)
     state_in_apply = True
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:

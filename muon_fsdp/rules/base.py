@@ -208,6 +208,8 @@ class FusedKernels:
 
     layout: ClassVar[TableLayout]
     state_in_apply: ClassVar[bool] = False  # whether `apply` changes state
+    # How the state that they read and write may be stored; int8 stands for codes of 8 bits.
+    state_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
         """Return the scalars of `layout` for a group, except those that all layouts have."""

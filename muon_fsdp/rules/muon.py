@@ -57,6 +57,7 @@ class MuonKernels(FusedKernels):
     """The kernels of Muon: one launch writes momentum into the staging buffer, another updates the weights."""
 
     layout = MUON_LAYOUT
+    state_dtypes = (torch.float32, torch.bfloat16, torch.int8)
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
         return {"momentum": group["momentum"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
@@ -14,14 +14,27 @@ from torch import Tensor, nn
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.kernels import unusable
 from muon_fsdp.kernels.launch import is_aligned
-from muon_fsdp.kernels.tables import ALIGNMENT, FUSED_DTYPES, Tables, TensorList, make_chunks, num_chunks
+from muon_fsdp.kernels.tables import (
+    ALIGNMENT,
+    CHUNK,
+    FUSED_DTYPES,
+    PLACE,
+    STATE_BLOCK,
+    Tables,
+    TensorList,
+    make_chunks,
+    num_chunks,
+)
+from muon_fsdp.linalg.codes import num_blocks
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.stored_state import stored_tensors
 from muon_fsdp.plan.stages import Plan, Stage
-from muon_fsdp.rules import RULES, Rule
+from muon_fsdp.rules import RULES
 from muon_fsdp.rules.base import GroupOptions
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.matrix_state import MatrixStates
 
-Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype] | None, ...]
+Signature: TypeAlias = tuple[tuple[torch.dtype, torch.dtype, torch.dtype] | None, ...]
 
 
 @dataclass
@@ -88,7 +101,7 @@ def _fill(tables: Tables, inputs: StepInputs) -> None:
         for position in each.positions
     }
     scalars = {each.group: _scalars(inputs.groups[each.group], inputs.divisor) for each in tables.lists}
-    tables.fill(inputs.shards, inputs.gradients, states, inputs.updated, scalars)
+    tables.fill(inputs.shards, inputs.gradients, states, inputs.updated, scalars, inputs.num_updates)
 
 
 def _scalars(group: GroupOptions, divisor: int) -> dict[str, Any]:
@@ -99,60 +112,69 @@ def _scalars(group: GroupOptions, divisor: int) -> dict[str, Any]:
 
 
 def signature_of(
-    rules: Sequence[Rule], inputs: StepInputs, before: FusedStep | None, excluded: Collection[int] = ()
+    records: Sequence[ParameterRecord], inputs: StepInputs, before: FusedStep | None, excluded: Collection[int] = ()
 ) -> Signature:
-    """Return the precisions of every shard and of its gradient; None for a parameter that can't be fused.
+    """Return the precisions of every shard, of its gradient and of its state; None for one that can't be fused.
 
     One launch works on one device. Where a model lies on several, only parameters on the first are fused.
 
     Args:
-        rules: the rule of every parameter.
+        records: one per parameter.
         inputs: the tensors and options of the step.
         before: the fused lists of the last step, if there are any.
         excluded: positions that must not be fused.
     """
     device = next((shard.device for shard in inputs.shards if unusable(shard.device) is None), None)
-    result: list[tuple[torch.dtype, torch.dtype] | None] = []
-    for position, (shard, rule) in enumerate(zip(inputs.shards, rules, strict=True)):
+    result: list[tuple[torch.dtype, torch.dtype, torch.dtype] | None] = []
+    for position, (shard, record) in enumerate(zip(inputs.shards, records, strict=True)):
         grad = inputs.gradients.get(position)
+        stored = record.encoding.dtype if record.encoding is not None else torch.float32
         if (
-            rule.fused is None
+            record.rule.fused is None
             or position in excluded
             or shard.device != device
-            or not_fusable(shard, [local(inputs.states[position][name]) for name in rule.fused.layout.states])
+            or stored not in record.rule.fused.state_dtypes
+            or (record.encoding is not None and record.runs is None)
+            or not_fusable(shard, stored_tensors(record, inputs.states[position]))
         ):
             result.append(None)
         elif grad is None:  # keep the last precision: launches are the same with or without a gradient
             known = before.signature[position] if before is not None else None
-            result.append(known or (shard.dtype, shard.dtype))
+            result.append((*known[:2], stored) if known is not None else (shard.dtype, shard.dtype, stored))
         else:
-            result.append((shard.dtype, grad.dtype) if grad.dtype in FUSED_DTYPES else None)
+            result.append((shard.dtype, grad.dtype, stored) if grad.dtype in FUSED_DTYPES else None)
     return tuple(result)
 
 
-def not_fusable(shard: Tensor, state: Iterable[Tensor]) -> str | None:
-    """Return why a shard, with these tensors of its state, can't take part in a fused launch; None if it can."""
+def not_fusable(shard: Tensor, state: Iterable[tuple[Tensor, torch.dtype]]) -> str | None:
+    """Return why a shard, with its state and the dtypes that kernels read it in, can't be fused; None if it can."""
     device = shard.device
     reason = unusable(device)
     if reason is not None:
         return reason
     if shard.dtype not in FUSED_DTYPES:
         return f"there are no kernels for {shard.dtype}"
-    for tensor in (shard, *state):
+    for tensor, dtype in ((shard, shard.dtype), *state):
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return "it or its state is not a plain tensor"
         if not tensor.is_contiguous():
             return "it or its state is not contiguous"
-        if tensor is not shard and tensor.dtype is not torch.float32:
-            return "its state is not float32"
+        if tensor.dtype is not dtype:
+            return f"its state is {tensor.dtype}, not {dtype}"
         if tensor.device != device:
             return "its state is on another device"
     return None
 
 
-def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matrices: MatrixStates | None) -> FusedStep:
+def make_fused_step(
+    plan: Plan,
+    records: Sequence[ParameterRecord],
+    inputs: StepInputs,
+    signature: Signature,
+    matrices: MatrixStates | None,
+) -> FusedStep:
     """Sort the parameters that can be fused into lists, and allocate their tables."""
-    step = FusedStep(signature, [_make_lists(stage, inputs, signature, matrices) for stage in plan.stages])
+    step = FusedStep(signature, [_make_lists(stage, records, inputs, signature, matrices) for stage in plan.stages])
     if any(step.stages):
         step.tables = Tables([each for lists in step.stages for each in lists])
         with_tables = iter(step.tables.lists)
@@ -161,7 +183,11 @@ def make_fused_step(plan: Plan, inputs: StepInputs, signature: Signature, matric
 
 
 def _make_lists(
-    stage: Stage, inputs: StepInputs, signature: Signature, matrices: MatrixStates | None
+    stage: Stage,
+    records: Sequence[ParameterRecord],
+    inputs: StepInputs,
+    signature: Signature,
+    matrices: MatrixStates | None,
 ) -> list[TensorList]:
     """Sort the parameters of a stage that can be fused into lists; each has one group, alignment and precisions."""
     kernels, shards = RULES[stage.rule].fused, inputs.shards
@@ -170,7 +196,8 @@ def _make_lists(
         return []
     assert kernels is not None
     device = shards[fusable[0][1]].device
-    partials, starts = _partials(stage, {position for _, position in fusable})
+    rows_of = {position: _row_blocks(records[position], shards[position]) for _, position in fusable}
+    partials, starts = _partials(stage, rows_of)
     partials = {position: (0, shards[position].numel()) for _, position in fusable} | partials
     first_partials = torch.tensor(starts, dtype=torch.int32, device=device) if starts else None
     by_kind: dict[tuple[int, Any, bool], list[int]] = defaultdict(list)
@@ -180,7 +207,7 @@ def _make_lists(
         aligned = numel % ALIGNMENT == 0 and all(is_aligned(shards[position], inputs.gradients.get(position)))
         by_kind[(group, signature[position], aligned)].append(position)
     lists = []
-    for (group, (parameter_dtype, gradient_dtype), _), positions in by_kind.items():
+    for (group, (parameter_dtype, gradient_dtype, state_dtype), _), positions in by_kind.items():
         numels = [shards[position].numel() for position in positions]
         firsts, matrix_numels = zip(*[partials[position] for position in positions], strict=True)
         chunks, aligned = make_chunks(numels, matrix_numels, firsts, device)
@@ -188,9 +215,21 @@ def _make_lists(
         factor_chunks = None
         if matrices is not None and matrices.factors.multiplies(positions[0]):
             factor_chunks = matrices.factors.chunks(positions, device)
+        places, block_chunks = None, None
+        if state_dtype is not torch.float32:
+            of_tensors = [_place(records[position], shards[position], *rows_of[position]) for position in positions]
+            places = torch.tensor(of_tensors, dtype=torch.int64, device=device)
+        if state_dtype is torch.int8:
+            cols_and_blocks = [rows_of[position] for position in positions]
+            counts = [size // cols * count for size, (cols, count) in zip(numels, cols_and_blocks, strict=True)]
+            each = [size // cols * count for size, (cols, count) in zip(matrix_numels, cols_and_blocks, strict=True)]
+            of_blocks, _ = make_chunks(counts, each, firsts, device, CHUNK // STATE_BLOCK)
+            whole = all(cols % ALIGNMENT == 0 and records[i].first_column % ALIGNMENT == 0
+                        for i, (cols, _) in zip(positions, cols_and_blocks, strict=True))  # fmt: skip
+            block_chunks = of_blocks, whole
         lists.append(
             TensorList(
-                layout=kernels.layout,
+                layout=kernels.layout.with_scales() if state_dtype is torch.int8 else kernels.layout,
                 group=group,
                 positions=positions,
                 parameter_dtype=parameter_dtype,
@@ -200,13 +239,36 @@ def _make_lists(
                 slots=slots,
                 factor_chunks=factor_chunks,
                 first_partials=first_partials,
+                state_dtype=state_dtype,
+                places=places,
+                one_run=places is None or not bool(places[:, PLACE.index("stride")].any()),
+                block_chunks=block_chunks,
             )
         )
     return lists
 
 
-def _partials(stage: Stage, fused: set[int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+def _row_blocks(record: ParameterRecord, shard: Tensor) -> tuple[int, int]:
+    """Return the columns of a shard, and the blocks in a row; zero blocks if state is not stored in 8 bits."""
+    if record.encoding is None or not record.encoding.has_scales:
+        return max(1, shard.numel()), 0
+    return shard.shape[-1], num_blocks(shard.shape[-1], record.first_column)
+
+
+def _place(record: ParameterRecord, shard: Tensor, cols: int, blocks: int) -> tuple[int, ...]:
+    """Return where the elements of a shard lie in the whole parameter, in the order of PLACE."""
+    assert record.runs is not None
+    return (cols, blocks, record.first_column % STATE_BLOCK, *record.runs, *record.random_key)
+
+
+def _partials(
+    stage: Stage, row_blocks: Mapping[int, tuple[int, int]]
+) -> tuple[dict[int, tuple[int, int]], list[int]]:
     """Place the partial norms that `prepare` writes, if all parameters of a stage are fused and whole here.
+
+    Args:
+        stage: the stage.
+        row_blocks: for every parameter that is fused, what `_row_blocks` returns.
 
     Returns:
         By position, the index of the first partial norm and the number of elements of a matrix; and where the partial
@@ -216,7 +278,7 @@ def _partials(stage: Stage, fused: set[int]) -> tuple[dict[int, tuple[int, int]]
     if (
         stage.exchange is not None
         or not stage.batches
-        or fused != stage.positions
+        or row_blocks.keys() != stage.positions
         or not all(view.in_memory_order for view in views.values())
     ):
         return {}, []
@@ -226,9 +288,11 @@ def _partials(stage: Stage, fused: set[int]) -> tuple[dict[int, tuple[int, int]]
     in_batches = dict.fromkeys(m.unit for batch in stage.batches for m in batch.members)
     for position in (stage.units[unit].position for unit in in_batches):
         ((matrices, rows, cols),) = views[position].block_shapes
-        numel = rows * cols
+        numel, (row, blocks) = rows * cols, row_blocks[position]
+        if blocks and numel % row:  # a row of the parameter belongs to several matrices, and so does a block
+            return {}, []
         partials[position] = count, numel
-        each = num_chunks(numel, numel)
+        each = -(-(numel // row * blocks) // (CHUNK // STATE_BLOCK)) if blocks else num_chunks(numel, numel)
         starts += [count + each * index for index in range(matrices)]
         count += each * matrices
     return partials, [*starts, count]

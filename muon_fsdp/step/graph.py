@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import CudaSegments, GraphRecorder, Recorder, Segments
 from muon_fsdp.declarations.settings import CudaGraph
 from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.stored_state import stored_tensors
 from muon_fsdp.step.fused import not_fusable
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.text import format_bytes, warn_user
@@ -243,7 +243,10 @@ def _obstacle(record: ParameterRecord, inputs: StepInputs) -> str | None:
     if rule.fused is None:
         return f"its rule {rule.name!r} has no kernels for prepare and apply"
     shard, state = inputs.shards[record.position], inputs.states[record.position]
-    reason = not_fusable(shard, [local(state[name]) for name in rule.fused.layout.states])
+    stored = record.encoding.dtype if record.encoding is not None else torch.float32
+    if stored not in rule.fused.state_dtypes:
+        return f"the kernels of its rule {rule.name!r} do not read state in {stored}"
+    reason = not_fusable(shard, stored_tensors(record, state))
     if reason is None and shard.device.type != "cuda":  # kernels may run elsewhere, in Triton's interpreter
         reason = f"CUDA graphs need a GPU, and it is on {shard.device.type!r}"
     if reason is None and grad is not None and grad.dtype not in FUSED_DTYPES:

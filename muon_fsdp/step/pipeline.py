@@ -321,7 +321,7 @@ class _StageRun:
         first_partials = inputs.fused[0].first_partials if inputs.fused else None
         partials = None
         if first_partials is not None:
-            num_partials = sum(len(each.chunks) for each in inputs.fused)
+            num_partials = sum(len(each.state_chunks) for each in inputs.fused)
             partials = torch.empty(num_partials, 2, dtype=torch.float32, device=buffer.device)
         for each in inputs.fused:
             assert rule.fused is not None

@@ -281,11 +281,10 @@ class PlannedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs) or self.state_tensors.have_changed(inputs.states):
             self.store.check(inputs.states, inputs.shards)
-            rules = [record.rule for record in self.records]
-            signature = signature_of(rules, stored, self._fused, self._unfusable())
+            signature = signature_of(self.records, stored, self._fused, self._unfusable())
             self.state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
-                self._fused = make_fused_step(self.plan, stored, signature, self.matrices)
+                self._fused = make_fused_step(self.plan, self.records, stored, signature, self.matrices)
                 obstacle = capture_obstacle(self.records, stored, self._unfusable())
                 if self.overlap is not None:
                     obstacle = "overlap='backward' runs a part of the step in backward"
