@@ -376,7 +376,12 @@ def fused_updates(target: Target) -> None:
         types = {"HAS_FACTORS": has_factors, "CAUTIOUS": cautious, "PARAMETER_TYPE": tl.float32}
         arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, "i32", "i32"]
         elementwise(target, triton_elementwise._apply_kernel, arguments, {**types, **aligned})
-    for cautious, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16), (False, torch.int8)):
+    for cautious, dtype in (
+        (False, torch.float32),
+        (True, torch.float32),
+        (False, torch.bfloat16),
+        (False, torch.int8),
+    ):
         first_type, code = triton_elementwise.TYPES[dtype], triton_state.CODES[dtype]
         second_type = tl.uint8 if dtype == torch.int8 else first_type
         types = {"CAUTIOUS": cautious, "PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}

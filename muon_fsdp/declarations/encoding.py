@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.declarations.option import Option
+from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
-from muon_fsdp.kernels.tables import SCALES
+from muon_fsdp.kernels.tables import SCALES, Rounding
 from muon_fsdp.linalg.codes import Encoded, decode, dithered, dtype_of, encode, num_blocks
+
+
+def _seed(value: object) -> bool:
+    integer(value, at_least=0)
+    return int(value) < 2**31  # type: ignore[call-overload, no-any-return]
+
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 STORAGE_OPTIONS = (
@@ -24,7 +30,24 @@ STORAGE_OPTIONS = (
         choices=STATE_DTYPES,
         shared=True,
     ),
+    Option(
+        "rounding",
+        "nearest",
+        'how weights in bfloat16 or float16 without a float32 master are rounded: "nearest", which loses updates below '
+        'half an ulp, "stochastic", or "remainder", which keeps what was dropped in one more byte per weight',
+        choices=get_args(Rounding),
+        shared=True,
+    ),
+    Option(
+        "rounding_seed",
+        0,
+        "seed of stochastic rounding, below 2^31",
+        check=_seed,
+        per_step=True,
+        shared=True,
+    ),
 )
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 LEAST_ELEMENTS, LEAST_COLUMNS = 4096, 64  # of smaller parameters and rows, scales would take more than they save
 
 
@@ -48,11 +71,11 @@ class Encoding:
 
     def names(self, spec: StateSpec) -> tuple[str, ...]:
         """Return under which names the tensors of one kind of state are stored."""
-        return (spec.name, spec.name + SCALES) if self.has_scales and spec.is_sharded else (spec.name,)
+        return (spec.name, spec.name + SCALES) if self.has_scales and spec.is_moment else (spec.name,)
 
     def dtypes(self, spec: StateSpec, parameter: Tensor) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the tensors of `names`."""
-        if not isinstance(spec, PerParameter) or not spec.is_sharded:
+        if not isinstance(spec, PerParameter) or not spec.is_moment:
             return (spec.dtype(parameter),)
         return (dtype_of(spec.code), torch.float32) if self.has_scales else (self.dtype,)
 
@@ -102,4 +125,11 @@ def check_storage(name: str, parameter: Tensor, group: Mapping[str, Any]) -> Non
         raise ValueError(
             f"state_dtype={state_dtype!r} can't store the state of parameter {name!r}, which is {parameter.dtype}: its "
             "moments need float64. Pass state_dtype='float32', which keeps the working precision of every parameter"
+        )
+    rounding = group.get("rounding", "nearest")
+    if rounding != "nearest" and parameter.dtype not in HALF_DTYPES:
+        raise ValueError(
+            f"rounding={rounding!r} is for weights in bfloat16 and float16, and parameter {name!r} is "
+            f"{parameter.dtype}: pass rounding='nearest' for it, in its group or in overrides. FSDP2 with mixed "
+            "precision keeps float32 weights, which need no such rounding"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.views import MatrixView
+from muon_fsdp.kernels.tables import REMAINDER
 from muon_fsdp.linalg.codes import Code
 
 State: TypeAlias = dict[str, Tensor]
@@ -36,9 +37,9 @@ class PerParameter:
     Args:
         name: its key in `optimizer.state[parameter]`.
         kind: "elements" for a tensor of the parameter's shape and layout, "scalar" for one number.
-        code: with `state_dtype="int8"`, how 8 bits store an element: "linear" for equal steps up to the largest absolute
-            value of a block, as for momentum, or "positive" for numbers that are never negative and differ by orders
-            of magnitude, as second moments do.
+        code: with `state_dtype="int8"`, how 8 bits store an element: "linear" for equal steps up to the largest
+            absolute value of a block, as for momentum, or "positive" for numbers that are never negative and differ by
+            orders of magnitude, as second moments do.
     """
 
     name: str
@@ -49,6 +50,11 @@ class PerParameter:
     def is_sharded(self) -> bool:
         """Return whether each rank holds only its shard of the state."""
         return self.kind == "elements"
+
+    @property
+    def is_moment(self) -> bool:
+        """Return whether the option `state_dtype` says how the state is stored."""
+        return self.is_sharded
 
     def dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of the state."""
@@ -63,6 +69,20 @@ class PerParameter:
         if self.is_sharded:
             return torch.zeros_like(parameter, dtype=self.dtype(parameter), memory_format=torch.preserve_format)
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+
+@dataclass(frozen=True)
+class Remainder(PerParameter):
+    """What rounding dropped from the weights of a parameter, 8 bits each: state beside that of its rule."""
+
+    name: str = REMAINDER
+
+    @property
+    def is_moment(self) -> bool:
+        return False
+
+    def dtype(self, parameter: Tensor) -> torch.dtype:
+        return torch.int8
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,11 @@ class PerMatrix:
     @property
     def is_sharded(self) -> bool:
         """Return whether each rank holds only its shard of the state: never."""
+        return False
+
+    @property
+    def is_moment(self) -> bool:
+        """Return whether the option `state_dtype` says how the state is stored: never."""
         return False
 
     def dtype(self, parameter: Tensor) -> torch.dtype:

@@ -12,19 +12,21 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
+Rounding: TypeAlias = Literal["nearest", "stochastic", "remainder"]
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # elements: data at multiples of it is read and written 16 bytes at a time
 CHUNK = 8192  # elements that one program works on; a chunk never contains elements of two matrices
 STATE_BLOCK = 256  # elements of a row that share a scale, where state is stored in 8 bits
 LEAST_SCALED = 2.0**-90  # blocks of smaller numbers are stored as zeros: products with scales must be normal numbers
+REMAINDER = "weight_remainder"  # the name of state: what rounding dropped from half-precision weights
 SCALES = "_scales"  # what is added to the name of state, for the scales beside its codes
-# Where the elements of a shard lie in the whole parameter: its columns, the blocks in a row, and the columns before it in
-# the first block; then `Runs` of plan/layout.py, and the key of its random numbers.
+# Where the elements of a shard lie in the whole parameter: its columns, the blocks in a row, and the columns before it
+# in the first block; then `Runs` of plan/layout.py, and the key of its random numbers.
 PLACE = ("cols", "blocks", "before", "first", "length", "stride", "key", "key_high")
 
 
@@ -49,6 +51,10 @@ class TableLayout:
         """Return the layout of state in 8 bits: rows of addresses of scales follow."""
         scales = tuple(name + SCALES for name in self.states if name not in self.numbers)
         return replace(self, states=self.states + scales)
+
+    def with_remainder(self) -> TableLayout:
+        """Return the layout of parameters with remainders: a row of their addresses follows."""
+        return replace(self, states=(*self.states, REMAINDER))
 
     def row(self, name: str) -> int:
         """Return the index of a row of addresses."""
@@ -99,8 +105,9 @@ class TensorList:
     # share it; None if kernels do not leave norms, because matrices are not whole on this rank.
     first_partials: Tensor | None = None
     state_dtype: torch.dtype = torch.float32  # int8 stands for codes of 8 bits
-    # (num_tensors, len(PLACE)) int64, and whether every tensor is one run of its parameter; None if kernels of this list
-    # need neither blocks nor random bits.
+    rounding: Rounding = "nearest"  # how weights are rounded
+    # (num_tensors, len(PLACE)) int64, and whether every tensor is one run of its parameter; None if kernels of this
+    # list need neither blocks nor random bits.
     places: Tensor | None = None
     one_run: bool = True
     # With codes of 8 bits: (num_chunks, 4) int64: tensor, first block, number of blocks, index of the partial norm; and
@@ -111,7 +118,7 @@ class TensorList:
     # (num_tensors,) int64: whether the tensor is updated in this step; its gradient may still be missing (zero)
     updated: Tensor = field(init=False)
     scalars: Tensor = field(init=False)  # (num_scalars,) float32
-    step: Tensor = field(init=False)  # (1,) int64: the number of the step, for random bits
+    random: Tensor = field(init=False)  # (2,) int64: the number of the step and the seed, for random bits
     aligned_addresses: bool = field(init=False, default=True)  # whether those of this step are multiples of 16 bytes
     aligned: bool = field(init=False, default=True)  # whether the chunks are, too
 
@@ -153,14 +160,14 @@ class Tables:
     def __init__(self, lists: Sequence[TensorList]) -> None:
         self.device = device = lists[0].chunks.device
         self.lists = [replace(each) for each in lists]
-        sizes = [(each.layout.num_rows + 1) * each.num_tensors + 1 for each in lists]
+        sizes = [(each.layout.num_rows + 1) * each.num_tensors + 2 for each in lists]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         num_scalars = [len(each.layout.all_scalars) for each in lists]
         self._scalars = torch.zeros(sum(num_scalars), dtype=torch.float32, device=device)
         parts = zip(self.lists, torch.split(self._ints, sizes), torch.split(self._scalars, num_scalars), strict=True)
         for each, ints, scalars in parts:
-            rows = ints[:-1].view(each.layout.num_rows + 1, each.num_tensors)
-            each.addresses, each.updated, each.scalars, each.step = rows[:-1], rows[-1], scalars, ints[-1:]
+            rows = ints[:-2].view(each.layout.num_rows + 1, each.num_tensors)
+            each.addresses, each.updated, each.scalars, each.random = rows[:-1], rows[-1], scalars, ints[-2:]
 
     def fill(
         self,
@@ -193,7 +200,7 @@ class Tables:
             each.aligned = each.aligned_chunks and each.aligned_addresses
             ints += addresses
             ints += [int(i in updated) for i in positions]
-            ints.append(step)
+            ints += (step, named.get("rounding_seed", 0))
             lr = 0.0 if is_on_device(named["lr"]) else float(named["lr"])
             floats += [lr, *(named[name] for name in each.layout.all_scalars[1:])]
         self._ints.copy_(pinned(ints, torch.int64, self.device), non_blocking=True)

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from muon_fsdp.kernels.launch import launch
-from muon_fsdp.kernels.tables import ADAMW_LAYOUT, CHUNK, MUON_LAYOUT, SCALES, TensorList
+from muon_fsdp.kernels.tables import ADAMW_LAYOUT, CHUNK, MUON_LAYOUT, REMAINDER, SCALES, TensorList
 from muon_fsdp.kernels.triton_norms import partial_norm
+from muon_fsdp.kernels.triton_rounding import ROUNDINGS, STOCHASTIC, WITH_REMAINDER, load_weight, store_weight
 from muon_fsdp.kernels.triton_state import (
     CODES,
     IN_BLOCKS,
@@ -142,7 +143,16 @@ def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["num_tensors", "num_factors"],
-    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "slots", "factors"],
+    do_not_specialize_on_alignment=[
+        "chunks",
+        "addresses",
+        "updated",
+        "scalars",
+        "slots",
+        "factors",
+        "places",
+        "random",
+    ],
 )
 def _apply_kernel(  # type: ignore[no-untyped-def]
     chunks,
@@ -152,11 +162,16 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     slots,
     updates,
     factors,
+    places,
+    random,
     num_tensors,
     num_factors,
     HAS_FACTORS: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     PARAMETER_TYPE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    REMAINDER_ROW: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -166,8 +181,11 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     lr, weight_decay = tl.load(scalars + LR), tl.load(scalars + WEIGHT_DECAY)
     slot = tl.multiple_of(tl.load(slots + tensor), 16)
     update = tl.load(updates + slot + start + offset, mask=mask, other=0.0).to(tl.float32)
-    pointer = tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
-    weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    pointer = tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start
+    remainders = addresses
+    if ROUNDING == WITH_REMAINDER:
+        remainders = tensor_pointer(addresses, REMAINDER_ROW, tensor, num_tensors, tl.int8, ALIGNED) + start
+    weight = load_weight(pointer, remainders, offset, mask, ROUNDING, PARAMETER_TYPE)
     if HAS_FACTORS:
         matrix = tl.load(chunks + 4 * tl.program_id(0) + 3)
         weight = weight * tl.load(factors + matrix) - lr * tl.load(factors + num_factors + matrix) * update
@@ -175,7 +193,10 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
         weight = weight * (1.0 - cautious_decay(weight, update, lr * weight_decay)) - lr * update
     else:
         weight = weight * (1.0 - lr * weight_decay) - lr * update
-    tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
+    bits = 0
+    if ROUNDING == STOCHASTIC:
+        bits = element_bits(places, tensor, random, start + offset, ONE_RUN)
+    store_weight(pointer, remainders, offset, mask, weight, bits, ROUNDING, PARAMETER_TYPE)
 
 
 @triton.jit(
@@ -198,7 +219,7 @@ def _adamw_count_kernel(addresses, updated, scalars, corrections, num_tensors, B
 
 @triton.jit(
     do_not_specialize=["num_tensors"],
-    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "corrections", "places", "step"],
+    do_not_specialize_on_alignment=["chunks", "addresses", "updated", "scalars", "corrections", "places", "random"],
 )
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     chunks,
@@ -207,7 +228,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     scalars,
     corrections,
     places,
-    step,
+    random,
     num_tensors,
     CAUTIOUS: tl.constexpr,
     PARAMETER_TYPE: tl.constexpr,
@@ -215,6 +236,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     FIRST_TYPE: tl.constexpr,
     SECOND_TYPE: tl.constexpr,
     CODE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    REMAINDER_ROW: tl.constexpr,
     ONE_RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -244,20 +267,23 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     first += rest1 * (grad - first)
     second = beta2 * load_state(second_pointer, second_scales, offset, mask, block, has_block, CODE, True)
     second += rest2 * grad * grad
-    random = 0
-    if CODE != PLAIN:
-        random = element_bits(places, tensor, step, start + offset, ONE_RUN)
+    bits = 0
+    if CODE != PLAIN or ROUNDING == STOCHASTIC:
+        bits = element_bits(places, tensor, random, start + offset, ONE_RUN)
     store_state(first_pointer, first_scales, offset, mask, block, has_block, first, 0, CODE, False)
-    store_state(second_pointer, second_scales, offset, mask, block, has_block, second, random, CODE, True)
+    store_state(second_pointer, second_scales, offset, mask, block, has_block, second, bits, CODE, True)
     correction1, correction2 = tl.load(corrections + tensor), tl.load(corrections + num_tensors + tensor)
     update = first / correction1 / (tl.sqrt(second / correction2) + eps)
-    pointer = tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start + offset
-    weight = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    pointer = tensor_pointer(addresses, PARAMETER_ROW, tensor, num_tensors, PARAMETER_TYPE, ALIGNED) + start
+    remainders = addresses
+    if ROUNDING == WITH_REMAINDER:
+        remainders = tensor_pointer(addresses, REMAINDER_ROW, tensor, num_tensors, tl.int8, ALIGNED) + start
+    weight = load_weight(pointer, remainders, offset, mask, ROUNDING, PARAMETER_TYPE)
     if CAUTIOUS:
         weight = weight * (1.0 - cautious_decay(weight, update, lr * weight_decay)) - lr * update
     else:
         weight = weight * (1.0 - lr * weight_decay) - lr * update
-    tl.store(pointer, weight.to(PARAMETER_TYPE), mask=mask)
+    store_weight(pointer, remainders, offset, mask, weight, bits, ROUNDING, PARAMETER_TYPE)
 
 
 def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, *, nesterov: bool) -> None:
@@ -300,15 +326,25 @@ def apply_updates(
     launch(
         _apply_kernel,
         len(tensors.chunks),
-        (*tensors.tables, updates, factors, tensors.num_tensors, 0 if factors is None else factors.shape[1]),
+        (
+            *tensors.tables,
+            updates,
+            factors,
+            tensors.places,
+            tensors.random,
+            tensors.num_tensors,
+            0 if factors is None else factors.shape[1],
+        ),
         {
             "HAS_FACTORS": factors is not None,
             "CAUTIOUS": cautious,
             "PARAMETER_TYPE": TYPES[tensors.parameter_dtype],
+            **_rounding(tensors),
+            "ONE_RUN": tensors.one_run,
             "ALIGNED": tensors.aligned,
             "CHUNK": CHUNK,
         },
-        (updates.device, updates.dtype),
+        (updates.device, updates.dtype, tensors.places is None),
         num_warps=8,
     )
 
@@ -340,7 +376,7 @@ def adamw_update(tensors: TensorList, *, cautious: bool = False) -> None:
             tensors.scalars,
             corrections,
             tensors.places,
-            tensors.step,
+            tensors.random,
             tensors.num_tensors,
         ),
         {
@@ -350,6 +386,7 @@ def adamw_update(tensors: TensorList, *, cautious: bool = False) -> None:
             "FIRST_TYPE": TYPES[tensors.state_dtype],
             "SECOND_TYPE": tl.uint8 if tensors.state_dtype is torch.int8 else TYPES[tensors.state_dtype],
             "CODE": CODES[tensors.state_dtype],
+            **_rounding(tensors),
             "ONE_RUN": tensors.one_run,
             "ALIGNED": tensors.aligned_state,
             "CHUNK": CHUNK,
@@ -357,3 +394,9 @@ def adamw_update(tensors: TensorList, *, cautious: bool = False) -> None:
         (device, tensors.places is None),
         num_warps=8,
     )
+
+
+def _rounding(tensors: TensorList) -> dict[str, int]:
+    """Return the constants ROUNDING and REMAINDER_ROW of kernels."""
+    row = tensors.layout.row(REMAINDER) if tensors.rounding == "remainder" else 0
+    return {"ROUNDING": ROUNDINGS[tensors.rounding], "REMAINDER_ROW": row}

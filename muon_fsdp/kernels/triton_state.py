@@ -48,8 +48,11 @@ def blocks_of_chunk(places, tensor, first, count, ALIGNED: tl.constexpr, CHUNK: 
 
 
 @triton.jit
-def element_bits(places, tensor, step, element, ONE_RUN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return 32 random bits for every element of a shard, as `philox.element_bits` does."""
+def element_bits(places, tensor, random, element, ONE_RUN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return 32 random bits for every element of a shard, as `philox.element_bits` does.
+
+    `random` points to the number of the step and the seed.
+    """
     place = places + _WORDS * tensor
     number = tl.load(place + _FIRST) + element
     if not ONE_RUN:
@@ -61,8 +64,8 @@ def element_bits(places, tensor, step, element, ONE_RUN: tl.constexpr):  # type:
     a, b, c, d = tl.philox_impl(
         low,
         high,
-        zero + tl.load(step).to(tl.uint32),
-        zero + _ELEMENTWISE,
+        zero + tl.load(random).to(tl.uint32),
+        zero + (tl.load(random + 1) + _ELEMENTWISE).to(tl.uint32),
         zero + tl.load(place + _KEY).to(tl.uint32),
         zero + tl.load(place + _KEY + 1).to(tl.uint32),
     )
@@ -78,26 +81,24 @@ def load_state(pointer, scales, element, mask, block, has_block, CODE: tl.conste
         scale = tl.load(scales + block, mask=has_block, other=0.0)
         if POSITIVE:
             bits = tl.where(codes > 0, (codes.to(tl.int32) + _LEAST_EXPONENT) << _LOW_BITS, 0)
-            return bits.to(tl.float32, bitcast=True) * scale[:, None]
+            values = bits.to(tl.float32, bitcast=True) * scale[:, None]
         else:
-            return codes.to(tl.float32) * scale[:, None]
+            values = codes.to(tl.float32) * scale[:, None]
     else:
-        return tl.load(pointer + element, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(pointer + element, mask=mask, other=0.0).to(tl.float32)
+    return values
 
 
 @triton.jit
-def store_state(
+def store_state(  # type: ignore[no-untyped-def]
     pointer, scales, element, mask, block, has_block, value, random, CODE: tl.constexpr, POSITIVE: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Store elements of state. Codes of positive numbers are rounded up or down by the upper 16 of 32 random bits."""
     if CODE == IN_BLOCKS:
         size = tl.where(mask, tl.abs(value), 0.0)
         is_wrong = tl.max((size < float("inf")).to(tl.int32) ^ 1, axis=1) > 0
         largest = tl.max(tl.where(size < float("inf"), size, 0.0), axis=1)
-        if POSITIVE:
-            scale = largest
-        else:
-            scale = tl.div_rn(largest, 127.0)
+        scale = largest if POSITIVE else tl.div_rn(largest, 127.0)
         scale = ((scale.to(tl.int32, bitcast=True) + 0xFF) & -256).to(tl.float32, bitcast=True)
         scale = tl.where(largest < _LEAST, 0.0, scale)
         is_zero = ((scale == 0.0) | is_wrong)[:, None]

@@ -41,21 +41,22 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return a, b, c, d
 
 
-def element_bits(key: tuple[int, int], step: int, elements: Tensor) -> Tensor:
-    """Return 32 random bits for elements of a parameter, a function of key, step and number of the element.
+def element_bits(key: tuple[int, int], step: int, seed: int, elements: Tensor) -> Tensor:
+    """Return 32 random bits for elements of a parameter, a function of key, step, seed and number of the element.
 
     Four neighbours share a call of `philox`. Kernels draw the same bits (`kernels/triton_random.py`).
 
     Args:
         key: of the parameter.
         step: the number of the step.
+        seed: below 2^31.
         elements: int64, the numbers of the elements in the whole parameter.
 
     Returns:
         int64 below 2^32, of the shape of `elements`.
     """
     quads = elements >> 2
-    of_call = (quads & _MASK, quads >> 32, torch.full_like(quads, step & _MASK), torch.full_like(quads, ELEMENTWISE))
+    of_call = (quads & _MASK, quads >> 32, torch.full_like(quads, step), torch.full_like(quads, ELEMENTWISE + seed))
     words = philox(of_call, (torch.full_like(quads, key[0]), torch.full_like(quads, key[1])))
     return torch.stack(words, -1).gather(-1, (elements & 3).unsqueeze(-1)).squeeze(-1)
 

@@ -138,7 +138,10 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             state = self._state_of(parameter)
             state["step"] += 1
             item = _Item(parameter, shard, grad, *[local(state[name]) for name in _STATE])
-            if not_fusable(shard, [(m, torch.float32) for m in (item.first, item.second)]) is None and grad.dtype in FUSED_DTYPES:
+            if (
+                not_fusable(shard, [(m, torch.float32) for m in (item.first, item.second)]) is None
+                and grad.dtype in FUSED_DTYPES
+            ):
                 fused[(index, shard.device, shard.dtype, grad.dtype)].append(item)
             else:
                 single.append(item)

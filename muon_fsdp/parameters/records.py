@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import Ranks, my_rank
-from muon_fsdp.declarations.encoding import Encoding, encoding_for
+from muon_fsdp.declarations.encoding import HALF_DTYPES, Encoding, encoding_for
+from muon_fsdp.declarations.state import Remainder, StateSpec
 from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
+from muon_fsdp.kernels.tables import Rounding
 from muon_fsdp.linalg.philox import parameter_key
 from muon_fsdp.parameters.facts import Fused
 from muon_fsdp.parameters.groups import Group
@@ -90,6 +92,17 @@ class ParameterRecord:
         return slice(box.offset[0], box.offset[0] + box.shape[0])
 
     @cached_property
+    def rounding(self) -> Rounding:
+        """Return how its weights are rounded: "nearest" unless it is in half precision."""
+        asked: Rounding = self.group.get("rounding", "nearest")
+        return asked if self.tensor.dtype in HALF_DTYPES else "nearest"
+
+    @cached_property
+    def all_state(self) -> tuple[StateSpec, ...]:
+        """Return the declarations of its state: those of its rule, and what rounding dropped if that is kept."""
+        return (*self.rule.all_state, *((Remainder(),) if self.rounding == "remainder" else ()))
+
+    @cached_property
     def encoding(self) -> Encoding | None:
         """Return how the elements of its state are stored; None in working precision."""
         state_dtype = self.group.get("state_dtype", "float32")
@@ -128,7 +141,7 @@ class ParameterRecord:
     @cached_property
     def random_key(self) -> tuple[int, int]:
         """Return the key of the random numbers of its elements."""
-        return parameter_key(self.group.get("rounding_seed", 0), self.name)
+        return parameter_key("elements", self.name)
 
     def part(self) -> Tensor:
         """Return the local tensor that this rank updates: a shard, some rows of a replica, or the parameter itself."""

@@ -18,6 +18,7 @@ from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.settings import STARTED
 from muon_fsdp.declarations.state import State, StateSpec
+from muon_fsdp.kernels.tables import REMAINDER
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
@@ -62,7 +63,7 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
     for record in records:
         state, parameter = states[record.tensor], record.tensor
         template: Tensor | None = None
-        for spec in record.rule.all_state:
+        for spec in record.all_state:
             if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
                 warn_user(
                     f"state {spec.name!r} of parameter {record.name!r} starts anew: its rule, view or shape was "
@@ -77,7 +78,7 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             working = decode_state(record, state)
             for name in [name for name in state if name not in working]:
                 del state[name]  # scales
-            for spec in record.rule.all_state:
+            for spec in record.all_state:
                 state.update(encode_state(record, spec, working[spec.name]))
 
 
@@ -158,7 +159,13 @@ def check_and_complete(
         {**_options(group), STARTED: True, **saved, **canonical(_options(saved)), **keys_of_others(saved), **kept}
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         # How state is stored is decided here, not by who saved it.
-        for kept in [{option.name: group[option.name] for option in STORAGE_OPTIONS if option.name in group}]
+        for kept in [
+            {
+                option.name: group[option.name]
+                for option in STORAGE_OPTIONS
+                if option.name in group and not option.per_step
+            }
+        ]
     ]
     return {**state_dict, "param_groups": groups}
 
@@ -218,9 +225,13 @@ def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> 
         if values:
             template = record.state_template()
             own: State = {}
-            for spec in record.rule.all_state:
-                own |= encode_state(record, spec, _fit(torch.as_tensor(values[spec.name]).detach(), spec, template))
-            others = {name: _copy(value, record.tensor.device) for name, value in values.items() if name not in own}
+            for spec in record.all_state:
+                if spec.name in values:
+                    own |= encode_state(record, spec, _fit(torch.as_tensor(values[spec.name]).detach(), spec, template))
+                else:  # the remainder of weights that were rounded otherwise when they were saved
+                    own |= create_state(record, spec, template)
+            known = {*own, REMAINDER}
+            others = {name: _copy(value, record.tensor.device) for name, value in values.items() if name not in known}
             result[record.tensor] = {**own, **others}
     return result | deepcopy(saved)
 
@@ -330,7 +341,7 @@ def _shards_of_others(
     found: dict[str, str] = {}  # by the name of the parameter
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         template, saved = record.state_template(), state_dict["state"].get(key) or {}
-        values = {spec.name: saved.get(spec.name) for spec in record.rule.all_state if spec.is_sharded}
+        values = {spec.name: saved.get(spec.name) for spec in record.all_state if spec.is_sharded}
         for value in values.values():
             if not (isinstance(value, DTensor) and isinstance(template, DTensor)):
                 continue
@@ -419,7 +430,8 @@ def _other_rule(saved: object, here: str) -> str:
 def _state_mismatches(record: ParameterRecord, state: dict[str, Any] | None) -> list[str]:
     if not state:  # dropped because the parameter is frozen
         return []
-    specs = {spec.name: spec for spec in record.rule.all_state}
+    specs = {spec.name: spec for spec in record.all_state}
+    specs = {name: spec for name, spec in specs.items() if name != REMAINDER or name in state}
     if not specs.keys() <= state.keys():
         return [f"{record.name}: saved state {sorted(state)}, but rule {record.rule.name!r} has {sorted(specs)}"]
     mismatches = []
@@ -430,7 +442,7 @@ def _state_mismatches(record: ParameterRecord, state: dict[str, Any] | None) -> 
             remedy = " If it was saved before the weight was split, pass attention='whole'" if is_cut else ""
             shapes = f"saved {name} of shape {tuple(value.shape)}, expected {expected}"
             mismatches.append(f"{record.name}: {shapes}{'.' if remedy else ''}{remedy}")
-        elif not value.is_floating_point():
+        elif spec.is_moment and not value.is_floating_point():
             mismatches.append(
                 f"{record.name}: saved {name} has dtype {value.dtype}, as optimizer.state stores it: save "
                 "optimizer.state_dict(), which has it in working precision"

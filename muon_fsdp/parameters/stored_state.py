@@ -15,15 +15,10 @@ from muon_fsdp.kernels.tables import SCALES
 from muon_fsdp.parameters.records import ParameterRecord
 
 
-def stored_names(record: ParameterRecord) -> list[str]:
-    """Return the keys of `optimizer.state[parameter]` that belong to the rule of a parameter."""
-    return [name for spec in record.rule.all_state for name in _names(spec, record.encoding)]
-
-
 def stored_tensors(record: ParameterRecord, state: Mapping[str, Any]) -> list[tuple[Tensor, torch.dtype]]:
     """Return the local tensors that the kernels of a parameter's rule read, with the dtypes that they must have."""
     assert record.rule.fused is not None
-    specs = {spec.name: spec for spec in record.rule.all_state}
+    specs = {spec.name: spec for spec in record.all_state}
     found = []
     for name in record.rule.fused.layout.states:
         names, dtypes = _names(specs[name], record.encoding), _dtypes(specs[name], record)
@@ -36,20 +31,20 @@ def is_stored(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
 
     Without an encoding any floating-point dtype is left as it is: lists of tensors update it.
     """
-    for spec in record.rule.all_state:
+    for spec in record.all_state:
         names = _names(spec, record.encoding)
         if not all(name in state for name in names):
             return False
-        if spec.is_sharded and (record.encoding is not None or not state[spec.name].is_floating_point()):
-            if tuple(state[name].dtype for name in names) != _dtypes(spec, record):
-                return False
+        must_match = spec.is_sharded and (record.encoding is not None or not state[spec.name].is_floating_point())
+        if must_match and tuple(state[name].dtype for name in names) != _dtypes(spec, record):
+            return False
     return True
 
 
 def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor) -> State:
     """Return new state of one kind, zeros: DTensors if the template is one and the state is sharded."""
     encoding = record.encoding
-    if encoding is None or not isinstance(spec, PerParameter) or not spec.is_sharded:
+    if encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
         return {spec.name: spec.create(template, record.view)}
     dtype = encoding.dtypes(spec, template)[0]
     found = {spec.name: torch.zeros_like(template, dtype=dtype, memory_format=torch.preserve_format)}
@@ -61,7 +56,7 @@ def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor) -> 
 
 def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> State:
     """Return state of one kind in the form in which it is stored, given that in working precision."""
-    if record.encoding is None or not isinstance(spec, PerParameter) or not spec.is_sharded:
+    if record.encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
         return {spec.name: value}
     stored = record.encoding.encode(spec, local(value).float())
     return {**stored, spec.name: like(value, stored[spec.name])}
@@ -70,7 +65,7 @@ def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> Sta
 def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a parameter with working precision in the place of what is stored in another form."""
     found = dict(state)
-    for spec in record.rule.all_state:
+    for spec in record.all_state:
         encoding = _encoding_of(record, spec, state)
         if encoding is not None and isinstance(spec, PerParameter):
             stored = {name: local(found.pop(name)) for name in encoding.names(spec)}
@@ -81,7 +76,7 @@ def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str,
 def _encoding_of(record: ParameterRecord, spec: StateSpec, state: Mapping[str, Any]) -> Encoding | None:
     """Return how the present state of one kind is stored, which need not be what the group asks for by now."""
     value = state.get(spec.name)
-    if not spec.is_sharded or not isinstance(value, Tensor):
+    if not spec.is_moment or not isinstance(value, Tensor):
         return None
     if not value.is_floating_point():
         if spec.name + SCALES not in state:

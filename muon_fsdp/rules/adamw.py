@@ -23,6 +23,7 @@ class AdamWKernels(FusedKernels):
 
     layout = ADAMW_LAYOUT
     state_dtypes = (torch.float32, torch.bfloat16, torch.int8)
+    roundings = ("nearest", "stochastic", "remainder")
     state_in_apply = True
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
@@ -80,7 +81,11 @@ class AdamW(Rule):
             CAUTIOUS_OPTION,
         ),
     )
-    state = (PerParameter("momentum_buffer"), PerParameter("second_moment", code="positive"), PerParameter("step", "scalar"))
+    state = (
+        PerParameter("momentum_buffer"),
+        PerParameter("second_moment", code="positive"),
+        PerParameter("step", "scalar"),
+    )
     kernels = AdamWKernels()
     recipe: ClassVar[dict[str, float]] = {"lr": 2e-3, "weight_decay": 0.1}
 

@@ -210,6 +210,7 @@ class FusedKernels:
     state_in_apply: ClassVar[bool] = False  # whether `apply` changes state
     # How the state that they read and write may be stored; int8 stands for codes of 8 bits.
     state_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    roundings: ClassVar[tuple[str, ...]] = ("nearest",)  # how `apply` can round weights, by the option `rounding`
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
         """Return the scalars of `layout` for a group, except those that all layouts have."""
@@ -458,7 +459,8 @@ class Rule:
     def all_options(self) -> dict[str, Option]:
         """Return all options by name, including those of the rule's statistics and of views."""
         views = VIEW_OPTIONS if self.needs_matrices else ()
-        storage = STORAGE_OPTIONS if any(spec.is_sharded for spec in self.all_state) else ()
+        has_moments = any(spec.is_moment for spec in self.all_state)
+        storage = [option for option in STORAGE_OPTIONS if has_moments or option.name != "state_dtype"]
         of_statistics = [option for name in self.statistics for option in STATISTICS[name].options]
         return {option.name: option for option in merge(self.options, of_statistics, storage, views, self.options)}
 
@@ -537,7 +539,9 @@ class Rule:
     @cached_property
     def per_step_numbers(self) -> tuple[str, ...]:
         """Return the names of the per-step options that are numbers, which `factors` may read."""
-        return tuple(n for n in self.per_step_names if type(self.all_options[n].default) in (int, float))
+        others = {option.name for option in STORAGE_OPTIONS}
+        names = [name for name in self.per_step_names if name not in others]
+        return tuple(n for n in names if type(self.all_options[n].default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return the options of a group that `direction` may read, without those of views."""

@@ -58,6 +58,7 @@ class MuonKernels(FusedKernels):
 
     layout = MUON_LAYOUT
     state_dtypes = (torch.float32, torch.bfloat16, torch.int8)
+    roundings = ("nearest", "stochastic", "remainder")
 
     def scalars(self, group: GroupOptions) -> dict[str, float]:
         return {"momentum": group["momentum"]}

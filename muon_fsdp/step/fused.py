@@ -108,6 +108,7 @@ def _scalars(group: GroupOptions, divisor: int) -> dict[str, Any]:
     kernels = RULES[group["rule"]].fused
     assert kernels is not None
     common = {"weight_decay": group["weight_decay"], "gradient_factor": 1 / divisor}
+    common["rounding_seed"] = group.get("rounding_seed", 0)
     return {**common, **kernels.scalars(group), "lr": group["lr"]}
 
 
@@ -133,8 +134,7 @@ def signature_of(
             record.rule.fused is None
             or position in excluded
             or shard.device != device
-            or stored not in record.rule.fused.state_dtypes
-            or (record.encoding is not None and record.runs is None)
+            or unread_form(record)
             or not_fusable(shard, stored_tensors(record, inputs.states[position]))
         ):
             result.append(None)
@@ -144,6 +144,19 @@ def signature_of(
         else:
             result.append((shard.dtype, grad.dtype, stored) if grad.dtype in FUSED_DTYPES else None)
     return tuple(result)
+
+
+def unread_form(record: ParameterRecord) -> str | None:
+    """Return why kernels of its rule can't update a parameter with its state, or round it, as its group asks for."""
+    kernels, encoding = record.rule.fused, record.encoding
+    assert kernels is not None
+    if encoding is not None and encoding.dtype not in kernels.state_dtypes:
+        return f"the kernels of its rule {record.rule.name!r} do not read state in {encoding.dtype}"
+    if record.rounding not in kernels.roundings:
+        return f"the kernels of its rule {record.rule.name!r} do not round by {record.rounding!r}"
+    if (encoding is not None or record.rounding == "stochastic") and record.runs is None:
+        return "it is cut along several dimensions, where kernels can't number its elements"
+    return None
 
 
 def not_fusable(shard: Tensor, state: Iterable[tuple[Tensor, torch.dtype]]) -> str | None:
@@ -216,7 +229,8 @@ def _make_lists(
         if matrices is not None and matrices.factors.multiplies(positions[0]):
             factor_chunks = matrices.factors.chunks(positions, device)
         places, block_chunks = None, None
-        if state_dtype is not torch.float32:
+        rounding = records[positions[0]].rounding  # that of the group and of the dtype
+        if state_dtype is not torch.float32 or rounding == "stochastic":
             of_tensors = [_place(records[position], shards[position], *rows_of[position]) for position in positions]
             places = torch.tensor(of_tensors, dtype=torch.int64, device=device)
         if state_dtype is torch.int8:
@@ -227,9 +241,10 @@ def _make_lists(
             whole = all(cols % ALIGNMENT == 0 and records[i].first_column % ALIGNMENT == 0
                         for i, (cols, _) in zip(positions, cols_and_blocks, strict=True))  # fmt: skip
             block_chunks = of_blocks, whole
+        layout = kernels.layout.with_scales() if state_dtype is torch.int8 else kernels.layout
         lists.append(
             TensorList(
-                layout=kernels.layout.with_scales() if state_dtype is torch.int8 else kernels.layout,
+                layout=layout.with_remainder() if rounding == "remainder" else layout,
                 group=group,
                 positions=positions,
                 parameter_dtype=parameter_dtype,
@@ -240,6 +255,7 @@ def _make_lists(
                 factor_chunks=factor_chunks,
                 first_partials=first_partials,
                 state_dtype=state_dtype,
+                rounding=rounding,
                 places=places,
                 one_run=places is None or not bool(places[:, PLACE.index("stride")].any()),
                 block_chunks=block_chunks,
@@ -261,9 +277,7 @@ def _place(record: ParameterRecord, shard: Tensor, cols: int, blocks: int) -> tu
     return (cols, blocks, record.first_column % STATE_BLOCK, *record.runs, *record.random_key)
 
 
-def _partials(
-    stage: Stage, row_blocks: Mapping[int, tuple[int, int]]
-) -> tuple[dict[int, tuple[int, int]], list[int]]:
+def _partials(stage: Stage, row_blocks: Mapping[int, tuple[int, int]]) -> tuple[dict[int, tuple[int, int]], list[int]]:
     """Place the partial norms that `prepare` writes, if all parameters of a stage are fused and whole here.
 
     Args:

@@ -17,7 +17,7 @@ from muon_fsdp.declarations.settings import CudaGraph
 from muon_fsdp.kernels.tables import FUSED_DTYPES
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.stored_state import stored_tensors
-from muon_fsdp.step.fused import not_fusable
+from muon_fsdp.step.fused import not_fusable, unread_form
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.text import format_bytes, warn_user
 
@@ -243,9 +243,9 @@ def _obstacle(record: ParameterRecord, inputs: StepInputs) -> str | None:
     if rule.fused is None:
         return f"its rule {rule.name!r} has no kernels for prepare and apply"
     shard, state = inputs.shards[record.position], inputs.states[record.position]
-    stored = record.encoding.dtype if record.encoding is not None else torch.float32
-    if stored not in rule.fused.state_dtypes:
-        return f"the kernels of its rule {rule.name!r} do not read state in {stored}"
+    unread = unread_form(record)
+    if unread is not None:
+        return unread
     reason = not_fusable(shard, stored_tensors(record, state))
     if reason is None and shard.device.type != "cuda":  # kernels may run elsewhere, in Triton's interpreter
         reason = f"CUDA graphs need a GPU, and it is on {shard.device.type!r}"

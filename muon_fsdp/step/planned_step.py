@@ -43,6 +43,7 @@ from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
 from muon_fsdp.step.sources import StageResult, StepSource, make_store
 from muon_fsdp.step.weight_gather import WeightGather
+from muon_fsdp.step.weights import Weights
 from muon_fsdp.step.written_state import WrittenState
 
 
@@ -241,7 +242,9 @@ class PlannedStep:
             settings, matrices, random = self._settings, self.matrices, self.random
             shared = (self._dtypes, settings, recorder, random, matrices, kept)
             source = StepSource(inputs, fused, self.store, *shared)
-            run_stages(stages, source, StepSink(found, self._unproven, matrices, None if is_recorded else taken))
+            weights = Weights(self.records, inputs.states)
+            sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights)
+            run_stages(stages, source, sink)
             if self.matrices is not None:
                 self.matrices.finish(recorder)
             self.weights.run(buckets, recorder)

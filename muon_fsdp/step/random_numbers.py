@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from muon_fsdp.linalg.philox import parameter_key, uniform
+from muon_fsdp.declarations.settings import NUM_UPDATES
+from muon_fsdp.linalg.philox import element_bits, parameter_key, uniform
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Member, Stage
 
@@ -96,3 +97,10 @@ class RandomNumbers:
         if len(members) == len(stage.batches[batch].members):  # there may be many other subsets
             self._streams[key] = stream
         return stream
+
+
+def random_bits(record: ParameterRecord) -> Tensor:
+    """Return 32 random bits for every element of a parameter that this rank updates, the same on all replicas."""
+    group = record.group
+    of_step = group.get(NUM_UPDATES, 0), group.get("rounding_seed", 0)
+    return element_bits(record.random_key, *of_step, record.element_numbers())

@@ -19,6 +19,7 @@ from muon_fsdp.step.inputs import in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
 from muon_fsdp.step.metrics import TakenSamples
 from muon_fsdp.step.sources import StageInputs
+from muon_fsdp.step.weights import Weights
 
 
 class Sink(Protocol):
@@ -74,6 +75,7 @@ class StepSink:
         unproven: the stages that have not run yet; they are removed as they run.
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None if this step takes none.
+        weights: lends those of the shards.
     """
 
     applies = True
@@ -84,9 +86,10 @@ class StepSink:
         unproven: set[int],
         matrices: MatrixStates | None,
         samples: TakenSamples | None,
+        weights: Weights,
     ) -> None:
         self.failures, self.unproven, self.samples = failures, unproven, samples
-        self._matrices = matrices
+        self._matrices, self._weights = matrices, weights
         self._failed: set[int] = set()
         self._sums: dict[int, Reduction] = {}  # of updates, by number of the stage
         # Samples whose factors are not known yet, by number of the stage: the batch, its selection and a matrix of it.
@@ -154,8 +157,8 @@ class StepSink:
             assert self.samples is not None
             self.samples.multiply(stage, number, matrices.factor_of_updates(selection)[matrix])
 
-    @staticmethod
     def _apply(
+        self,
         stage: Stage,
         inputs: StageInputs,
         buffer: Tensor,
@@ -178,7 +181,8 @@ class StepSink:
                 found = [in_precision(u, each.dtype) for u, each in zip(of_shards, listed, strict=True)]
             else:
                 found = [updates[position] for position in positions]
-            given: list[Any] = [inputs.groups[group], shards, found]
+            weights = self._weights.lend(listed)
+            given: list[Any] = [inputs.groups[group], weights, found]
             if factors is not None:
                 given.append(list(map(factors.of, positions, shards)))
             named: dict[str, Any] = {}
@@ -186,5 +190,6 @@ class StepSink:
                 of_lists = GivenStates(rule, "apply", [states[position] for position in positions])
                 named["states"] = of_lists.copies
             check_applied(rule, rule.apply(*given, **named))  # type: ignore[func-returns-value]
+            self._weights.take_back(listed, weights)
             if rule.state_in_apply:
                 of_lists.take()

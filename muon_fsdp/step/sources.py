@@ -15,10 +15,9 @@ from torch import Tensor
 
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.declarations.settings import NUM_UPDATES, Settings
+from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import PerParameter, State
 from muon_fsdp.kernels.tables import SCALES, TensorList
-from muon_fsdp.linalg.philox import element_bits
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.stored_state import decode_state
 from muon_fsdp.plan.stages import Member, Stage
@@ -28,7 +27,7 @@ from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs, in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
 from muon_fsdp.step.metrics import Sample
-from muon_fsdp.step.random_numbers import RandomNumbers
+from muon_fsdp.step.random_numbers import RandomNumbers, random_bits
 
 
 class ListedShard(NamedTuple):  # a dataclass takes three times as long to make, for thousands of parameters a step
@@ -126,7 +125,7 @@ class StateStore:
     def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
         """Raise if state is not on the device of its shard or has another shape; kernels would write elsewhere."""
         for record, shard in zip(self._records, shards, strict=True):
-            for spec in record.rule.all_state:
+            for spec in record.all_state:
                 state = local(states[record.position][spec.name])
                 shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
                 if state.shape != shape:
@@ -204,7 +203,7 @@ class EncodedStore(StateStore):
             if record.encoding is None:
                 continue
             for spec in record.rule.all_state:
-                if isinstance(spec, PerParameter) and spec.is_sharded:
+                if isinstance(spec, PerParameter) and spec.is_moment:
                     dither = self._dither(record) if spec.code == "positive" else None
                     for name, value in record.encoding.encode(spec, working[spec.name], dither).items():
                         local(states[position][name]).copy_(value)
@@ -224,8 +223,7 @@ class EncodedStore(StateStore):
     @staticmethod
     def _dither(record: ParameterRecord) -> Tensor:
         """Return 16 random bits for every element, which decide how second moments are rounded at this step."""
-        bits = element_bits(record.random_key, record.group.get(NUM_UPDATES, 0), record.element_numbers())
-        return (bits >> 16).to(torch.int32)
+        return (random_bits(record) >> 16).to(torch.int32)
 
 
 def make_store(records: Sequence[ParameterRecord]) -> StateStore:

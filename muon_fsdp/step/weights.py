@@ -1,0 +1,52 @@
+"""Lend `apply` the weights of shards, and round what it leaves in half-precision weights as their group asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from muon_fsdp.comm.dtensors import local
+from muon_fsdp.declarations.state import State
+from muon_fsdp.kernels.tables import REMAINDER
+from muon_fsdp.linalg.rounding import remainder_of, round_at_random, with_remainder
+from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.step.random_numbers import random_bits
+from muon_fsdp.step.sources import ListedShard
+
+
+class Weights:
+    """The weights that lists of tensors update. Kernels round on their own.
+
+    Args:
+        records: one per parameter.
+        states: the state of every parameter, which includes what rounding has dropped.
+    """
+
+    def __init__(self, records: Sequence[ParameterRecord], states: Mapping[int, State]) -> None:
+        self._records, self._states = records, states
+
+    def lend(self, listed: Sequence[ListedShard]) -> list[Tensor]:
+        """Return tensors for `apply` to change: the shards, or float32 copies of those that are not rounded by it."""
+        return [self._working(each) for each in listed]
+
+    def take_back(self, listed: Sequence[ListedShard], weights: Sequence[Tensor]) -> None:
+        """Round what `apply` has left in copies into the shards."""
+        for each, weight in zip(listed, weights, strict=True):
+            if weight is each.shard:
+                continue
+            record, shard = self._records[each.position], each.shard
+            if record.rounding == "stochastic":
+                shard.copy_(round_at_random(weight, random_bits(record) & 0xFFFF, shard.dtype))
+            else:
+                shard.copy_(weight)
+                self._remainder(each).copy_(remainder_of(weight, shard))
+
+    def _working(self, each: ListedShard) -> Tensor:
+        rounding = self._records[each.position].rounding
+        if rounding == "nearest":
+            return each.shard
+        return each.shard.float() if rounding == "stochastic" else with_remainder(each.shard, self._remainder(each))
+
+    def _remainder(self, each: ListedShard) -> Tensor:
+        return local(self._states[each.position][REMAINDER])
