@@ -365,6 +365,7 @@ def fused_updates(target: Target) -> None:
     tables: list[str | None] = ["*i64", "*i64", "*i64", "*fp32", "*i64"]
     aligned = {"ALIGNED": True, "CHUNK": triton_norms.CHUNK}
     unaligned = {**aligned, "ALIGNED": False}
+    plain = {"ROUNDING": 0, "REMAINDER_ROW": 0, "ONE_RUN": True}
     for dtype, code in triton_state.CODES.items():
         state_type, places = triton_elementwise.TYPES[dtype], None if dtype == torch.float32 else "*i64"
         prepare = {"NESTEROV": True, "NORMS": True, "GRADIENT_TYPE": tl.float32, "STATE_TYPE": state_type, "CODE": code}
@@ -373,9 +374,14 @@ def fused_updates(target: Target) -> None:
         if target is HOPPER or dtype == torch.float32:
             elementwise(target, triton_elementwise._muon_prepare_kernel, arguments, {**prepare, **unaligned}, False)
     for has_factors, cautious in ((False, False), (False, True), (True, False)):
-        types = {"HAS_FACTORS": has_factors, "CAUTIOUS": cautious, "PARAMETER_TYPE": tl.float32}
-        arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, "i32", "i32"]
+        types = {"HAS_FACTORS": has_factors, "CAUTIOUS": cautious, "PARAMETER_TYPE": tl.float32, **plain}
+        arguments = [*tables, "*fp16!", "*fp32" if has_factors else None, None, "*i64", "i32", "i32"]
         elementwise(target, triton_elementwise._apply_kernel, arguments, {**types, **aligned})
+    for dtype, rounding, one_run in ((tl.bfloat16, 1, True), (tl.float16, 1, False), (tl.bfloat16, 2, True)):
+        types = {"HAS_FACTORS": False, "CAUTIOUS": False, "PARAMETER_TYPE": dtype, "ROUNDING": rounding}
+        types |= {"REMAINDER_ROW": 3, "ONE_RUN": one_run, **aligned}
+        arguments = [*tables, "*fp16!", None, "*i64", "*i64", "i32", "i32"]
+        elementwise(target, triton_elementwise._apply_kernel, arguments, types)
     for cautious, dtype in (
         (False, torch.float32),
         (True, torch.float32),
@@ -385,7 +391,8 @@ def fused_updates(target: Target) -> None:
         first_type, code = triton_elementwise.TYPES[dtype], triton_state.CODES[dtype]
         second_type = tl.uint8 if dtype == torch.int8 else first_type
         types = {"CAUTIOUS": cautious, "PARAMETER_TYPE": tl.bfloat16, "GRADIENT_TYPE": tl.bfloat16}
-        types |= {"FIRST_TYPE": first_type, "SECOND_TYPE": second_type, "CODE": code, "ONE_RUN": dtype != torch.int8}
+        types |= {"FIRST_TYPE": first_type, "SECOND_TYPE": second_type, "CODE": code, **plain}
+        types |= {"ROUNDING": 1, "ONE_RUN": False} if dtype == torch.int8 else {}
         places = None if dtype == torch.float32 else "*i64"
         arguments = ["*i64", "*i64", "*i64", "*fp32", "*fp32", places, "*i64", "i32"]
         elementwise(target, triton_elementwise._adamw_kernel, arguments, {**types, **aligned})

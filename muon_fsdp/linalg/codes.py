@@ -52,8 +52,8 @@ def encode(values: Tensor, code: Code, first: int = 0, dither: Tensor | None = N
         values: float32, of at least one dimension.
         code: which numbers 8 bits stand for.
         first: the index of the first column in the whole rows that these are a part of.
-        dither: for "positive" codes, integers of 16 random bits, int32, of the shape of the values. A number is then
-            rounded up with the probability that makes its mean right, so that small changes add up.
+        dither: for "positive" codes, integers of 16 random bits, of the shape of the values. A number is then rounded
+            up with the probability that makes its mean right, so that small changes add up.
 
     Returns:
         Codes and scales. A block whose largest absolute value is below LEAST_SCALED is zero. A value that is not finite
@@ -71,7 +71,7 @@ def encode(values: Tensor, code: Code, first: int = 0, dither: Tensor | None = N
         bits = torch.where(relative > 1 - 2.0**-14, 1.0, relative).view(torch.int32)  # the largest gets its own code
         added: Tensor | int = 1 << _LOW_BITS - 1
         if dither is not None:
-            added = _in_blocks(dither, first) << _LOW_BITS - 16
+            added = _in_blocks(dither.to(torch.int32), first) << _LOW_BITS - 16
         codes = torch.where(relative > 0, ((bits + added >> _LOW_BITS) - _FIRST).clamp_min(1), 0)
     in_rows = codes.flatten(1)[:, first % STATE_BLOCK :][:, : values.shape[-1]]
     return Encoded(in_rows.to(_DTYPES[code]).view(values.shape), scales.view(*values.shape[:-1], blocks.shape[1]))
@@ -90,8 +90,8 @@ def decode(encoded: Encoded, code: Code, first: int = 0) -> Tensor:
 
 
 def dithered(values: Tensor, dither: Tensor) -> Tensor:
-    """Return float32 values in bfloat16, rounded up or down by 16 random bits (int32) so that their mean is right."""
-    upper = (values.view(torch.int32) + dither & ~0xFFFF).view(torch.float32)
+    """Return float32 values in bfloat16, rounded up or down by 16 random bits so that their mean is right."""
+    upper = (values.view(torch.int32) + dither.to(torch.int32) & ~0xFFFF).view(torch.float32)
     return torch.where(values.isfinite(), upper, values).to(torch.bfloat16)
 
 

@@ -1,0 +1,157 @@
+"""Training with stored state and rounded weights, on one device and on ranks, for tests/test_storage.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from muon_fsdp import MuonOptimizer
+from muon_fsdp.comm.dtensors import local
+from muon_fsdp.declarations import encoding
+from muon_fsdp.linalg import codes
+from muon_fsdp.step.random_numbers import random_bits
+from tests.distributed_cases import OPTIONS, lay_out, make_model, replicas_of, sharded_state, train
+
+BLOCK = 4  # instead of 256, so that shards of small matrices have several blocks and cut some
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Store the state of small parameters in short blocks."""
+    with (
+        patch.object(encoding, "LEAST_ELEMENTS", 1),
+        patch.object(encoding, "LEAST_COLUMNS", 1),
+        patch.object(codes, "STATE_BLOCK", BLOCK),
+    ):
+        yield
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def build(layout: str | None, dtype: torch.dtype, hidden: int = 31, **options: Any) -> tuple[nn.Module, MuonOptimizer, int, int]:
+    model: nn.Module = make_model(hidden=hidden).to(dtype)
+    module, rank, size = (model, 0, 1) if layout is None else lay_out(model, layout)
+    if layout is not None:
+        replicas = replicas_of(module, "ddp" if layout == "ddp_sharded" else layout)
+        options = {**replicas, **sharded_state(layout), **options}
+    return module, MuonOptimizer(module.named_parameters(), **{**OPTIONS, **options}), rank, size
+
+
+def curve(layout: str | None, dtype: torch.dtype, steps: int, options: dict[str, Any], hidden: int = 31) -> list[float]:
+    """Train in a layout, where None is one device; check what the options promise on the way."""
+    with small_blocks():
+        module, optimizer, rank, size = build(layout, dtype, hidden, **options)
+        losses = train(module, optimizer, range(steps), rank, size)
+        for record in optimizer._records():
+            state = optimizer.state[record.tensor]
+            if record.part().numel() and options.get("state_dtype") == "int8":
+                assert local(state["momentum_buffer"]).dtype == torch.int8
+            if options.get("rounding") == "remainder":
+                assert local(state["weight_remainder"]).dtype == torch.int8
+                assert record.part().numel() == 0 or local(state["weight_remainder"]).any()
+    return losses
+
+
+def bits_of_elements(layout: str | None) -> dict[str, Tensor]:
+    """Return the random bits of every parameter, put together from the shards of all ranks."""
+    module, optimizer, *_ = build(layout, torch.bfloat16)
+    found = {}
+    for record in optimizer._records():
+        part, template = random_bits(record), record.state_template()
+        is_sharded = isinstance(template, DTensor)
+        name = record.name.replace("module.", "")
+        found[name] = whole(DTensor.from_local(part, template.device_mesh, template.placements, run_check=False,
+                                               shape=template.shape, stride=template.stride())
+                            if is_sharded else part)  # fmt: skip
+        if record.runs is not None:
+            first, length, stride = record.runs
+            index = torch.arange(part.numel())
+            expected = first + index // length * stride + index % length
+            assert torch.equal(expected.view(part.shape), record.element_numbers()), "kernels number elements otherwise"
+    return found
+
+
+def save(path: str, state_dtype: str, layout: str | None = "fsdp") -> None:
+    """Train a little and save with torch.distributed.checkpoint."""
+    with small_blocks():
+        module, optimizer, rank, size = build(layout, torch.float32, state_dtype=state_dtype)
+        train(module, optimizer, range(3), rank, size)
+        dcp.save({"optimizer": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=path)
+
+
+def load(path: str, state_dtype: str, layout: str | None = "fsdp") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Load such a checkpoint on other ranks.
+
+    Returns:
+        The state in working precision and the largest scale of every parameter, by the name of the parameter.
+    """
+    with small_blocks():
+        module, optimizer, *_ = build(layout, torch.float32, state_dtype=state_dtype)
+        state_dict = {"optimizer": get_optimizer_state_dict(module, optimizer)}
+        dcp.load(state_dict, checkpoint_id=path)
+        set_optimizer_state_dict(module, optimizer, state_dict["optimizer"])
+        assert {group["state_dtype"] for group in optimizer.param_groups} == {state_dtype}
+        found = {key: whole(value) for key, value in state_of(module, optimizer).items()}
+        scales = {
+            record.name: optimizer.state[record.tensor]["momentum_buffer_scales"].amax()
+            for record in optimizer._records()
+            if state_dtype == "int8" and record.part().numel()
+        }
+        return found, scales
+
+
+def state_of(module: nn.Module, optimizer: MuonOptimizer) -> dict[str, Tensor]:
+    """Return the state of `state_dict()` by the name of the parameter and of the state."""
+    states = optimizer.state_dict()["state"]
+    return {
+        f"{record.name} {key}": value
+        for record in optimizer._records()
+        for key, value in states[record.position].items()
+    }
+
+
+def resume(state_dtype: str, rounding: str, layout: str | None = None) -> None:
+    """Check that a resumed run has the weights of one that was not interrupted, bit for bit."""
+    with small_blocks():
+        options = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": 7}
+        module, optimizer, rank, size = build(layout, torch.bfloat16, **options)
+        train(module, optimizer, range(3), rank, size)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = [local(p).detach().clone() for p in module.parameters()]
+        train(module, optimizer, range(3, 6), rank, size)
+        other, second, *_ = build(layout, torch.bfloat16, **{**options, "rounding_seed": 0})
+        with torch.no_grad():
+            for p, value in zip(other.parameters(), weights, strict=True):
+                local(p).copy_(value)
+        second.load_state_dict(saved)
+        train(other, second, range(3, 6), rank, size)
+        for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(local(p), local(q)), name
+
+
+def raw_checkpoint(path: str) -> None:
+    """Check that `dcp.load` into `optimizer.state_dict()` works although boxes of rank 0 come with it."""
+    with small_blocks():
+        module, optimizer, rank, size = build("fsdp", torch.float32, state_dtype="int8")
+        train(module, optimizer, range(2), rank, size)
+        expected = {key: local(value).clone() for key, value in state_of(module, optimizer).items()}
+        dcp.save(optimizer.state_dict(), checkpoint_id=path)
+        train(module, optimizer, range(2, 4), rank, size)
+        state_dict = optimizer.state_dict()
+        dcp.load(state_dict, checkpoint_id=path)
+        optimizer.load_state_dict(state_dict)
+        for key, value in state_of(module, optimizer).items():
+            assert torch.equal(local(value), expected[key]), key
+        dist.barrier()
