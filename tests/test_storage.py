@@ -113,7 +113,8 @@ def test_rounding_at_random_is_right_on_average(dtype, size):
     many = torch.arange(0, 2**16, 64).unsqueeze(-1)
     rounded = rounding.round_at_random(values.expand(len(many), -1).contiguous(), many.expand(-1, 300), dtype).double()
     low, high = rounded.min(0).values, rounded.max(0).values
-    assert bool((low <= values).all()) and bool((values <= high).all())
+    assert bool((low <= values).all())
+    assert bool((values <= high).all())
     exact = values.to(dtype).double() == values.double()
     distance = torch.where(exact, 1.0, high - low)
     assert ((rounded.mean(0) - values.double()) / distance).abs().max() < 2e-3
@@ -217,7 +218,7 @@ def test_momentum_takes_one_byte_and_second_moments_another():
     from muon_fsdp.parameters.records import state_bytes
 
     for record, size in zip(optimizer._records(), sizes, strict=True):
-        found = state_bytes(record.rule, record.tensor, record.view, record.layout, "int8")
+        found = state_bytes(record.all_state, record.tensor, record.view, record.layout, "int8")
         assert found == size * record.tensor.numel()
 
 
@@ -264,10 +265,10 @@ def test_errors_name_the_parameter_and_the_remedy():
         MuonOptimizer(model_of(), state_dtype="int8").load_state_dict(raw)
     state = optimizer.state[model[1].weight]
     state["momentum_buffer_scales"] = state["momentum_buffer_scales"][:, :0].contiguous()
-    with pytest.raises(RuntimeError, match="'momentum_buffer_scales' of parameter '1.weight' has shape"):
+    with pytest.raises(RuntimeError, match=r"'momentum_buffer_scales' of parameter '1.weight' has shape"):
         train(model, optimizer, range(1))
     del state["momentum_buffer_scales"]
-    with pytest.raises(RuntimeError, match="'1.weight' is torch.int8 without its scales: restore"):
+    with pytest.raises(RuntimeError, match=r"'1.weight' is torch.int8 without its scales: restore"):
         train(model, optimizer, range(1))
 
 
@@ -401,7 +402,7 @@ def steps(dtype: torch.dtype, **options) -> tuple[list[nn.Parameter], MuonOptimi
         (torch.float32, "int8", "nearest", True),
         (torch.float32, "bfloat16", "nearest", False),
         (torch.bfloat16, "int8", "stochastic", False),
-        (torch.bfloat16, "bfloat16", "remainder", True),
+        (torch.bfloat16, "float32", "remainder", True),
         (torch.float16, "int8", "remainder", False),
         (torch.float16, "float32", "stochastic", True),
     ],

@@ -13,7 +13,6 @@ from torch import nn
 
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.cli.loading import load_model
-from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
 from muon_fsdp.parameters.routing_report import RoutingRow
@@ -49,25 +48,32 @@ def count_memory(
     Returns:
         Bytes for JSON, beside those with AdamW for all parameters.
     """
-    weights = gradients = state = adamw_state = everywhere = 0
+    weights = gradients = state = in_float32 = adamw_state = adamw_in_8_bits = everywhere = 0
+    adamw = RULES[DEFAULT_OTHER_RULE].all_state
     for parameter in model.parameters():
         bytes_held = held_elements(parameter, layout) * parameter.element_size()
         weights += bytes_held
         gradients += bytes_held if parameter.requires_grad else 0
         everywhere += parameter.numel() * parameter.element_size() * layout.num_replicas
     for record in optimizer._records():
-        state += state_bytes(record.rule, record.tensor, record.view, of_state)
-        adamw_state += state_bytes(RULES[DEFAULT_OTHER_RULE], record.tensor, None, layout)
+        of_record = (record.all_state, record.tensor, record.view, of_state)
+        state += state_bytes(*of_record, record.group.get("state_dtype", "float32"))
+        in_float32 += state_bytes(*of_record)
+        adamw_state += state_bytes(adamw, record.tensor, None, layout)
+        adamw_in_8_bits += state_bytes(adamw, record.tensor, None, layout, "int8")
     return {
         "weights": weights,
         "gradients": gradients,
         "state": state,
         "scratch": report.scratch_bytes,  # an upper bound
         "least_scratch": report.least_scratch_bytes,  # of the parameter that needs the most, in a stage of its own
+        "state_dict": in_float32 if in_float32 != state else 0,  # of the copy that state_dict() makes
         "adamw_state": adamw_state,
+        "adamw_8bit_state": adamw_in_8_bits,
         "mean_weights": everywhere / len(layout.ranks),  # over all ranks
         "total": weights + gradients + state + report.scratch_bytes,
         "adamw_total": weights + gradients + adamw_state,
+        "adamw_8bit_total": weights + gradients + adamw_in_8_bits,
     }
 
 
@@ -80,17 +86,17 @@ def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout
         Seconds for JSON of each part of a step, and of the whole: the sum of its parts, less what overlaps.
     """
     moved = 0
-    for group in optimizer.param_groups:
-        moments = sum(spec.is_sharded for spec in RULES[group["rule"]].all_state)
-        for parameter in group["params"]:
-            # A step reads the gradient and the weight and writes the weight; it reads and writes the moments. The
-            # update of a matrix is also written to a buffer and read from it.
-            staged = 4 if RULES[group["rule"]].needs_matrices else 0
-            working = working_dtype(parameter.dtype).itemsize
-            each = 3 * parameter.element_size() + 2 * moments * working + staged
-            moved += each * held_elements(parameter, of_state)
-            if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
-                moved += 2 * parameter.element_size() * parameter.numel()
+    for record in optimizer._records():
+        parameter = record.tensor
+        # A step reads the gradient and the weight and writes the weight; it reads and writes the moments. The update of
+        # a matrix is also written to a buffer and read from it.
+        staged = 4 if record.rule.needs_matrices else 0
+        moved += (3 * parameter.element_size() + staged) * held_elements(parameter, of_state)
+        moments = [spec for spec in record.all_state if spec.is_sharded]
+        state_dtype = record.group.get("state_dtype", "float32")
+        moved += 2 * state_bytes(moments, parameter, record.view, of_state, state_dtype)
+        if report.traffic.weights:  # rows of all ranks are copied from a buffer into the weight
+            moved += 2 * parameter.element_size() * parameter.numel()
     elementwise = moved / speeds.memory_bytes
     gather = speeds.send(report.traffic.busiest_gather)
     scatter = speeds.send(report.traffic.busiest_scatter)
@@ -154,6 +160,7 @@ class PlannedStep:
             max_stage_bytes=max_stage_bytes,
             comm_dtype=_dtype(flags.comm_dtype),
             shard_state=flags.shard_state,
+            **{name: value for name, value in self._storage(flags).items() if value is not None},
         )
         self.report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=device_memory)
         self.routes = optimizer.routing_report(full=True)
@@ -162,6 +169,11 @@ class PlannedStep:
         speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
         self.memory = count_memory(self.model, optimizer, self.report, layout, of_state)
         self.time = estimate_time(optimizer, self.report, of_state, speeds)
+
+    @staticmethod
+    def _storage(flags: PlanFlags) -> dict[str, Any]:
+        """Return how state is stored and weights are rounded; None where the optimizer's default holds."""
+        return {"state_dtype": flags.state_dtype, "rounding": flags.rounding}
 
     @property
     def num_elements(self) -> int:
@@ -205,6 +217,7 @@ class PlannedStep:
             "attention": self.flags.attention,
             "max_stage_bytes": self.max_stage_bytes,
             "shard_state": self.flags.shard_state,
+            **self._storage(self.flags),
             "assumed": self.assumed,
             "routing": routing_summary(self.routes.rows),
             "warnings": self.routes.warnings,
@@ -311,20 +324,23 @@ class PlannedStep:
     def _show_memory(self) -> None:
         """Print the memory of the fullest rank, with a note if some ranks hold much less."""
         memory = self.memory
-        rows = [
-            ("weights", format_bytes(memory["weights"]), format_bytes(memory["weights"])),
-            ("gradients", format_bytes(memory["gradients"]), format_bytes(memory["gradients"])),
-            ("optimizer state", format_bytes(memory["state"]), format_bytes(memory["adamw_state"])),
-            ("scratch, at most", format_bytes(memory["scratch"]), "0 B"),
-            ("sum", format_bytes(memory["total"]), format_bytes(memory["adamw_total"])),
+        parts = [
+            ("weights", "weights", "weights", "weights"),
+            ("gradients", "gradients", "gradients", "gradients"),
+            ("optimizer state", "state", "adamw_state", "adamw_8bit_state"),
+            ("scratch, at most", "scratch", None, None),
+            ("sum", "total", "adamw_total", "adamw_8bit_total"),
         ]
-        everywhere = f"{RULES[DEFAULT_OTHER_RULE].display_name} for all"
-        print_table("Memory of the fullest rank", ("", "as planned", everywhere), rows)
+        rows = [(name, *(format_bytes(memory[key] if key else 0) for key in keys)) for name, *keys in parts]
+        everywhere = RULES[DEFAULT_OTHER_RULE].display_name
+        print_table("Memory of the fullest rank", ("", "as planned", everywhere, f"{everywhere}, 8 bits"), rows)
         notes = []
+        if memory["state_dict"]:
+            notes.append(f"state_dict() makes a copy of the state in float32, {format_bytes(memory['state_dict'])}.")
         if memory["total"] > memory["adamw_total"]:
             notes.append(f"the sum is {format_bytes(memory['total'] - memory['adamw_total'])} more than with AdamW.")
             if self.max_stage_bytes is None:
-                notes[0] += " Steps that need less scratch take longer: pass --max-stage-bytes to see one."
+                notes[-1] += " Steps that need less scratch take longer: pass --max-stage-bytes to see one."
         limit = scratch_limit(self.device_memory)
         if self.max_stage_bytes is None and memory["scratch"] > limit:
             notes.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -256,14 +256,18 @@ def held_elements(parameter: Tensor, layout: Layout) -> int:
 
 
 def state_bytes(
-    rule: Rule, parameter: Tensor, view: MatrixView | None, layout: Layout, state_dtype: str = "float32"
+    specs: Iterable[StateSpec],
+    parameter: Tensor,
+    view: MatrixView | None,
+    layout: Layout,
+    state_dtype: str = "float32",
 ) -> int:
-    """Return the bytes of state that a rule keeps for a parameter on the rank with the largest shard."""
+    """Return the bytes of some state of a parameter, stored in this form, on the rank with the largest shard."""
     shard = torch.Size(layout.largest_shape(tuple(parameter.shape))) if parameter.ndim else parameter.shape
     encoding = encoding_for(state_dtype, parameter, shard)
     total = 0
-    for spec in rule.all_state:
-        if spec.is_sharded and encoding is not None:
+    for spec in specs:
+        if spec.is_moment and encoding is not None:
             total += encoding.num_bytes(spec, shard)
         else:
             shape = shard if spec.is_sharded else spec.shape(parameter, view)

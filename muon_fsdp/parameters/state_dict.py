@@ -119,6 +119,9 @@ class GivenState:
                 self._made.update((id(value), value) for value in made)
         return found
 
+    def __reduce__(self) -> tuple[type[GivenState], tuple[()]]:
+        return GivenState, ()  # a copy of the optimizer has returned nothing yet
+
     def has_made(self, value: Tensor) -> bool:
         """Return whether a tensor is one of these."""
         return self._made.get(id(value)) is value

@@ -19,7 +19,7 @@ from muon_fsdp.training.plugins import find_rule, load_plugins
 
 VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows, because GPUs are slow on odd sizes
 DEFAULT_REST_LR = 4e-3
-OWN_FIELDS = ("lr", "weight_decay")  # options of rules that are fields of TrainConfig
+OWN_FIELDS = ("lr", "weight_decay", "state_dtype")  # options of rules that are fields of TrainConfig
 COMMON_OPTIONS = ("momentum", "nesterov", "beta2", "betas", "lambda_mode")  # options of rules that have flags
 STARTS_FROM = {"nesterov": True}  # defaults of the program that replace those of the rules
 
@@ -88,6 +88,8 @@ class TrainConfig:
         "the rule that updates them)", metavar="X,X", type=lambda text: _numbers(text))  # fmt: skip
     attention: Literal["split", "whole", "per_head"] = _flag("split", "whether each head of Q, K and V is a matrix of "
         "its own (per_head); split and whole are the same for this model")  # fmt: skip
+    state_dtype: Literal["float32", "bfloat16", "int8"] = _flag("float32", "how moments are stored, those of all "
+        "parameters; int8 takes a quarter of the memory")  # fmt: skip
     cuda_graph: bool | None = _flag(None, "run the optimizer's step as a CUDA graph, which needs a GPU (default: where "
         "it is possible and costs little memory)")  # fmt: skip
     schedule: Literal["cosine", "trapezoid"] = _flag("cosine", "how the learning rates fall after the warmup")

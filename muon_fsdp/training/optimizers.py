@@ -43,6 +43,7 @@ def _rest_groups(named: Sequence[tuple[str, nn.Parameter]], config: TrainConfig)
     """
     options = {name: option.default for name, option in RULES[DEFAULT_OTHER_RULE].all_options.items()}
     options |= {"lr": DEFAULT_REST_LR if config.rest_lr is None else config.rest_lr, "weight_decay": 0.0}
+    options["state_dtype"] = config.state_dtype
     if config.rest_betas is not None:
         options["betas"] = tuple(config.rest_betas)
     decay = {"weight_decay": config.rest_weight_decay}
