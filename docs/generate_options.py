@@ -62,7 +62,7 @@ is 0.95."""
 
 SECTIONS = {
     "Options of the matrices": ("lr", "transposed"),
-    "Options of AdamW": ("adamw_lr", "adamw_cautious_weight_decay"),
+    "Options of AdamW": ("adamw_lr", "adamw_rounding_seed"),
     "Options of the whole optimizer": ("rule", "agreement_group"),
 }
 
@@ -132,6 +132,8 @@ def page() -> str:
         shown = names[names.index(first) : names.index(last) + 1]
         for_groups = [name for name in shown if name in GROUP_OPTIONS]
         note = "These can also be set for a group of parameters, and in `overrides`."
+        if title == "Options of AdamW":
+            note += " Those of storage and rounding follow the options of the matrices unless you pass them."
         if for_groups != shown:
             note = f"Except for {' and '.join(f'`{name}`' for name in for_groups)}, they cannot be set for a group."
         parts += [f"## {title}", note, rows_of(shown)]

@@ -6,12 +6,10 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from muon_fsdp.declarations.encoding import STATE_DTYPES
-from muon_fsdp.kernels.tables import Rounding
 from muon_fsdp.plan.speeds import BYTES_PER_SECOND, DEVICE_MEMORY, FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -109,11 +107,9 @@ class PlanFlags:
         "at most 5% of it.",
     )
     shard_state: bool = option(False, None, "DDP with shard_state=True; needs --mesh REPLICAS,1.")
-    state_dtype: str | None = option(
-        None, "NAME", f"How moments are stored: {', '.join(STATE_DTYPES)}. Default: the first."
-    )
+    state_dtype: str | None = option(None, "NAME", "How moments are stored: float32, bfloat16 or int8.")
     rounding: str | None = option(
-        None, "NAME", f"How half-precision weights are rounded: {', '.join(get_args(Rounding))}. Default: the first."
+        None, "NAME", "How half-precision weights are rounded: nearest, stochastic or remainder."
     )
     tflops: float = option(
         FLOPS_PER_SECOND / 1e12, "X", "Assumed speed of matrix products on a rank, in TFLOP/s (see below)."

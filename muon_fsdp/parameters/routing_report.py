@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.parameters.groups import keys_of_others
 from muon_fsdp.parameters.names import clean_name, common_pattern, without_numbers
@@ -74,7 +75,8 @@ class RoutingGroup:
         index: its index in `optimizer.param_groups`.
         rule: its rule.
         num_parameters: how many parameters it has.
-        options: the value that each option of the rule has now, after schedulers, for example, have changed `lr`.
+        options: the value that each option of the rule has now, after schedulers, for example, have changed `lr`. How
+            state is stored and weights are rounded is left out where it is the default.
         lr_origin: where `lr` came from when the group was made, such as "0.15 x lr=0.02"; empty for matrices.
         not_ours: what other programs keep in the group, such as timm's `lr_scale`.
     """
@@ -93,6 +95,7 @@ class RoutingGroup:
         options = {
             name: value.item() if isinstance(value, Tensor) and not value.is_meta else value
             for name, value in values.items()
+            if rule.all_options[name] not in STORAGE_OPTIONS or value != rule.all_options[name].default
         }
         return cls(index, rule.name, len(group["params"]), options, lr_origin, keys_of_others(group))
 
