@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, qk_clip
+from muon_fsdp.linalg.rounding import with_remainder
 from muon_fsdp.parameters.attention import path_to, read_attention
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig
@@ -49,6 +50,25 @@ def test_half_precision_is_rounded_once():
     for name, weight in cases.reference(before).items():
         found = dict(model.named_parameters())[name].detach()
         assert torch.equal(found, torch.from_numpy(weight).bfloat16()), name
+
+
+def test_what_rounding_dropped_is_scaled_too():
+    model = cases.Model().bfloat16()
+    optimizer = MuonOptimizer(model, rounding="remainder")
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+
+    def kept() -> dict[str, np.ndarray]:
+        return {
+            name: with_remainder(p.detach(), optimizer.state[p]["weight_remainder"]).double().numpy()
+            for name, p in model.named_parameters()
+        }
+
+    expected = cases.reference(kept())
+    qk_clip(optimizer, cases.LOGITS, threshold=cases.THRESHOLD)
+    for name, weight in kept().items():
+        np.testing.assert_allclose(weight, expected[name], rtol=2**-15, atol=1e-8, err_msg=name)
 
 
 def test_nothing_changes_at_the_threshold_or_without_logits():

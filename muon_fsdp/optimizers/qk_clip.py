@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, is_pretended, make_group, my_rank, num_ranks
 from muon_fsdp.comm.transfers import largest_of, texts_of_all
 from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.kernels.tables import REMAINDER
+from muon_fsdp.linalg.rounding import remainder_of, with_remainder
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.parameters.attention import Attention, Projection, has_qk_norm, path_to, read_attention
 from muon_fsdp.parameters.names import clean_name
@@ -93,7 +95,7 @@ def qk_clip(
     device = next((local(p).device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     largest = _reduce(modules, float(threshold) if error is None else 0.0, error, ranks, device, group)
     gammas = _gammas(modules, largest, float(threshold))
-    _scale(modules, gammas)
+    _scale(modules, gammas, optimizer.state)
     return {
         module.name: [gammas[module.name][module.attention.group_of(head)] for head in range(len(module.logits))]
         for module in modules
@@ -263,25 +265,37 @@ def _gammas(modules: Sequence[_Module], largest: Sequence[float], threshold: flo
     return gammas
 
 
-def _scale(modules: Iterable[_Module], gammas: Mapping[str, Sequence[float]]) -> None:
+def _scale(
+    modules: Iterable[_Module], gammas: Mapping[str, Sequence[float]], states: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
     """Multiply this rank's part of the rows of every head that is clipped, in place and rounded once."""
-    parts: dict[torch.device, list[tuple[Tensor, float]]] = defaultdict(list)
+    parts: dict[torch.device, list[tuple[Tensor, Tensor | None, float]]] = defaultdict(list)
     for module in modules:
         for projection, record in module.records:
             shard = local(record.tensor)
             held = record.layout.boxes(record.shape)[record.number_in_layout]
+            remainder = states.get(record.tensor, {}).get(REMAINDER) if record.rounding == "remainder" else None
+            if record.shards_state:
+                remainder = None  # it has other rows, and is less than half an ulp
             for rows in projection.rows:
                 gamma = gammas[module.name][rows.group]
                 box = held.intersect(_rows_box(record.shape, projection.axis, rows.start, rows.stop))
                 if gamma < 1 and box.numel:
-                    parts[shard.device].append((shard[box.within(held)], gamma**rows.power))
+                    within = box.within(held)
+                    dropped = local(remainder)[within] if remainder is not None else None
+                    parts[shard.device].append((shard[within], dropped, gamma**rows.power))
     for pairs in parts.values():
         # A product in half precision would round the factor too. For other dtypes `wide` is the shard itself.
-        wide = [part.to(working_dtype(part.dtype)) for part, _ in pairs]
-        torch._foreach_mul_(wide, [factor for _, factor in pairs])
-        for product, (part, _) in zip(wide, pairs, strict=True):
+        wide = [
+            part.to(working_dtype(part.dtype)) if dropped is None else with_remainder(part, dropped)
+            for part, dropped, _ in pairs
+        ]
+        torch._foreach_mul_(wide, [factor for *_, factor in pairs])
+        for product, (part, dropped, _) in zip(wide, pairs, strict=True):
             if product is not part:
                 part.copy_(product)
+            if dropped is not None:
+                dropped.copy_(remainder_of(product, part))
 
 
 def _rows_box(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
