@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
+from muon_fsdp.comm.agreement import NO_GRADIENT, REPLICAS, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
 from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.declarations.settings import (
@@ -32,6 +32,7 @@ from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
+from muon_fsdp.parameters.given_state import find_state, values_of_matrices
 from muon_fsdp.parameters.groups import Params
 from muon_fsdp.parameters.records import layouts_of_groups
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
@@ -142,6 +143,8 @@ class MuonOptimizer(GroupedOptimizer):
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
+        # By names of parameter and state, what `set_per_matrix` got before that state existed.
+        self._early_values: dict[tuple[str, str], list[Tensor]] = {}
         self._accumulation_steps = 1
         # The gradients that accumulate since the first call of step(); None once the second has checked them.
         self._held: list[tuple[Tensor, Tensor]] | None = []
@@ -216,6 +219,8 @@ class MuonOptimizer(GroupedOptimizer):
             planned = self._current_plan()
             if self._watch is not None:
                 self._watch.check(planned.records)
+            if self._early_values:  # ranks compare state before this step
+                self._create_state(planned)
             if planned.overlap is not None:
                 refuse_grad_scaler()
             return planned, Gradients(planned.records, self._other_rule.name)
@@ -325,13 +330,43 @@ class MuonOptimizer(GroupedOptimizer):
         if planned is None:
             self._complete_groups()
             create_missing(self._records(), self.state)
-            return
-        states = {record.position: self.state[record.tensor] for record in planned.records}
-        if planned.has_state and not planned.state_tensors.have_changed(states):
-            return
-        if not (planned.has_state and has_all_state(self.param_groups, self.state)):
-            create_missing(planned.records, self.state)
-            planned.has_state = True
+        else:
+            states = {record.position: self.state[record.tensor] for record in planned.records}
+            if planned.has_state and not planned.state_tensors.have_changed(states):
+                return
+            if not (planned.has_state and has_all_state(self.param_groups, self.state)):
+                create_missing(planned.records, self.state)
+                planned.has_state = True
+        for (name, state), values in list(self._early_values.items()):
+            del self._early_values[name, state]  # first: a value that no longer fits raises once
+            self.set_per_matrix(name, state, values)
+
+    @torch.no_grad()
+    def set_per_matrix(self, name: str, state: str, values: float | Tensor | Sequence[Any]) -> None:
+        """Set per-matrix state of one parameter to numbers of your own, for a rule that reads them.
+
+        Call it between two steps or before the first one, with equal values on every rank that holds a part of the
+        parameter. Ranks compare them at the next step, and all of them raise an error if they differ. Before the first
+        step, values are kept by name until that step, or `state_dict()` with gradients present, creates the state; what
+        is loaded later replaces them.
+
+        Args:
+            name: the name of the parameter, as in `routing_report()`.
+            state: the name of the `PerMatrix` state, which the rule of the parameter declares.
+            values: one number for all matrices of the parameter; or one value per matrix, in a sequence or in a tensor
+                whose first dimension counts them: a number, or a tensor of the shape that the kind of the state gives
+                one matrix. For a single matrix also a tensor of that shape. They must be finite.
+        """
+        planned = self._planned
+        if planned is None:
+            self._complete_groups()
+        record, spec = find_state(self._records() if planned is None else self._current_plan().records, name, state)
+        parts = values_of_matrices(record, spec, values)
+        existing = self.state.get(record.tensor, {}).get(state)
+        if isinstance(existing, Tensor) and existing.numel() == sum(map(Tensor.numel, parts)) and not existing.is_meta:
+            existing.copy_(torch.cat([part.reshape(-1) for part in parts]))  # in place: a captured step keeps addresses
+        else:
+            self._early_values[record.name, state] = parts
 
     def _agree(
         self, planned: PlannedStep, found: Gradients, *, inert: bool, updates: bool, written: Written | None = None
@@ -364,7 +399,7 @@ class MuonOptimizer(GroupedOptimizer):
                 self._objections,
                 inert=inert,
                 not_finite=not_finite,
-                compares=written is None and (planned.compares_replicas or planned.written.has_changed(self.state)),
+                compares=0 if written is not None else planned.wish_to_compare(self.state),
                 written=written,
                 has_loaded=self._has_loaded,
                 changed=changed,
@@ -380,8 +415,9 @@ class MuonOptimizer(GroupedOptimizer):
         updates &= agreed.not_finite_on is None and any(map(any, agreed.codes.values()))
         if not agreed.compares or not updates:
             return planned, agreed
-        with self._agreement.reporting():
-            planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
+        if agreed.compares == REPLICAS:
+            with self._agreement.reporting():
+                planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         self._create_state(planned)
         # Ranks that hold none of the replicas that differ hear of the error here.
         return self._agree(planned, found, inert=inert, updates=updates, written=planned.written.texts(self.state))
@@ -456,7 +492,13 @@ class MuonOptimizer(GroupedOptimizer):
             ranks = self._agreement.ranks
             is_new = planned.siblings is None or planned.siblings.ranks != ranks
             agreed = self._agreement.before_step(
-                planned.shared, self.param_groups, found.codes, {}, inert=False, not_finite=False, compares=is_new
+                planned.shared,
+                self.param_groups,
+                found.codes,
+                {},
+                inert=False,
+                not_finite=False,
+                compares=REPLICAS * is_new,
             )
         device = self._agreement.device or planned.shared.device
         if planned.siblings is None or agreed.compares:  # all ranks look for siblings if one of them does
@@ -583,6 +625,8 @@ class MuonOptimizer(GroupedOptimizer):
             for group in optimizer.param_groups:  # saved while accumulating, and resumed with fewer accumulation steps
                 if group[MICRO_STEP] >= self._accumulation_steps:
                     group[MICRO_STEP] = 0
+            loaded = {record.name for record in self._records() if optimizer.state.get(record.tensor)}
+            self._early_values = {key: parts for key, parts in self._early_values.items() if key[0] not in loaded}
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
@@ -615,6 +659,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_skipped_steps",
             "_stage_counts",
             "_objections",
+            "_early_values",
             "_accumulation_steps",
         )
         # Process groups can't be copied. A copy that needs one must be built anew.

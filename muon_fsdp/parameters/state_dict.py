@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from muon_fsdp.comm.dtensors import can_take_part, like, local, local_part, own_box
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.settings import STARTED
-from muon_fsdp.declarations.state import State, StateSpec
+from muon_fsdp.declarations.state import PerParameter, State, StateSpec
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
@@ -326,8 +326,11 @@ def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDi
 
 
 def _is_zero(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
-    """Return whether all of this rank's part of a parameter's state is zero, apart from what other programs keep."""
-    own = [state[spec.name] for spec in record.rule.all_state if spec.name in state]
+    """Return whether all of this rank's part of a parameter's state is zero, apart from what others may have set.
+
+    Other programs keep state there, and users set per-matrix state, which no other optimizer has, before the first step.
+    """
+    own = [state[s.name] for s in record.rule.all_state if isinstance(s, PerParameter) and s.name in state]
     return not any(local(torch.as_tensor(value)).any() for value in own)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.comm.agreement import REPLICAS, WRITTEN
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
 from muon_fsdp.comm.recorder import GraphRecorder, Recorder
@@ -126,6 +127,10 @@ class PlannedStep:
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas, if there are any."""
         self.compares_replicas = any(record.layout.num_replicas > 1 for record in self.records)
+
+    def wish_to_compare(self, states: States) -> int:
+        """Return what this rank wants to compare with other ranks before the next update."""
+        return REPLICAS if self.compares_replicas else WRITTEN * self.written.has_changed(states)
 
     def has_same_parameters(self, other: PlannedStep) -> bool:
         """Return whether another plan is for the same tensors in the same layouts."""

@@ -218,7 +218,7 @@ class StepAgreement:
         *,
         inert: bool,
         not_finite: bool,
-        compares: bool,
+        compares: int,
         written: Written | None = None,
         has_loaded: bool = False,
         changed: Collection[int] = (),
@@ -232,7 +232,7 @@ class StepAgreement:
             early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
-            compares: whether parameters or state are still to be compared.
+            compares: what is still to be compared: `WRITTEN`, `REPLICAS`, or 0 for nothing.
             written: by position, per-matrix state as text, which must be equal; None if it is not compared.
             has_loaded: whether this rank has loaded optimizer state since the last step.
             changed: positions of the sharded parameters whose weights were written to before the first step.
