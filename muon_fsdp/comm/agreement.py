@@ -75,6 +75,7 @@ class _Flag(IntEnum):
     LEAVES = 3  # the rank's parameters have changed since the last step
     COMPARES = 4  # what the rank has not compared with other ranks yet: `WRITTEN` or `REPLICAS`, 0 if nothing
     NUM_UPDATES = 5  # steps that have updated parameters
+    MEASURES = 6  # the rank wants the step to be measured
 
 
 # The integers of a set begin with its hash, minus its hash, and four numbers about loading, of state and of weights:
@@ -92,6 +93,7 @@ class Agreed:
     compares: int = 0  # what some rank wants to compare, which needs all of them: `WRITTEN` or `REPLICAS`
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
     num_updates: int = 0  # steps that have updated parameters before this one
+    measures: bool = False  # some rank wants the step to be measured, which needs all of them
     # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
     state_loaded_on: tuple[int, int] | None = None
     weights_loaded_on: tuple[int, int] | None = None
@@ -239,6 +241,7 @@ class Agreement:
         not_finite: bool,
         compares: int = 0,
         num_updates: int = 0,
+        measures: bool = False,
         loaded: Mapping[Ranks, tuple[bool, bool]] | None = None,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
@@ -253,6 +256,7 @@ class Agreement:
             not_finite: whether this rank has a gradient that is not finite.
             compares: what this rank wants to compare with other ranks: `WRITTEN`, `REPLICAS`, or 0 for nothing.
             num_updates: steps that have updated parameters, of which all ranks get the largest number.
+            measures: whether this rank wants the step to be measured.
             loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 
         Returns:
@@ -268,6 +272,7 @@ class Agreement:
         numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
         numbers[_Flag.COMPARES] = compares
         numbers[_Flag.NUM_UPDATES] = num_updates
+        numbers[_Flag.MEASURES] = (1 + my_rank()) * measures
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
@@ -298,6 +303,7 @@ class Agreement:
             compares,
             largest_early,
             largest[_Flag.NUM_UPDATES],
+            largest[_Flag.MEASURES] > 0,
             self._loaded_on(largest, 2),
             self._loaded_on(largest, 4),
         )

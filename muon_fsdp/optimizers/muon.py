@@ -235,7 +235,7 @@ class MuonOptimizer(GroupedOptimizer):
         """Update the parameters for which some rank has a gradient."""
         codes = planned.shared.by_position(agreed.codes)
         gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
-        planned.make_groups()
+        planned.make_groups(measures=agreed.measures)
         kept = planned.kept_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=dict(enumerate(self.param_groups)),
@@ -249,7 +249,7 @@ class MuonOptimizer(GroupedOptimizer):
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            failures = planned.run(inputs, kept)
+            failures = planned.run(inputs, kept, measures=agreed.measures)
             planned.written.note(self.state)
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1
@@ -401,6 +401,7 @@ class MuonOptimizer(GroupedOptimizer):
                 not_finite=not_finite,
                 compares=0 if written is not None else planned.wish_to_compare(self.state),
                 written=written,
+                measures=planned.wants_to_measure,
                 has_loaded=self._has_loaded,
                 changed=changed,
             )
@@ -570,12 +571,18 @@ class MuonOptimizer(GroupedOptimizer):
         report = make_report(parameter_specs(records, self._settings, memory), self._settings)
         return replace(report, cuda_graph=graph, overlap=overlap)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, per_matrix: bool = False) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
 
         Updates are measured in the step, on a sample: one matrix of every batch that this rank computes. On a CPU
         `update_rms` is that of the last step. On a GPU, and for the residual, it is that of the first step after the
-        last call; with CUDA graphs, samples are at least 50 steps apart.
+        last call; with CUDA graphs, samples are at least 50 steps apart. That step also measures, on all ranks, what it
+        changes in every matrix of two or more dimensions that is not zero; before the first call no step does.
+
+        Args:
+            per_matrix: whether `relative_update/NAME` and `update_angle/NAME` are returned too, for every matrix of
+                which this rank holds a part. NAME is that of the parameter, followed by [0], [1], ... if it has several
+                matrices.
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
@@ -585,14 +592,14 @@ class MuonOptimizer(GroupedOptimizer):
                 if there is no sample: before the first step, or if other ranks compute all matrices.
             update_rms: the mean over the sample of the root mean square of what was subtracted: lr times the update,
                 times the factor g of rules that have factors. Absent in the same cases.
+            relative_update/RULE: the median of ||dW|| / ||W|| over the matrices of a rule, where dW is all that the
+                step has changed, weight decay included. Absent until a step after a call has measured it.
+            update_angle/RULE: the median of the angle between W and W + dW, in radians. Absent in the same cases.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         if self._settings.overlap == "backward":
             numbers |= {name: float(self._stage_counts[name]) for name in ("overlapped_stages", "discarded_stages")}
-        planned = self._current_plan()
-        if planned.matrices is not None:
-            numbers.update(planned.matrices.metrics(self._totals))
-        return numbers | planned.samples.ask()
+        return numbers | self._current_plan().metrics(self._totals, per_matrix=per_matrix)
 
     # -------------------------------------------------------- state and copies
 

@@ -328,7 +328,7 @@ def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDi
 def _is_zero(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
     """Return whether all of this rank's part of a parameter's state is zero, apart from what others may have set.
 
-    Other programs keep state there, and users set per-matrix state, which no other optimizer has, before the first step.
+    Other programs keep state there. Users set per-matrix state before the first step; no other optimizer has any.
     """
     own = [state[s.name] for s in record.rule.all_state if isinstance(s, PerParameter) and s.name in state]
     return not any(local(torch.as_tensor(value)).any() for value in own)
