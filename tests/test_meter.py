@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.step import meter
 from tests import toy_rules  # noqa: F401 (registers the rules on this rank)
 from tests.distributed_cases import lay_out
 from tests.pool import RankPool
@@ -118,12 +119,9 @@ def metered(
         for name, p in module.named_parameters():
             grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
             p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
-            if name.removeprefix("module.") in (IDLE, "zero") and step == 2:
+            if (step == 2 and name.endswith(IDLE)) or (step < 2 and name.endswith("zero")):
                 p.grad = None
         before = whole(module)
-        if step < 2:
-            before_zero = dict(module.named_parameters())
-            del before_zero
         optimizer.step()
         after = whole(module)
     found = optimizer.metrics(per_matrix=True)
@@ -135,3 +133,102 @@ def test_the_meter_follows_whole_weights(rule):
     found, expected = metered(None, rule)
     assert found == pytest.approx(expected, rel=1e-9)
     assert len(found) > 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "rule", "options"),
+    [
+        ("fsdp", 2, "muon", {}),
+        ("fsdp", 3, "cautious", {"strategy": "replicate"}),
+        ("fsdp", 3, "hyperball", {"strategy": "owner"}),
+        ("fsdp_columns", 2, "spectral_sphere", {}),
+        ("hsdp", 4, "normuon", {}),
+        ("fsdp_tp", 4, "muon", {}),
+        ("fsdp_tp", 4, "adamw", {}),
+        ("ddp", 2, "hyperball", {"strategy": "owner"}),
+        ("ddp_sharded", 3, "muon", {}),
+    ],
+)
+def test_the_meter_on_ranks(ranks: RankPool, layout, world_size, rule, options):
+    """One rank asks, and every rank has the numbers of all matrices of which it holds a part, however uneven."""
+    for found, expected in ranks.run(world_size, metered_with, layout, rule, options):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def metered_with(layout: str, rule: str, options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    return metered(layout, rule, asked_on=dist.get_world_size() - 1, **options)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_what_rounding_does_to_weights_in_bfloat16_counts(rule):
+    found, expected = metered(None, rule, torch.bfloat16)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_experts_on_other_ranks_are_measured_there(ranks: RankPool):
+    """Each rank measures local experts of its own, beside weights that all ranks share."""
+    for rank, (found, expected) in enumerate(ranks.run(2, with_local_experts)):
+        assert found == pytest.approx(expected, rel=1e-9), rank
+
+
+def with_local_experts() -> tuple[dict[str, float], dict[str, float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(dist.get_rank())
+    own = nn.ParameterList([nn.Parameter(torch.randn(6, 8).double()) for _ in range(1 + dist.get_rank())])
+    torch.manual_seed(0)
+    shared = nn.Linear(9, 7, bias=False).double()
+    fully_shard(shared, mesh=init_device_mesh("cpu", (2,)))
+    module = nn.ModuleDict({"own": own, "shared": shared})
+    optimizer = MuonOptimizer(module.named_parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        optimizer.metrics()
+    before = whole(module)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    found = optimizer.metrics(per_matrix=True)
+    return {n: v for n, v in found.items() if "/" in n}, expected_metrics(before, whole(module), "muon")
+
+
+def test_overlap_with_backward_changes_no_number(ranks: RankPool):
+    early, late = (ranks.run(2, metered_by_backward, overlap) for overlap in ("backward", "step"))
+    for one, other in zip(early, late, strict=True):
+        assert one["overlapped_stages"] > 0
+        assert {name: one[name] for name in one if "/" in name} == {name: other[name] for name in other if "/" in name}
+
+
+def metered_by_backward(overlap: str) -> dict[str, float]:
+    module, optimizer = make("fsdp", "muon", torch.float64, overlap=overlap)
+    for step in range(4):
+        optimizer.zero_grad()
+        sum((p * (step + 1 + p)).square().sum() for p in module.parameters()).backward()
+        optimizer.step()
+        found = optimizer.metrics(per_matrix=True)
+    return found
+
+
+def test_nobody_pays_who_does_not_ask(monkeypatch):
+    """Without a call of `metrics` nothing is measured; after one, a single step is."""
+    measured: list[int] = []
+    init = meter.MeasuredStep.__init__
+    monkeypatch.setattr(meter.MeasuredStep, "__init__", lambda self, *args: measured.append(step) or init(self, *args))
+    w = nn.Parameter(torch.randn(6, 4))
+    optimizer = MuonOptimizer([w], lr=0.1)
+    for step in range(6):
+        w.grad = torch.randn_like(w)
+        optimizer.step()
+        if step in (2, 3):
+            assert ("relative_update/muon" in optimizer.metrics()) == (step == 3)
+    assert measured == [3, 4]
+
+
+def test_a_step_that_is_skipped_is_measured_later():
+    w = nn.Parameter(torch.randn(6, 4))
+    optimizer = MuonOptimizer([w], lr=0.1, nonfinite="skip")
+    optimizer.metrics()
+    for value in (math.nan, 1.0):
+        w.grad = torch.full_like(w, value)
+        optimizer.step()
+    assert optimizer.metrics()["relative_update/muon"] > 0
