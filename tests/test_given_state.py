@@ -291,3 +291,17 @@ def test_what_does_not_fit_is_an_error(name, state, values, text, after_a_step):
         optimizer.step()
     with pytest.raises(ValueError, match=f"set_per_matrix: .*{text}"):
         optimizer.set_per_matrix(name, state, values)
+
+
+def test_a_loaded_state_replaces_what_was_passed_before():
+    saved_by, optimizer = (make(None)[1] for _ in range(2))
+    for p in saved_by._parameters():
+        p.grad = torch.randn_like(p)
+    saved_by.step()
+    saved_by.set_per_matrix(PLAIN, "log_rate", 0.25)
+    optimizer.set_per_matrix(PLAIN, "log_rate", 3.0)
+    optimizer.load_state_dict(saved_by.state_dict())
+    for p in optimizer._parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert sorted(float(s["log_rate"]) for s in optimizer.state.values() if len(s["log_rate"]) == 1) == [0, 0, 0.25]
