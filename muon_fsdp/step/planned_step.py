@@ -366,6 +366,7 @@ def parameter_specs(
                 block_flops.append(costs[key])
         dtype = working_dtype(record.tensor.dtype)
         staging = settings.staging_dtype(record.tensor.device.type, dtype)
+        settled = record.rule.matrix_state if record.view is not None else ()
         specs.append(
             ParameterSpec(
                 position=record.position,
@@ -381,6 +382,8 @@ def parameter_specs(
                 block_flops=tuple(block_flops),
                 is_observed=bool(record.rule.statistics) or record.rule.update_statistics,
                 sums_updates=record.rule.update_statistics,
+                settled_bytes=sum(s.shape(record.tensor, record.view).numel() * dtype.itemsize for s in settled),
+                has_large_state=any(s.is_large for s in settled),
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
                 device_memory=memory[id(record.layout)],
             )
