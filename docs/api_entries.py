@@ -78,6 +78,8 @@ def _method(owner: type, name: str) -> str:
     doc = parse(function)
     title = _signature(function, name, full=name in ("routing_report", "plan_report", "metrics"))
     parts = [f"**`{title}`**: {doc.summary}", doc.body]
+    if doc.arguments:
+        parts.append(table(["argument", "meaning"], [(f"`{key}`", text) for key, text in doc.arguments.items()]))
     keys = dict(doc.keys)
     for rule in BUILT_IN.values() if name == "metrics" else ():
         keys |= {key: f"under rule `{rule.name}`: {text}" for key, text in parse(rule.metrics).keys.items()}

@@ -50,7 +50,7 @@ def _entries(section: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
-        match = re.match(r"    (\w+): (.*)", line)
+        match = re.match(r"    ([\w/]+): (.*)", line)
         if match:
             name = match.group(1)
             entries[name] = match.group(2)

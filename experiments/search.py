@@ -1,9 +1,11 @@
 """Search the hyperparameters of AdamW, Muon and NorMuon, and compare the best settings over several seeds.
 
 python -m experiments.search --model small --steps 600 --folder runs/search --name search_small -- --batch-size 32
+python -m experiments.search --plan rules --model small --steps 600 --folder runs/rules --name rules_small -- FLAGS
 python -m experiments.search --model gpt2 --steps 300 --folder runs/gpt2 --name search_gpt2 --seconds 280 -- --data DATA
 
-`experiments/search_plan.py` has the plan. Flags after `--` are passed to the training program in every run.
+`experiments/search_plan.py` has the plans; `--plan rules` compares all rules of matrices. Flags after `--` go to the
+training program in every run.
 
 A finished run is one file in FOLDER/results and is never run again. With `--seconds`, runs that are under way when the
 time is over save a checkpoint and stop. The same command continues, also after a crash. FOLDER has NAME.csv (every
@@ -21,13 +23,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.search_plan import SEARCH_SEED, STARTS, Outlook, Setting, Start, look_ahead
+from experiments.search_plan import (
+    ONE_LR,
+    OTHER_OPTIMIZERS,
+    SEARCH_SEED,
+    STARTS,
+    Losses,
+    Outlook,
+    Setting,
+    look_ahead,
+    look_at_rules,
+    rules_to_compare,
+)
 from experiments.search_report import Finished, write_reports, write_runs
 from muon_fsdp.training.arguments import OneLineParser, fail
 from muon_fsdp.training.results import read_result, read_start
@@ -139,8 +153,10 @@ def result_facts(output: Path, seconds: float, parallel: int) -> dict[str, Any]:
 class Search:
     """Runs what the plan asks for, several runs at once, until nothing is left or the time is over."""
 
-    def __init__(self, store: Store, start: Start, args: argparse.Namespace, shared: Sequence[str]) -> None:
-        self._store, self._start, self._args, self._shared = store, start, args, list(shared)
+    def __init__(
+        self, store: Store, plan: Callable[[Losses], Outlook], args: argparse.Namespace, shared: Sequence[str]
+    ) -> None:
+        self._store, self._plan, self._args, self._shared = store, plan, args, list(shared)
         self._running: list[Running] = []
         self.done = store.finished()
         limit = math.inf if args.seconds is None else args.seconds - STOPPING_SECONDS
@@ -149,7 +165,7 @@ class Search:
     def outlook(self) -> Outlook:
         """Return what the finished runs say."""
         losses = {each.setting: each.final_loss for each in self.done if each.seed == SEARCH_SEED}
-        return look_ahead(losses, self._start)
+        return self._plan(losses)
 
     def wanted(self) -> list[Job]:
         """Return the jobs that can run now and are neither finished nor under way, the search first."""
@@ -261,23 +277,36 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", choices=list(STARTS), help="preset of the training program")
+    parser.add_argument(
+        "--plan",
+        default="optimizers",
+        choices=["optimizers", "rules"],
+        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices",
+    )
     parser.add_argument("--steps", type=int, required=True, help="training steps of each run")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the results, old and new")
     parser.add_argument("--name", required=True, help="name of the reports, without suffix")
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="stop after this time; the same command continues later")
-    parser.add_argument("--seeds", type=int, help="seeds of the chosen settings (default: 5, or 3 from 124M on)")
+    parser.add_argument(
+        "--seeds", type=int, help="seeds of the chosen settings (default: 5, or 3 from 124M on and for --plan rules)"
+    )
     parser.add_argument(
         "--compare",
         type=lambda text: text.split(","),
-        default=["adamw", "one-lr", "muon", "normuon"],
-        help="chosen settings to run with several seeds (default: adamw,one-lr,muon,normuon)",
+        help="chosen settings to run with several seeds (default: all)",
     )
     args = parser.parse_args(arguments[:at])
     for name in ("steps", "parallel", "seeds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    args.seeds = args.seeds or STARTS[args.model].num_seeds
+    is_of_rules = args.plan == "rules"
+    args.seeds = args.seeds or (3 if is_of_rules else STARTS[args.model].num_seeds)
+    names = list(rules_to_compare(args.model)) if is_of_rules else ["adamw", ONE_LR, *OTHER_OPTIMIZERS]
+    unknown = [name for name in args.compare or () if name not in names]
+    if unknown:
+        parser.error(f"--compare: unknown {', '.join(unknown)}; valid names are {', '.join(names)}")
+    args.compare = args.compare or names
     return args, arguments[at + 1 :]
 
 
@@ -289,11 +318,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args, shared = parse(argv)
     facts = {"model": args.model, "steps": args.steps, "flags": shared}
+    facts |= {"plan": args.plan} if args.plan != "optimizers" else {}
     try:
         store = Store(args.folder, facts)
     except ValueError as error:
         fail(str(error))
-    search = Search(store, STARTS[args.model], args, shared)
+    is_of_rules = args.plan == "rules"
+    plan = partial(look_at_rules, model=args.model) if is_of_rules else partial(look_ahead, start=STARTS[args.model])
+    search = Search(store, plan, args, shared)
     print(f"{len(search.done)} runs are finished already", flush=True)
     try:
         is_finished = search.run()

@@ -11,6 +11,9 @@ The plan of AdamW has at most 12 runs, those of Muon and NorMuon three each:
 
 So all that matrices do not see is tuned for AdamW. Every search uses the same seed; the chosen settings are then run
 with other seeds.
+
+The plan of rules has three runs for each rule of matrices, over its learning rate. Everything else is as `TUNED` has
+it, which an earlier search has found for AdamW.
 """
 
 from __future__ import annotations
@@ -38,6 +41,12 @@ class Setting:
     rest_weight_decay: float = 0.0
     beta2: float = 0.95
     warmup: float = 0.1
+    attention: str = "split"
+
+    @property
+    def name(self) -> str:
+        """Return the name of the optimizer in tables, which says whether heads are matrices of their own."""
+        return f"{self.optimizer}-per-head" if self.attention == "per_head" else self.optimizer
 
     @property
     def has_one_lr(self) -> bool:
@@ -48,7 +57,7 @@ class Setting:
     def slug(self) -> str:
         """Return a name for files."""
         decays = f"{self.weight_decay:g}-{self.rest_weight_decay:g}"
-        return f"{self.optimizer}-lr{self.lr:g}-{self.rest_lr:g}-wd{decays}-b{self.beta2:g}-w{self.warmup:g}"
+        return f"{self.name}-lr{self.lr:g}-{self.rest_lr:g}-wd{decays}-b{self.beta2:g}-w{self.warmup:g}"
 
     def flags(self) -> list[str]:
         """Return the flags of the training program."""
@@ -56,6 +65,7 @@ class Setting:
         flags = ["--optimizer", self.optimizer, "--lr", f"{self.lr:g}", "--rest-lr", f"{self.rest_lr:g}"]
         flags += ["--weight-decay", f"{self.weight_decay:g}", "--rest-weight-decay", f"{self.rest_weight_decay:g}"]
         flags += ["--rest-betas", betas, "--warmup-fraction", f"{self.warmup:g}"]
+        flags += ["--attention", self.attention] if self.attention != "split" else []
         return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
 
 
@@ -75,6 +85,11 @@ STARTS = {
     "gpt2": Start(adamw_lr=1e-3, rest_lr=2e-3, muon_lr=0.04, num_seeds=3),
     "medium": Start(adamw_lr=1e-3, rest_lr=2e-3, muon_lr=0.04, num_seeds=3),
 }
+# What AdamW's best run had at 10.8M parameters (docs/experiments/search_small.csv).
+TUNED = {"small": Setting("adamw", 0.002, 0.008, weight_decay=0.5, warmup=0.25)}
+PER_HEAD = ("muon", "normuon")  # these rules are compared with heads as matrices of their own too
+# The middle of the learning rates of the other rules, which do not have the scale of Muon's updates, and their decay.
+OTHER_LRS = {"hyperball": 0.02, "spectral_sphere": 0.02}
 Losses = Mapping[Setting, float]  # of the runs with `SEARCH_SEED`; infinite for a run that diverged
 
 
@@ -207,6 +222,29 @@ def look_ahead(losses: Losses, start: Start) -> Outlook:
         except Pending as pending:
             missing += pending.settings
         tried[optimizer] = trials.tried
+    return Outlook(chosen, tried, missing)
+
+
+def rules_to_compare(model: str) -> dict[str, Setting]:
+    """Return the settings from which the plan of rules starts, by name."""
+    start = STARTS[model]
+    tuned = TUNED.get(model, Setting("adamw", start.adamw_lr, start.rest_lr))
+    muons = [replace(tuned, optimizer=each, lr=start.muon_lr, weight_decay=OTHER_WEIGHT_DECAY) for each in PER_HEAD]
+    others = [replace(tuned, optimizer=each, lr=lr, weight_decay=0.0) for each, lr in OTHER_LRS.items()]
+    settings = [tuned, *muons, *(replace(each, attention="per_head") for each in muons), *others]
+    return {setting.name: setting for setting in settings}
+
+
+def look_at_rules(losses: Losses, model: str) -> Outlook:
+    """Follow the plan of rules as far as the losses are known: three learning rates of each."""
+    chosen, tried, missing = {}, {}, []
+    for name, setting in rules_to_compare(model).items():
+        trials = Trials(losses, limit=3)
+        try:
+            chosen[name] = line(trials, setting, "lr", reserve=0)
+        except Pending as pending:
+            missing += pending.settings
+        tried[name] = trials.tried
     return Outlook(chosen, tried, missing)
 
 

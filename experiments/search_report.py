@@ -13,7 +13,10 @@ from typing import Any
 from experiments.plots import Curve, draw_curves
 from experiments.search_plan import ONE_LR, SEARCH_SEED, Outlook, Setting, place_of
 
-TITLES = {"adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon"}
+TITLES = {
+    "adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon", "muon-per-head": "Muon per head",
+    "normuon-per-head": "NorMuon per head", "hyperball": "Hyperball", "spectral_sphere": "SSO",
+}  # fmt: skip
 COLUMNS = {
     "lr": "lr of matrices", "rest_lr": "lr of others", "weight_decay": "weight decay", "beta2": "beta2",
     "warmup": "warmup",
@@ -63,8 +66,7 @@ class Band:
         steps = [step for step, _ in self.runs[0].evaluations[1:]]
         losses = list(zip(*([loss for _, loss in run.evaluations[1:]] for run in self.runs), strict=True))
         means = [sum(each) / len(each) for each in losses]
-        optimizer = TITLES[self.setting.optimizer]
-        return optimizer, steps, means, [min(each) for each in losses], [max(each) for each in losses]
+        return TITLES[self.setting.name], steps, means, [min(each) for each in losses], [max(each) for each in losses]
 
     @property
     def final(self) -> tuple[float, float, float]:
@@ -200,7 +202,15 @@ def _comparison(compared: Sequence[Band]) -> str:
             f"| {TITLES[band.name]} | {mean:.3f} ({low:.3f} to {high:.3f}) | {len(band.runs)} | {share} "
             f"| {_milliseconds(band.runs)} |"
         )
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + f"\n\n{_ties(compared)}\n"
+
+
+def _ties(compared: Sequence[Band]) -> str:
+    """Return which setting has the lowest mean, and which others tie with it because their ranges overlap."""
+    best = min(compared, key=lambda band: band.final[0])
+    tied = [TITLES[band.name] for band in compared if band is not best and band.final[1] <= best.final[2]]
+    text = f"The lowest mean is that of {TITLES[best.name]}."
+    return f"{text} A tie, because ranges overlap: {', '.join(tied)}." if tied else f"{text} No other range overlaps."
 
 
 def _milliseconds(runs: Sequence[Finished]) -> str:
@@ -224,7 +234,7 @@ def _trial(setting: Setting, loss: float, is_chosen: bool) -> str:
     if setting.rest_weight_decay:
         values["weight_decay"] += ", embedding and head too"
     shown = "diverged" if math.isinf(loss) else f"{loss:.3f}"
-    name = TITLES[ONE_LR if setting.optimizer == "adamw" and setting.has_one_lr else setting.optimizer]
+    name = TITLES[ONE_LR if setting.optimizer == "adamw" and setting.has_one_lr else setting.name]
     return f"| {name} | {' | '.join(values.values())} | {f'**{shown}**' if is_chosen else shown} |"
 
 
@@ -232,7 +242,7 @@ def _places(outlook: Outlook) -> str:
     """Return for every optimizer whether the chosen values lie inside the range that was tried."""
     lines = []
     for name, chosen in outlook.chosen.items():
-        tried = [each for each in outlook.tried[chosen.optimizer] if each.has_one_lr == chosen.has_one_lr]
+        tried = [each for each in outlook.tried[chosen.name] if each.has_one_lr == chosen.has_one_lr]
         coordinates = {"lr": "lr of matrices", "rest_lr": "lr of others"} if name == "adamw" else {"lr": "lr"}
         for field, title in coordinates.items():
             values = [getattr(each, field) for each in tried]

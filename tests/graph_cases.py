@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.step import planned_step
+from muon_fsdp.step import metrics, planned_step
 from muon_fsdp.step.fused import FusedStep
+from tests import toy_rules  # noqa: F401 (registers the rules on this rank)
 
 SHAPES = [(12, 8), (16, 6), (9, 9)]
 NUM_STEPS = 5  # the first two of the spectral sphere are never captured
@@ -116,7 +117,7 @@ class Recorded:
         self.segments = NotedSegments(fails_at)
         self.num_warnings = 0
 
-    def train(self) -> list[Tensor]:
+    def train(self, before_step: Callable[[MuonOptimizer, int], object] = lambda *_: None) -> list[Tensor]:
         """Return the local weights and states after some steps."""
         self.optimizer._current_plan().captured._make_segments = lambda device: self.segments  # type: ignore[assignment]
         with (
@@ -134,6 +135,7 @@ class Recorded:
                         p.grad = part
                     else:  # in place: without kernels, a recorded step reads a gradient where it was
                         p.grad.to_local().copy_(part.to_local())
+                before_step(self.optimizer, step)
                 self.optimizer.step()
         self.num_warnings = sum("not captured as a CUDA graph" in str(each.message) for each in caught)
         values = [value for p in self.params for value in (p, *self.optimizer.state[p].values())]
@@ -154,3 +156,32 @@ def failing_captures(rule: str) -> int:
         assert all(map(torch.equal, one.train(), expected)), f"failure in segment {number}"
         assert one.num_warnings == (fails and number < both.segments.count), f"warnings about segment {number}"
     return both.segments.count
+
+
+def measured_between_replays() -> list[bool]:
+    """Ask for metrics on rank 1 alone, and pass numbers per matrix, while steps are replayed.
+
+    Returns:
+        For every step, whether it was measured here.
+    """
+
+    def given(optimizer: MuonOptimizer, step: int) -> None:
+        for number in range(len(SHAPES)):
+            optimizer.set_per_matrix(f"param[{number}]", "log_rate", 0.1 * step - number)
+
+    measured, captured = [False] * NUM_STEPS, list[str]()
+
+    def asking(optimizer: MuonOptimizer, step: int) -> None:
+        given(optimizer, step)
+        meter = optimizer._current_plan().meter
+        measured[step - 1], meter._last = bool(meter._last), []
+        captured.append(optimizer.plan_report().cuda_graph)
+        if step in (1, 3) and dist.get_rank() == 1:
+            optimizer.metrics()
+
+    expected, both = Recorded("toy_given", False).train(given), Recorded("toy_given", True)
+    with patch.object(metrics, "STEPS_BETWEEN", 2):
+        assert all(map(torch.equal, both.train(asking), expected))
+    asking(both.optimizer, NUM_STEPS)
+    assert [status.startswith("captured;") for status in captured[2:]] == [False, True, False, True]
+    return measured

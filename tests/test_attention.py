@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
+from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS
 from muon_fsdp.training.model import GPT, GPTConfig
 from tests import attention_cases as cases
 from tests.optimizer_cases import updates_of
@@ -216,3 +217,24 @@ def test_what_lies_whole_on_a_rank_does_not_travel():
 )
 def test_shards_follow_the_reference(ranks: RankPool, world_size, mesh, dim, rule, attention):
     ranks.run(world_size, cases.follow_reference, mesh, dim, rule, attention)
+
+
+def test_the_plan_has_rows_for_heads():
+    """The output projection has the shape of the queries, and is another matrix."""
+    with torch.device("meta"):
+        model = transformers.LlamaModel(transformers.LlamaConfig(**{**SIZES, **GROUPED}))
+    report = MuonOptimizer(model, attention="per_head").plan_report(world_size=2)
+    rows_of = {row.matrices: row for row in report.rows if row.shape in ((32, 32), (16, 32))}
+    assert rows_of.keys() == {"4 of 8x32", "2 of 8x32", "32x32"}
+    assert rows_of["4 of 8x32"].num_matrices == 4
+    assert rows_of["4 of 8x32"].flops == pytest.approx(2 * rows_of["2 of 8x32"].flops / 2)  # K and V share a row
+    assert rows_of["4 of 8x32"].gather_bytes == 0 < rows_of["32x32"].gather_bytes
+    assert "4 of 8x32" in str(report)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("llama-3-8b", "32 of 128x4096"), ("deepseek-v3", "128 of 192x1536")])
+def test_public_models_tell_their_heads(name, heads):
+    with torch.device("meta"):
+        model = PUBLIC_MODELS[name]()
+    report = MuonOptimizer(model, attention="per_head").plan_report(world_size=8)
+    assert heads in {row.matrices for row in report.rows}

@@ -121,6 +121,7 @@ def test_bytes_and_time_by_hand(folder):
         "scatter_mean": each,
         "scatter_busiest": each,
         "weights": 0,
+        "settled": 0,
     }
     assert found["flops"] == {"busiest_rank": 2 * flops, "mean": 2 * flops}
     assert found["balance"] == 1

@@ -447,3 +447,9 @@ def test_state_that_is_moved_away_frees_its_memory():
 def test_one_of_two_ranks_fails_to_capture(ranks, rule):
     for num_segments in ranks.run(2, graph_cases.failing_captures, rule, timeout=120):
         assert num_segments > 6
+
+
+def test_steps_that_are_measured_run_eagerly_on_all_ranks_and_the_graph_is_kept(ranks):
+    """One rank asks, and waits some steps. Numbers that are passed per matrix reach a replayed step in place."""
+    for measured in ranks.run(2, graph_cases.measured_between_replays, timeout=60):
+        assert measured == [False, False, True, False, True]

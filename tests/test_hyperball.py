@@ -270,3 +270,17 @@ def test_shampoo_follows_a_reference():
         optimizer.step()
     np.testing.assert_allclose(w.detach().numpy(), weight, atol=1e-10)
     np.testing.assert_allclose(optimizer.state[w]["left"].view(5, 5).numpy(), left, atol=1e-10)
+
+
+def test_the_plan_counts_large_state_and_its_traffic():
+    """Every rank holds it whole and adds it up after a step; state of one number per row is no reason to warn."""
+    model = nn.Linear(40, 24, bias=False)
+    report = MuonOptimizer(model, rule="toy_shampoo").plan_report(world_size=4)
+    assert report.settled_bytes == 4 * (24 * 24 + 40 * 40 + 24 * 40)
+    assert report.large_state == ("toy_shampoo",)
+    assert "rule 'toy_shampoo' keeps state as large as matrices, whole on every rank, and adds up 12.54 kB" in str(
+        report
+    )
+    assert MuonOptimizer(model, rule="toy_shampoo").plan_report(world_size=1).settled_bytes == 0
+    small = MuonOptimizer(model, rule="normuon").plan_report(world_size=4)
+    assert (small.settled_bytes, small.large_state) == (4 * 24, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import muon_fsdp
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.rules.recipes import Phase, Recipe, RecipeScheduler, Schedule
+from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.training.config import TrainConfig
+from muon_fsdp.training.program import main as train
+from tests.training_cases import surroundings, text_fixture  # noqa: F401
 
 # Of a run of 10,000 steps: step, and the learning rate of the matrices there.
 LEARNING_RATES = {
@@ -161,3 +166,53 @@ def test_the_page_has_every_value_with_its_source(name):
     recipe = muon_fsdp.recipes[name]
     for text in (*recipe.sources, *recipe.left_out, *(f"`{key}={value!r}`" for key, value in recipe.options.items())):
         assert text in section, text
+
+
+# ---- in the training program
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.usefixtures("surroundings")
+def test_the_program_follows_a_recipe_also_when_it_resumes(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe, steps, seen = muon_fsdp.recipes["nanochat"], 40, []
+    step = MuonOptimizer.step
+
+    def noted(optimizer: MuonOptimizer, closure: None = None) -> None:
+        if optimizer.param_groups[0]["lr"]:  # not the step in which torch.distributed.checkpoint creates state
+            seen.append([(group["rule"], group["lr"], group.get("momentum")) for group in optimizer.param_groups])
+        step(optimizer, closure)
+
+    monkeypatch.setattr(MuonOptimizer, "step", noted)
+    flags = ["--data", str(text), "--steps", str(steps), "--batch-size", "2", "--eval-windows", "2", "--device", "cpu"]
+    flags += ["--recipe", "nanochat", "--output", str(tmp_path / "run"), "--save-every", "35", "--log-every", "5"]
+    assert train(flags) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000040")
+    assert train([*flags, "--resume"]) == 0
+    assert len(seen) == steps + 5
+    for number, groups in enumerate([*seen[:steps], *seen[35:40]]):
+        done = number if number < steps else number - 5
+        factor = recipe.lr.at(done, steps)
+        by_rule = {rule: momentum for rule, _, momentum in groups}
+        assert by_rule["normuon"] == pytest.approx(recipe.momentum.at(done, steps))
+        assert {round(lr / factor, 9) for _, lr, _ in groups} == {
+            0.02,
+            0.3,
+            0.003,
+            0.008,
+        }  # matrices, wte, vectors, head
+    assert seen[steps:] == seen[35:40]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "nanocat"}, "unknown --recipe nanocat; .* did you mean 'nanochat'"),
+        ({"recipe": "moonlight", "lr": 0.1, "schedule": "trapezoid"}, "leave out --lr, --schedule"),
+        ({"recipe": "moonlight", "optimizer": "normuon"}, "leave out --optimizer"),
+        ({"recipe": "moonlight", "options": {"ns_steps": 3}}, "leave out --set ns_steps"),
+    ],
+)
+def test_mistakes_about_recipes_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**options)
+    assert TrainConfig(recipe="nanochat", optimizer="normuon").label == "nanochat"  # as a configuration is copied

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import search
+from experiments import search, search_report
 from experiments.search_plan import (
     ADAMW_RUNS,
     ALTERNATIVES,
@@ -23,6 +23,7 @@ from experiments.search_plan import (
     Start,
     look_ahead,
     place_of,
+    rules_to_compare,
     with_one_lr,
 )
 from muon_fsdp.training.config import parse
@@ -239,3 +240,48 @@ def test_settings_have_names_of_their_own() -> None:
         )
     }
     assert len({setting.slug for setting in settings}) == len(settings)
+
+
+def test_the_plan_of_rules_compares_all_of_them(folder: Path) -> None:
+    """Three learning rates each, three other seeds at the best, heads apart from whole weights, and ties by name."""
+    rules = [*command(folder)[:-3], "--plan", "rules", "--", "--batch-size", "2"]
+    (folder / "slow").write_text("hyperball-lr0.04")
+    assert search.main(rules) == 3
+    (folder / "slow").unlink()
+    assert search.main(rules) == 0
+    with (folder / "found.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    runs = Counter((row["optimizer"], row["attention"], row["seed"]) for row in rows)
+    names = ("adamw", "muon", "normuon", "hyperball", "spectral_sphere")
+    whole = {(name, "split", str(seed)): 1 if seed else 3 for name in names for seed in range(4)}
+    heads = {(name, "per_head", str(seed)): 1 if seed else 3 for name in names[1:3] for seed in range(4)}
+    assert runs == whole | heads
+    assert {row["rest_lr"] for row in rows} == {"0.004"}  # that of AdamW's start, in every run
+    text = (folder / "found.md").read_text()
+    assert "The lowest mean is that of NorMuon per head. No other range overlaps." in text
+    assert "| Muon per head | " in text
+    assert search.main(rules) == 0
+    assert max(times_started(folder).values()) <= 2  # one that was stopped; nothing is run again
+    with pytest.raises(SystemExit):
+        search.main([*rules[:-3], "--compare", "adamw,shampoo", *rules[-3:]])
+
+
+def test_ranges_that_overlap_are_a_tie() -> None:
+    def band(optimizer: str, *losses: float) -> search_report.Band:
+        facts = {"steps": 4, "tokens_per_step": 8, "milliseconds_per_step": None, "parallel": 1}
+        setting = Setting(optimizer, 0.1, 0.1)
+        runs = [
+            search_report.Finished(setting, seed, ((0, 3.0), (4, x)), False, 1.0, facts)
+            for seed, x in enumerate(losses)
+        ]
+        return search_report.Band(optimizer, setting, tuple(runs))
+
+    text = search_report._ties([band("adamw", 2.2, 2.3), band("muon", 2.0, 2.1), band("normuon", 2.09, 2.2)])
+    assert text == "The lowest mean is that of Muon. A tie, because ranges overlap: NorMuon."
+
+
+def test_the_training_program_accepts_the_rules() -> None:
+    for setting in rules_to_compare("small").values():
+        config, _ = parse(["--model", "small", *setting.flags()], "test")
+        assert (config.optimizer, config.attention) == (setting.optimizer, setting.attention)
+        assert (setting.rest_lr, setting.warmup) == (0.008, 0.25)

@@ -111,3 +111,12 @@ def test_a_checkpoint_continues_on_other_ranks(ranks: RankPool, tmp_path):
     for world_size, layout in [(2, "fsdp"), (4, "fsdp_tp")]:
         for losses in ranks.run(world_size, fsdp_cases.resumed_from, str(tmp_path), layout, {}, "sinkhorn"):
             np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"{layout} on {world_size}")
+
+
+def test_the_lr_of_adamw_follows_muon_and_not_the_rule_of_an_override():
+    """The embedding comes first, and its rule has another default for lr."""
+    optimizer = MuonOptimizer(
+        nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 32)), overrides={"0.weight": "sinkhorn"}
+    )
+    (lr,) = {group["lr"] for group in optimizer.param_groups if group["rule"] == "adamw"}
+    assert lr == pytest.approx(0.15 * 0.02)

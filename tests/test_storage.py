@@ -157,6 +157,25 @@ def test_small_updates_are_lost_only_to_the_nearest(rule):
     assert moved["remainder"] - remainder == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(("lr", "lost"), [(1e-4, True), (0.5, False)])
+def test_vanished_updates_are_counted_and_reported_once(lr, lost):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = MuonOptimizer([weight], lr=lr)
+    optimizer.metrics()  # the next step is measured
+    before = weight.detach().clone()
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    share = float((weight.detach() == before).float().mean())
+    assert (share > 0.9) == lost
+    if lost:
+        with pytest.warns(UserWarning, match="did not change in a step.*pass rounding='stochastic'"):
+            assert optimizer.metrics()["vanished_updates"] == share
+    assert optimizer.metrics()["vanished_updates"] == share  # no second warning, which would be an error here
+    kept = MuonOptimizer([nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))], rounding="remainder")
+    assert "vanished_updates" not in kept.metrics()
+
+
 def test_bits_depend_on_name_step_seed_and_element():
     elements = torch.arange(3, 1000)
     base = element_bits(parameter_key("elements", "a"), 5, 0, elements)

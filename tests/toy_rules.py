@@ -240,3 +240,16 @@ class ToyTurn(Muon):
 
     def metrics(self, last, total):
         return {"largest_cosine": float(last["cosine"].abs().max()), "calls": float(last["count"].max())}
+
+
+@register
+class ToyGiven(Muon):
+    """The example of docs/rules.md, with numbers for rows too: updates are multiplied by what a user passes."""
+
+    name = "toy_given"
+    state = (*Muon.state, PerMatrix("log_rate", "scalar"), PerMatrix("gains", "rows"))
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        factors = batch.state["log_rate"].exp()[:, None] * (1 + batch.state["gains"])
+        batch.update = batch.update * factors[:, :, None].to(batch.update.dtype)

@@ -59,7 +59,8 @@ class Decoder:
 class _Attention(nn.Module):
     def __init__(self, sizes: Decoder) -> None:
         super().__init__()
-        head_dim = sizes.head_dim or sizes.hidden // sizes.heads
+        self.head_dim = head_dim = sizes.head_dim or sizes.hidden // sizes.heads
+        self.num_heads, self.num_key_value_heads = sizes.heads, sizes.key_value_heads  # as `attention=` reads them
         linear = partial(nn.Linear, bias=sizes.attention_bias)
         self.q_proj = linear(sizes.hidden, sizes.heads * head_dim)
         self.k_proj = linear(sizes.hidden, sizes.key_value_heads * head_dim)
@@ -74,6 +75,9 @@ class _Attention(nn.Module):
 class _LatentAttention(nn.Module):
     def __init__(self, sizes: Decoder, latent: Latent) -> None:
         super().__init__()
+        # As `attention=` reads them.
+        self.num_heads, self.kv_lora_rank, self.v_head_dim = sizes.heads, latent.key_value_rank, latent.value_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = latent.plain_head_dim, latent.rotary_head_dim
         linear = partial(nn.Linear, bias=False)
         query = sizes.heads * (latent.plain_head_dim + latent.rotary_head_dim)
         if latent.query_rank is None:

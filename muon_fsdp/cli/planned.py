@@ -220,7 +220,7 @@ class PlannedStep:
             **self._storage(self.flags),
             "assumed": self.assumed,
             "routing": routing_summary(self.routes.rows),
-            "warnings": self.routes.warnings,
+            "warnings": [*self.routes.warnings, *filter(None, [self.report.large_state_warning])],
             "memory": self.memory,
             "time": self.time,
             "shapes": [asdict(row) for row in report.rows],
@@ -233,6 +233,7 @@ class PlannedStep:
                 "scatter_mean": report.scatter_bytes / report.num_ranks if report.num_ranks else 0.0,
                 "scatter_busiest": report.traffic.busiest_scatter,
                 "weights": report.traffic.weights,
+                "settled": report.settled_bytes,
             },
         }
         if routing:
@@ -255,7 +256,8 @@ class PlannedStep:
         self._show_matrices()
         self._show_memory()
         self._show_time()
-        for warning in () if routing else self.routes.warnings:
+        warnings = [*(() if routing else self.routes.warnings), self.report.large_state_warning]
+        for warning in filter(None, warnings):
             print_paragraph(f"warning: {warning}")
 
     def _layout(self) -> str:
@@ -288,7 +290,7 @@ class PlannedStep:
             return
         rows = [
             (
-                format_shape(row.shape),
+                row.matrices.rpartition(" of ")[2] if "," not in row.matrices else format_shape(row.shape),
                 str(row.num_matrices),
                 _computed_by(row),
                 *_work(row.gather_bytes / num_ranks, row.scatter_bytes / num_ranks, row.flops / num_ranks),

@@ -58,22 +58,24 @@ STATE = "state"  # so do the properties that are state, with this
 FLOPS = f"{DECLARED} flops"  # this one depends on options too
 NO_GRADIENT = 0  # the code of a parameter without a gradient; the caller chooses the other codes
 _LARGEST_CODE = 2**30
+WRITTEN, REPLICAS = 1, 2  # what ranks compare: per-matrix state that was written, or that and all replicas
 _NEUTRAL = -(2**31)  # smaller than every other number, so a maximum ignores it
 
 
 class _Flag(IntEnum):
     """The first integers of the vector, by index.
 
-    All but `NOT_INERT` and `NUM_UPDATES` are 0, or 1 + the rank that sets them, so that the maximum names a rank for
-    the error.
+    All but `NOT_INERT`, `COMPARES` and `NUM_UPDATES` are 0, or 1 + the rank that sets them, so that the maximum names a
+    rank for the error.
     """
 
     NOT_INERT = 0  # 1 if the step does more than create state
     NOT_FINITE = 1  # the rank has a gradient that is not finite
     FAILED = 2  # the rank cannot take the step
     LEAVES = 3  # the rank's parameters have changed since the last step
-    COMPARES = 4  # the rank has not compared its parameters or its per-matrix state with other ranks yet
+    COMPARES = 4  # what the rank has not compared with other ranks yet: `WRITTEN` or `REPLICAS`, 0 if nothing
     NUM_UPDATES = 5  # steps that have updated parameters
+    MEASURES = 6  # the rank wants the step to be measured
 
 
 # The integers of a set begin with its hash, minus its hash, and four numbers about loading, of state and of weights:
@@ -88,9 +90,10 @@ class Agreed:
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
     codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
-    compares: bool = False  # some rank wants to compare parameters or state, which needs all of them
+    compares: int = 0  # what some rank wants to compare, which needs all of them: `WRITTEN` or `REPLICAS`
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
     num_updates: int = 0  # steps that have updated parameters before this one
+    measures: bool = False  # some rank wants the step to be measured, which needs all of them
     # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
     state_loaded_on: tuple[int, int] | None = None
     weights_loaded_on: tuple[int, int] | None = None
@@ -236,8 +239,9 @@ class Agreement:
         *,
         inert: bool,
         not_finite: bool,
-        compares: bool = False,
+        compares: int = 0,
         num_updates: int = 0,
+        measures: bool = False,
         loaded: Mapping[Ranks, tuple[bool, bool]] | None = None,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
@@ -250,8 +254,9 @@ class Agreement:
             describe: returns what the hash of a set stands for; called only for an error.
             inert: whether the step only creates state on this rank.
             not_finite: whether this rank has a gradient that is not finite.
-            compares: whether this rank wants to compare its parameters or state with those of other ranks.
+            compares: what this rank wants to compare with other ranks: `WRITTEN`, `REPLICAS`, or 0 for nothing.
             num_updates: steps that have updated parameters, of which all ranks get the largest number.
+            measures: whether this rank wants the step to be measured.
             loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 
         Returns:
@@ -265,8 +270,9 @@ class Agreement:
         numbers = self._numbers()
         numbers[_Flag.NOT_INERT] = int(not inert)
         numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
-        numbers[_Flag.COMPARES] = (1 + my_rank()) * compares
+        numbers[_Flag.COMPARES] = compares
         numbers[_Flag.NUM_UPDATES] = num_updates
+        numbers[_Flag.MEASURES] = (1 + my_rank()) * measures
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
@@ -289,7 +295,7 @@ class Agreement:
             for ranks, start in self._starts.items()
         }
         largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
-        is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES] > 0
+        is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES]
         return Agreed(
             is_inert,
             rank if rank >= 0 else None,
@@ -297,6 +303,7 @@ class Agreement:
             compares,
             largest_early,
             largest[_Flag.NUM_UPDATES],
+            largest[_Flag.MEASURES] > 0,
             self._loaded_on(largest, 2),
             self._loaded_on(largest, 4),
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+
+from muon_fsdp.text import format_shape
 
 ViewName = Literal["auto", "matrix", "stacked", "flatten", "attn"]
 VIEW_NAMES: tuple[str, ...] = get_args(ViewName)
@@ -48,6 +51,14 @@ class MatrixView:
     def num_matrices(self) -> int:
         """Return the number of logical matrices."""
         return sum(count for count, _, _ in self.block_shapes)
+
+    @property
+    def matrices(self) -> str:
+        """Return the logical matrices as a list such as "32x32, 2 of 16x32"."""
+        counts: dict[tuple[int, int], int] = defaultdict(int)
+        for count, rows, cols in self.block_shapes:
+            counts[(rows, cols)] += count
+        return ", ".join(f"{n} of {format_shape(s)}" if n > 1 else format_shape(s) for s, n in counts.items())
 
     @property
     def in_memory_order(self) -> bool:

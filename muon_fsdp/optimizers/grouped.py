@@ -36,7 +36,7 @@ from muon_fsdp.parameters.names import clean_name, override_pattern, without_num
 from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model, looks_fused, make_records, view_of
 from muon_fsdp.parameters.replicas import Replicas
 from muon_fsdp.parameters.routing import GroupRule, Route, Router
-from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, matrices_of, shown
+from muon_fsdp.parameters.routing_report import RoutingGroup, RoutingReport, RoutingRow, frozen_rows, shown
 from muon_fsdp.parameters.wrappers import ModelWatch, refuse_copies, reshard
 from muon_fsdp.rules import RULES, Rule, rule_named
 from muon_fsdp.text import warn_user
@@ -393,7 +393,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             Options, the indices of their parameters, and what their routes note about these options: the names of
             those that an override sets, and where `lr` comes from. Matrices come first, otherwise in the user's order.
         """
-        rules = rules_of(routes)
+        # The rule that only an override gives, such as that of an embedding, comes last: AdamW's lr follows the first.
+        rules = rules_of(sorted(routes, key=lambda route: route.pattern is not None))
         members: dict[tuple[object, ...], list[int]] = defaultdict(list)
         resolved: dict[tuple[object, ...], tuple[Group, dict[str, Any]]] = {}
         known: dict[tuple[object, ...], tuple[object, ...]] = {}
@@ -572,7 +573,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     overridden,
                     fused.parts if fused is not None else "",
                     dict(fused.options) if fused is not None else {},
-                    matrices_of(record.view),
+                    record.view.matrices if record.view is not None else "",
                 )
             )
         held = {row.name for row in rows}  # including frozen ones, and ones unfrozen and added since

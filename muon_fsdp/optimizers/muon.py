@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from muon_fsdp.comm.agreement import NO_GRADIENT, Agreed, report_failure
+from muon_fsdp.comm.agreement import NO_GRADIENT, REPLICAS, Agreed, report_failure
 from muon_fsdp.comm.process_groups import is_pretended, num_ranks
 from muon_fsdp.declarations.option import Option, integer
 from muon_fsdp.declarations.settings import (
@@ -32,6 +32,7 @@ from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.optimizers.grouped import GroupedOptimizer
 from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
+from muon_fsdp.parameters.given_state import find_state, values_of_matrices
 from muon_fsdp.parameters.groups import Params
 from muon_fsdp.parameters.records import layouts_of_groups
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
@@ -56,6 +57,7 @@ from muon_fsdp.step.clipping import clip_gradients, find_siblings, parts_to_clip
 from muon_fsdp.step.gradients import Gradients, are_finite
 from muon_fsdp.step.graph import CapturedStep
 from muon_fsdp.step.inputs import StepInputs
+from muon_fsdp.step.meter import VANISHED
 from muon_fsdp.step.overlap import refuse_grad_scaler
 from muon_fsdp.step.planned_step import PlannedStep, parameter_specs
 from muon_fsdp.step.shared_sets import StepAgreement, Written, own_memory, ranks_of_agreement, shared_ranks
@@ -138,11 +140,14 @@ class MuonOptimizer(GroupedOptimizer):
         self._has_agreed = False  # whether ranks have agreed on a step that was not inert
         self._num_without_gradient = 0  # of the last steps
         self._looks_for_rivals = True
+        self._has_seen_vanished = False  # the first number of `vanished_updates`
         self._rivals: RivalWatch | None = None  # between the first step and the second
         self._skipped_steps = 0
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
         self._totals: dict[str, Tensor] = {}  # of the diagnostics of every rule
+        # By names of parameter and state, what `set_per_matrix` got before that state existed.
+        self._early_values: dict[tuple[str, str], list[Tensor]] = {}
         self._accumulation_steps = 1
         # The gradients that accumulate since the first call of step(); None once the second has checked them.
         self._held: list[tuple[Tensor, Tensor]] | None = []
@@ -218,6 +223,8 @@ class MuonOptimizer(GroupedOptimizer):
             planned = self._current_plan()
             if self._watch is not None:
                 self._watch.check(planned.records)
+            if self._early_values:  # ranks compare state before this step
+                self._create_state(planned)
             if planned.overlap is not None:
                 refuse_grad_scaler()
             return planned, Gradients(planned.records, self._other_rule.name)
@@ -232,7 +239,7 @@ class MuonOptimizer(GroupedOptimizer):
         """Update the parameters for which some rank has a gradient."""
         codes = planned.shared.by_position(agreed.codes)
         gradients = {i: planned.records[i].rows_of(grad) for i, grad in found.in_layout(codes).items()}
-        planned.make_groups()
+        planned.make_groups(measures=agreed.measures)
         kept = planned.kept_results(self._objections | planned.shared.by_position(agreed.early))
         inputs = StepInputs(
             groups=dict(enumerate(self.param_groups)),
@@ -248,7 +255,7 @@ class MuonOptimizer(GroupedOptimizer):
             group[NUM_UPDATES] = agreed.num_updates  # random rounding reads it; a rank may have loaded another number
         device = inputs.device
         with on_device(device), without_autocast(device.type):
-            failures = planned.run(inputs, kept)
+            failures = planned.run(inputs, kept, measures=agreed.measures)
             planned.written.note(self.state)
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1
@@ -329,13 +336,43 @@ class MuonOptimizer(GroupedOptimizer):
         if planned is None:
             self._complete_groups()
             create_missing(self._records(), self.state)
-            return
-        states = {record.position: self.state[record.tensor] for record in planned.records}
-        if planned.has_state and not planned.state_tensors.have_changed(states):
-            return
-        if not (planned.has_state and has_all_state(planned.records, self.state)):
-            create_missing(planned.records, self.state)
-            planned.has_state = True
+        else:
+            states = {record.position: self.state[record.tensor] for record in planned.records}
+            if planned.has_state and not planned.state_tensors.have_changed(states):
+                return
+            if not (planned.has_state and has_all_state(planned.records, self.state)):
+                create_missing(planned.records, self.state)
+                planned.has_state = True
+        for (name, state), values in list(self._early_values.items()):
+            del self._early_values[name, state]  # first: a value that no longer fits raises once
+            self.set_per_matrix(name, state, values)
+
+    @torch.no_grad()
+    def set_per_matrix(self, name: str, state: str, values: float | Tensor | Sequence[Any]) -> None:
+        """Set per-matrix state of one parameter to numbers of your own, for a rule that reads them.
+
+        Call it between two steps or before the first one, with equal values on every rank that holds a part of the
+        parameter. Ranks compare them at the next step, and all of them raise an error if they differ. Before the first
+        step, values are kept by name until that step, or `state_dict()` with gradients present, creates the state; what
+        is loaded later replaces them.
+
+        Args:
+            name: the name of the parameter, as in `routing_report()`.
+            state: the name of the `PerMatrix` state, which the rule of the parameter declares.
+            values: one number for all matrices of the parameter; or one value per matrix, in a sequence or in a tensor
+                whose first dimension counts them: a number, or a tensor of the shape that the kind of the state gives
+                one matrix. For a single matrix also a tensor of that shape. They must be finite.
+        """
+        planned = self._planned
+        if planned is None:
+            self._complete_groups()
+        record, spec = find_state(self._records() if planned is None else self._current_plan().records, name, state)
+        parts = values_of_matrices(record, spec, values)
+        existing = self.state.get(record.tensor, {}).get(state)
+        if isinstance(existing, Tensor) and existing.numel() == sum(map(Tensor.numel, parts)) and not existing.is_meta:
+            existing.copy_(torch.cat([part.reshape(-1) for part in parts]))  # in place: a captured step keeps addresses
+        else:
+            self._early_values[record.name, state] = parts
 
     def _agree(
         self, planned: PlannedStep, found: Gradients, *, inert: bool, updates: bool, written: Written | None = None
@@ -368,8 +405,9 @@ class MuonOptimizer(GroupedOptimizer):
                 self._objections,
                 inert=inert,
                 not_finite=not_finite,
-                compares=written is None and (planned.compares_replicas or planned.written.has_changed(self.state)),
+                compares=0 if written is not None else planned.wish_to_compare(self.state),
                 written=written,
+                measures=planned.wants_to_measure,
                 has_loaded=self._has_loaded,
                 changed=changed,
             )
@@ -384,8 +422,9 @@ class MuonOptimizer(GroupedOptimizer):
         updates &= agreed.not_finite_on is None and any(map(any, agreed.codes.values()))
         if not agreed.compares or not updates:
             return planned, agreed
-        with self._agreement.reporting():
-            planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
+        if agreed.compares == REPLICAS:
+            with self._agreement.reporting():
+                planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         self._create_state(planned)
         # Ranks that hold none of the replicas that differ hear of the error here.
         return self._agree(planned, found, inert=inert, updates=updates, written=planned.written.texts(self.state))
@@ -460,7 +499,13 @@ class MuonOptimizer(GroupedOptimizer):
             ranks = self._agreement.ranks
             is_new = planned.siblings is None or planned.siblings.ranks != ranks
             agreed = self._agreement.before_step(
-                planned.shared, self.param_groups, found.codes, {}, inert=False, not_finite=False, compares=is_new
+                planned.shared,
+                self.param_groups,
+                found.codes,
+                {},
+                inert=False,
+                not_finite=False,
+                compares=REPLICAS * is_new,
             )
         device = self._agreement.device or planned.shared.device
         if planned.siblings is None or agreed.compares:  # all ranks look for siblings if one of them does
@@ -532,12 +577,18 @@ class MuonOptimizer(GroupedOptimizer):
         report = make_report(parameter_specs(records, self._settings, memory), self._settings)
         return replace(report, cuda_graph=graph, overlap=overlap)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, per_matrix: bool = False) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.
 
         Updates are measured in the step, on a sample: one matrix of every batch that this rank computes. On a CPU
         `update_rms` is that of the last step. On a GPU, and for the residual, it is that of the first step after the
-        last call; with CUDA graphs, samples are at least 50 steps apart.
+        last call; with CUDA graphs, samples are at least 50 steps apart. That step also measures, on all ranks, what it
+        changes in every matrix of two or more dimensions that is not zero; before the first call no step does.
+
+        Args:
+            per_matrix: whether `relative_update/NAME` and `update_angle/NAME` are returned too, for every matrix of
+                which this rank holds a part. NAME is that of the parameter, followed by [0], [1], ... if it has several
+                matrices.
 
         Keys:
             skipped_steps: steps skipped by `nonfinite="skip"` since the optimizer was built.
@@ -547,14 +598,25 @@ class MuonOptimizer(GroupedOptimizer):
                 if there is no sample: before the first step, or if other ranks compute all matrices.
             update_rms: the mean over the sample of the root mean square of what was subtracted: lr times the update,
                 times the factor g of rules that have factors. Absent in the same cases.
+            relative_update/RULE: the median of ||dW|| / ||W|| over the matrices of a rule, where dW is all that the
+                step has changed, weight decay included. Absent until a step after a call has measured it.
+            update_angle/RULE: the median of the angle between W and W + dW, in radians. Absent in the same cases.
+            vanished_updates: of matrices in half precision that are rounded to the nearest, the share of elements that
+                the measured step left unchanged on this rank, most likely because the update was below half an ulp.
         """
         numbers = {"skipped_steps": float(self._skipped_steps)}
         if self._settings.overlap == "backward":
             numbers |= {name: float(self._stage_counts[name]) for name in ("overlapped_stages", "discarded_stages")}
-        planned = self._current_plan()
-        if planned.matrices is not None:
-            numbers.update(planned.matrices.metrics(self._totals))
-        return numbers | planned.samples.ask()
+        numbers |= self._current_plan().metrics(self._totals, per_matrix=per_matrix)
+        if not self._has_seen_vanished and VANISHED in numbers:
+            self._has_seen_vanished = True
+            if numbers[VANISHED] > 0.5:
+                warn_user(
+                    f"{numbers[VANISHED]:.0%} of the elements of half-precision matrices did not change in a step: "
+                    "their updates are below half the distance between neighbouring numbers. Keep the weights in "
+                    "float32 (mixed precision), or pass rounding='stochastic' or rounding='remainder'"
+                )
+        return numbers
 
     # -------------------------------------------------------- state and copies
 
@@ -601,6 +663,8 @@ class MuonOptimizer(GroupedOptimizer):
             for group in optimizer.param_groups:  # saved while accumulating, and resumed with fewer accumulation steps
                 if group[MICRO_STEP] >= self._accumulation_steps:
                     group[MICRO_STEP] = 0
+            loaded = {record.name for record in self._records() if optimizer.state.get(record.tensor)}
+            self._early_values = {key: parts for key, parts in self._early_values.items() if key[0] not in loaded}
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
@@ -625,6 +689,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_checks_for_twins",
             "_num_without_gradient",
             "_looks_for_rivals",
+            "_has_seen_vanished",
             "_has_loaded",
             "_settings",
             "_router",
@@ -633,6 +698,7 @@ class MuonOptimizer(GroupedOptimizer):
             "_skipped_steps",
             "_stage_counts",
             "_objections",
+            "_early_values",
             "_accumulation_steps",
         )
         # Process groups can't be copied. A copy that needs one must be built anew.

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
-from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.parameters.groups import keys_of_others
 from muon_fsdp.parameters.names import clean_name, common_pattern, without_numbers
 from muon_fsdp.rules import Rule
@@ -160,14 +159,6 @@ def frozen_rows(model: nn.Module) -> tuple[RoutingRow, ...]:
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     )
-
-
-def matrices_of(view: MatrixView | None) -> str:
-    """Return the logical matrices of a parameter as a list such as "32x32, 2 of 16x32"."""
-    counts: dict[tuple[int, int], int] = defaultdict(int)
-    for count, rows, cols in view.block_shapes if view is not None else ():
-        counts[(rows, cols)] += count
-    return ", ".join(f"{n} of {format_shape(s)}" if n > 1 else format_shape(s) for s, n in counts.items())
 
 
 def _listed(options: Mapping[str, Any], between: str = " ") -> str:

@@ -17,7 +17,7 @@ from muon_fsdp.comm.dtensors import can_take_part, like, local, local_part, own_
 from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.settings import STARTED
-from muon_fsdp.declarations.state import State, StateSpec
+from muon_fsdp.declarations.state import PerParameter, State, StateSpec
 from muon_fsdp.kernels.tables import REMAINDER
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
@@ -380,8 +380,11 @@ def _forget_what_is_loaded(optimizer: torch.optim.Optimizer, state_dict: StateDi
 
 
 def _is_zero(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
-    """Return whether all of this rank's part of a parameter's state is zero, apart from what other programs keep."""
-    own = [state[spec.name] for spec in record.rule.all_state if spec.name in state]
+    """Return whether all of this rank's part of a parameter's state is zero, apart from what others may have set.
+
+    Other programs keep state there. Users set per-matrix state before the first step; no other optimizer has any.
+    """
+    own = [state[s.name] for s in record.rule.all_state if isinstance(s, PerParameter) and s.name in state]
     return not any(local(torch.as_tensor(value)).any() for value in own)
 
 

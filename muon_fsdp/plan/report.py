@@ -22,10 +22,11 @@ from muon_fsdp.text import format_bytes, format_shape, plain_table
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Parameters of one shape and layout.
+    """Parameters of one shape and layout that are read as the same matrices.
 
     Args:
         shape: the whole shape of each of these parameters.
+        matrices: the logical matrices of each of them, such as "32 of 128x4096".
         num_parameters: the number of these parameters.
         num_matrices: the number of logical matrices in all of these parameters.
         strategy: "owner", "replicate", or "local" if nothing is sent.
@@ -36,6 +37,7 @@ class PlanRow:
     """
 
     shape: tuple[int, ...]
+    matrices: str
     num_parameters: int
     num_matrices: int
     strategy: str
@@ -73,7 +75,7 @@ class PlanReport:
     Args:
         num_ranks: ranks that hold some matrix.
         num_stages: stages that a step is cut into.
-        rows: one per shape and layout.
+        rows: one per shape, layout and view.
         flops_by_rank: work of every rank in a step.
         balance: the work of the busiest rank, divided by a lower bound for any assignment of owners; 1 is best.
         traffic: bytes that travel in a step, by rank.
@@ -82,6 +84,8 @@ class PlanReport:
         least_scratch_bytes: the bytes of that scratch, which no choice of stages goes below.
         weight_buffers: bytes of the buffers in which weights are all-gathered with `shard_state=True`.
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
+        settled_bytes: bytes of per-matrix state that a rank adds up with the others after a step.
+        large_state: rules that keep per-matrix state as large as matrices, whole on every rank.
         repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
         overlap: how many stages start in backward; empty with `overlap="step"`.
     """
@@ -97,6 +101,8 @@ class PlanReport:
     least_scratch_bytes: int = 0
     weight_buffers: int = 0
     cuda_graph: str = ""
+    settled_bytes: int = 0
+    large_state: tuple[str, ...] = ()
     repeated: Repeated | None = None
     overlap: str = ""
 
@@ -130,12 +136,23 @@ class PlanReport:
         """Return an upper bound of the bytes in use on a rank besides weights, gradients and state."""
         return max(peak_bytes(self.stages), self.weight_buffers)  # weights are all-gathered after the last stage
 
+    @property
+    def large_state_warning(self) -> str:
+        """Return what large per-matrix state costs; empty if there is none."""
+        if not self.large_state:
+            return ""
+        return (
+            f"rule {', '.join(map(repr, self.large_state))} keeps state as large as matrices, whole on every rank, and "
+            f"adds up {format_bytes(self.settled_bytes)} of it over ranks after every step: this is for research sizes"
+        )
+
     def __str__(self) -> str:
-        header = ("shape", "parameters", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
+        header = ("shape", "parameters", "each is", "matrices", "strategy", "owners", "gather", "scatter", "GFLOP")
         rows = [
             (
                 format_shape(row.shape),
                 str(row.num_parameters),
+                row.matrices,
                 str(row.num_matrices),
                 row.strategy,
                 str(row.num_owners),
@@ -153,8 +170,9 @@ class PlanReport:
         gathered = f"\nWeights that a rank receives after a step: {format_bytes(weights)}" if weights else ""
         graph = f"\nCUDA graph: {self.cuda_graph}" if self.cuda_graph else ""
         repeated = f"\n{self.repeated}" if self.repeated is not None else ""
+        settled = f"\n{self.large_state_warning}" if self.large_state else ""
         overlap = f"\nOverlap with backward: {self.overlap}" if self.overlap else ""
-        return f"{plain_table(header, rows)}\n{totals}{gathered}{repeated}{graph}{overlap}"
+        return f"{plain_table(header, rows)}\n{totals}{gathered}{settled}{repeated}{graph}{overlap}"
 
 
 def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:
@@ -170,7 +188,9 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         loads, cost = _exact_cost(outline)
         stages.append(cost)
         for spec, load in zip(outline.specs, loads, strict=True):
-            by_shape[(spec.shape, id(spec.layout), spec.device, spec.dtype)].append((spec, load))
+            by_shape[(spec.shape, spec.matrices.matrices, id(spec.layout), spec.device, spec.dtype)].append(
+                (spec, load)
+            )
         traffic.shards_sent += cost.traffic.shards_sent
         traffic.shards_received += cost.traffic.shards_received
         traffic.forwarded += cost.traffic.forwarded
@@ -194,6 +214,8 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         neediest=neediest,
         least_scratch_bytes=least_scratch_bytes,
         weight_buffers=weight_buffers,
+        settled_bytes=sum(spec.settled_bytes for spec in matrices if len(spec.layout.ranks) > 1),
+        large_state=tuple(sorted({spec.rule for spec in matrices if spec.has_large_state})),
         repeated=_repeated(specs, matrices),
     )
 
@@ -298,6 +320,7 @@ def _row(members: Sequence[tuple[ParameterSpec, Load]]) -> PlanRow:
     is_replicated = any(load.is_replicated for load in loads)
     return PlanRow(
         spec.shape,
+        spec.matrices.matrices,
         len(members),
         sum(spec.matrices.num_matrices for spec, _ in members),
         "replicate" if is_replicated else "owner" if gathered + scattered else "local",

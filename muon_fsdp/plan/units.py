@@ -31,6 +31,8 @@ class ParameterSpec:
     block_flops: tuple[float, ...] = ()  # per block, the cost of one of its matrices
     is_observed: bool = False  # whether its rule asks for statistics of W or of the update
     sums_updates: bool = False  # whether its rule asks for statistics of the update
+    settled_bytes: int = 0  # of per-matrix state that its rule may change, which ranks add up after a step
+    has_large_state: bool = False  # whether some of it is as large as a matrix
     weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
     device_memory: int = DEVICE_MEMORY  # total bytes of the smallest device among its ranks
 

@@ -291,13 +291,23 @@ class Rule:
         return grads
 
     def direction(self, batch: MatrixBatch) -> None:
-        """Compute the updates of a batch of whole matrices into `batch.update`, and change `batch.state` in place."""
+        """Compute the updates of a batch of whole matrices.
+
+        Ranks may compute other matrices of the same parameter, or all of them the same ones.
+
+        Args:
+            batch: B matrices of one shape, what `prepare` returned for them. Write (B, d_out, d_in) to `batch.update`,
+                and change `batch.state` in place.
+        """
         raise NotImplementedError
 
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
         """Compute the updates of several batches of other shapes together, in fewer launches than one by one.
 
         A rule may define this beside `direction`. It is not called for a subclass that overrides `direction` alone.
+
+        Args:
+            batches: what `direction` would get one by one. Their shapes and planned options may differ.
         """
         raise NotImplementedError
 
@@ -309,6 +319,9 @@ class Rule:
 
         With `update_statistics`, this runs when the update is known: `direction` does not see the changes that this
         makes to the state, nor this those of `direction`. Where both change a value, that of `factors` is stored.
+
+        Args:
+            values: state, statistics and options of B matrices of one shape. Change `values.state` in place.
 
         Returns:
             f and g, each a number or a tensor (B,), (B, d_out, 1) or (B, 1, d_in); with `update_statistics` a number
@@ -376,26 +389,64 @@ class Rule:
     # ------------------------------------------------------------------------------- answers for planning and reports
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
-        """Return the cost of `direction` for one (rows, cols) matrix; the planner balances ranks by it."""
+        """Return the cost of `direction` for one matrix; the planner balances ranks by it.
+
+        Override it if the cost is not one operation per element: with too small a number, all matrices of a kind may
+        end on one rank.
+
+        Args:
+            options: the options of the group that are not `per_step`.
+            rows: d_out.
+            cols: d_in.
+
+        Returns:
+            Floating-point operations; only their ratios matter within one rule.
+        """
         return float(rows * cols)
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
-        """Return whether float16 can represent the updates of (rows, cols) matrices; GPUs then use it."""
+        """Return whether float16 can represent the updates of (rows, cols) matrices; GPUs then use it.
+
+        Args:
+            options: the options of the group that are not `per_step`.
+            rows: d_out.
+            cols: d_in.
+        """
         return self.update_dtype is None
 
     def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
-        """Return the scale of an update of this shape for the routing report; None if the rule has no such scale."""
+        """Return the scale of an update of this shape for the routing report.
+
+        Args:
+            group: the options of a group.
+            rows: d_out.
+            cols: d_in.
+
+        Returns:
+            The number that `direction` multiplies updates of this shape by; None if the rule has no such scale.
+        """
         return None
 
     def other_lr_ratio(self, options: GroupOptions) -> float | None:
         """Return the learning rate of AdamW beside these matrices, relative to their lr, if the user passes none.
 
-        None, the default, if there is no usual ratio: AdamW then has a learning rate of its own.
+        Args:
+            options: the options of the matrices.
+
+        Returns:
+            The ratio; None, the default, if there is no usual one: AdamW then has a learning rate of its own.
         """
         return None
 
     def not_capturable(self, group: GroupOptions) -> str | None:
-        """Return why a step with these options cannot be captured as a CUDA graph; None if it can."""
+        """Return why a step with these options cannot be captured as a CUDA graph.
+
+        Args:
+            group: the options of a group.
+
+        Returns:
+            A reason for `plan_report()`; None if it can.
+        """
         return None
 
     def check_options(self, group: GroupOptions) -> None:
@@ -414,11 +465,24 @@ class Rule:
             )
 
     def warnings(self, group: GroupOptions) -> list[str]:
-        """Return warnings for the user about the options of a group."""
+        """Return warnings for the user about the options of a group.
+
+        Args:
+            group: the options of a group, which `check_options` has accepted.
+        """
         return []
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
-        """Return how far the results of `direction` are from orthogonal, (B,), for `metrics`; None if meaningless."""
+        """Return how far the results of `direction` are from orthogonal, for `metrics`.
+
+        Override it if updates should be orthogonal up to a scale: `metrics()` reports the largest number.
+
+        Args:
+            batch: a batch whose updates are written. Do not change it.
+
+        Returns:
+            (B,); None, the default, if updates are not meant to be orthogonal.
+        """
         return None
 
     def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
@@ -427,6 +491,9 @@ class Rule:
         Args:
             last: the diagnostics of the last step by name, each with one number per matrix.
             total: their sums since the optimizer was built, over all matrices and all steps that updated them.
+
+        Returns:
+            Numbers by name, which `MuonOptimizer.metrics` returns beside its own.
         """
         return {}
 
@@ -544,7 +611,11 @@ class Rule:
         return tuple(n for n in names if type(self.all_options[n].default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
-        """Return the options of a group that `direction` may read, without those of views."""
+        """Return the options of a group that `direction` may read, without those of views.
+
+        Args:
+            group: the options of a group.
+        """
         return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
 
 

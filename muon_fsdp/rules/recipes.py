@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -93,6 +93,27 @@ class Recipe:
         """
         return RecipeScheduler(optimizer, self, total_steps)
 
+    def lr_factor(self, step: int, total_steps: int) -> float:
+        """Return the factor of every learning rate at a step, counted from 0."""
+        return 1.0 if self.lr is None else self.lr.at(step, total_steps)
+
+    def set_options(
+        self, groups: Sequence[dict[str, Any]], base_decays: Sequence[float], step: int, total_steps: int
+    ) -> None:
+        """Set the momentum and the weight decay of parameter groups for a step, counted from 0.
+
+        Args:
+            groups: the parameter groups.
+            base_decays: the weight decay that each had before the first step.
+            step: the step.
+            total_steps: the number of steps of the run.
+        """
+        for group, base in zip(groups, base_decays, strict=True):
+            if self.momentum is not None and "momentum" in group:
+                group["momentum"] = self.momentum.at(step, total_steps)
+            if self.weight_decay is not None:
+                group["weight_decay"] = base * self.weight_decay.at(step, total_steps)
+
 
 class RecipeScheduler(LRScheduler):
     """A scheduler of PyTorch that follows a recipe: call `step()` after every `optimizer.step()`.
@@ -112,19 +133,13 @@ class RecipeScheduler(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of every group at the current step."""
-        schedule = self.recipe.lr
-        factor = 1.0 if schedule is None else schedule.at(self.last_epoch, self.total_steps)
+        factor = self.recipe.lr_factor(self.last_epoch, self.total_steps)
         return [lr * factor for lr in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
         """Count a step and set the options of all groups."""
         super().step(epoch)
-        momentum, decay = self.recipe.momentum, self.recipe.weight_decay
-        for group, base in zip(self.optimizer.param_groups, self.base_decays, strict=True):
-            if momentum is not None and "momentum" in group:
-                group["momentum"] = momentum.at(self.last_epoch, self.total_steps)
-            if decay is not None:
-                group["weight_decay"] = base * decay.at(self.last_epoch, self.total_steps)
+        self.recipe.set_options(self.optimizer.param_groups, self.base_decays, self.last_epoch, self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, with the name of the recipe in place of the recipe."""

@@ -28,28 +28,45 @@ class Samples:
         self._sizes: dict[_BatchKey, tuple[Tensor, float | Tensor]] = {}  # each with lr at that step
         self._residuals: dict[_BatchKey, Tensor] = {}
         self._steps, self._asked = STEPS_BETWEEN, True
+        self._wants_to_measure = False  # until somebody asks for metrics
 
-    def start(self, device_type: str, *, rarely: bool) -> TakenSamples | None:
+    def start(self, device_type: str, *, rarely: bool, measures: bool = False) -> TakenSamples | None:
         """Return what takes the samples of the next step; None if it takes none.
 
         Args:
             device_type: where parameters are.
             rarely: whether the step would otherwise be captured or replayed.
+            measures: whether ranks have agreed that the step is measured, so that it is neither.
         """
-        wanted = self._has_matrices and self._asked and self._steps >= (STEPS_BETWEEN if rarely else 1)
+        wanted = self._has_matrices and self._asked and (measures or self._is_time(rarely=rarely))
         return TakenSamples(has_residuals=wanted) if wanted or device_type == "cpu" else None
+
+    def wants_to_measure(self, *, rarely: bool) -> bool:
+        """Return whether the next step should measure how far weights move, which all ranks must do together."""
+        return self._wants_to_measure and self._is_time(rarely=rarely)
+
+    def _is_time(self, *, rarely: bool) -> bool:
+        return self._steps >= (STEPS_BETWEEN if rarely else 1)
 
     def ask(self) -> dict[str, float]:
         """Return the metrics of the last samples by name, none where there are no samples, and ask for new ones."""
-        self._asked = True
+        self._asked = self._wants_to_measure = True
         sizes = [float(lr) * float(size) for size, lr in self._sizes.values()]
         residuals = [float(residual.max()) for residual in self._residuals.values()]
         numbers = {"orthogonality_residual": max(residuals)} if residuals else {}
         return numbers | ({"update_rms": sum(sizes) / len(sizes)} if sizes else {})
 
-    def end_step(self, groups: Mapping[int, Mapping[str, Any]], taken: TakenSamples | None) -> None:
-        """Count a step with these parameter groups, and keep the samples that it has taken."""
+    def end_step(self, groups: Mapping[int, Mapping[str, Any]], taken: TakenSamples | None, *, measures: bool) -> None:
+        """Count a step with these parameter groups, and keep the samples that it has taken.
+
+        Args:
+            groups: the parameter groups by number.
+            taken: the samples; None if there are none.
+            measures: whether the step was measured.
+        """
         self._steps += 1
+        if measures:
+            self._steps, self._wants_to_measure = 1, False
         if taken is None:
             return
         for key, sample in taken.samples.items():

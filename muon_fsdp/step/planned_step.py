@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muon_fsdp.comm.agreement import REPLICAS, WRITTEN
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.process_groups import Ranks, groups_for, make_group, my_rank
 from muon_fsdp.comm.recorder import GraphRecorder, Recorder
+from muon_fsdp.declarations.encoding import HALF_DTYPES
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State, working_dtype
@@ -34,6 +36,7 @@ from muon_fsdp.step.fused import FusedStep, make_fused_step, signature_of
 from muon_fsdp.step.graph import CapturedStep, StepKey, capture_obstacle
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.matrix_state import SUMS, MatrixStates
+from muon_fsdp.step.meter import Meter
 from muon_fsdp.step.metrics import Samples
 from muon_fsdp.step.overlap import BackwardOverlap
 from muon_fsdp.step.pipeline import run_stages
@@ -102,6 +105,8 @@ class PlannedStep:
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
+        self._specs = specs
+        self._meter: Meter | None = None  # made by the first step that is measured
         self.random = RandomNumbers(records)
         self.store = make_store(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
@@ -127,6 +132,10 @@ class PlannedStep:
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas, if there are any."""
         self.compares_replicas = any(record.layout.num_replicas > 1 for record in self.records)
+
+    def wish_to_compare(self, states: States) -> int:
+        """Return what this rank wants to compare with other ranks before the next update."""
+        return REPLICAS if self.compares_replicas else WRITTEN * self.written.has_changed(states)
 
     def has_same_parameters(self, other: PlannedStep) -> bool:
         """Return whether another plan is for the same tensors in the same layouts."""
@@ -164,12 +173,46 @@ class PlannedStep:
         """Return, for the stages whose results from backward all ranks use, by number, what returns the result."""
         return self.overlap.settle(agreed) if self.overlap is not None else {}
 
-    def make_groups(self) -> None:
-        """Make the process groups that stages and per-matrix state need; all of their ranks must call this."""
+    @property
+    def wants_to_measure(self) -> bool:
+        """Return whether `metrics()` was called on this rank, so that the next step should be measured."""
+        return self.samples.wants_to_measure(rarely=self.captured.is_due)
+
+    @property
+    def meter(self) -> Meter:
+        """Return what measures how far steps move and turn matrices."""
+        if self._meter is None:
+            rounded = {
+                record.position
+                for record in self.records
+                if record.view is not None and record.tensor.dtype in HALF_DTYPES and record.rounding == "nearest"
+            }
+            self._meter = Meter(self._specs, self._names, rounded)
+        return self._meter
+
+    def metrics(self, totals: Mapping[str, Tensor], *, per_matrix: bool) -> dict[str, float]:
+        """Return numbers about the last steps, and ask for new samples and a new measurement.
+
+        Args:
+            totals: of the diagnostics of every rule.
+            per_matrix: whether the numbers of every matrix are wanted too.
+        """
+        numbers = self.matrices.metrics(totals) if self.matrices is not None else {}
+        of_meter = self._meter.metrics(per_matrix=per_matrix) if self._meter is not None else {}
+        return numbers | self.samples.ask() | of_meter
+
+    def make_groups(self, *, measures: bool) -> None:
+        """Make the process groups that stages and per-matrix state need; all of their ranks must call this.
+
+        Args:
+            measures: whether the step is measured, which may need further groups.
+        """
         for purpose_of_all in ("", PURPOSE) if self.overlap is not None else ("",):
             with groups_for(purpose_of_all):
                 for ranks, device, purpose, shared_by in self._groups:
                     make_group(ranks, device, self.shared.like(shared_by), purpose)
+        for ranks, device in self.meter.groups if measures else ():
+            make_group(ranks, device, self.shared.like(ranks))
 
     def _find_groups(self) -> list[tuple[Ranks, torch.device, str, Ranks]]:
         """Find the process groups that this rank needs.
@@ -200,12 +243,13 @@ class PlannedStep:
             for (ranks, _, purpose), (device, shared_by) in sorted(found.items(), key=lambda item: item[0])
         ]
 
-    def run(self, inputs: StepInputs, kept: Mapping[int, Callable[[], StageResult]]) -> Failures:
+    def run(self, inputs: StepInputs, kept: Mapping[int, Callable[[], StageResult]], *, measures: bool) -> Failures:
         """Run the stages, in fused launches where parameters allow it, and as a CUDA graph if that was asked for.
 
         Args:
             inputs: the tensors and options of the step.
             kept: for stages that ran in backward, by number: waits for the result and returns it.
+            measures: whether this step is measured, on all ranks alike.
 
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
@@ -232,7 +276,8 @@ class PlannedStep:
         fused.fill_tables(replace(stored, gradients=gradients))
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
-        taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due)
+        taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
+        measured = self.meter.start(inputs.shards, inputs.updated) if measures else None
 
         def run(recorder: Recorder) -> None:
             is_recorded = isinstance(recorder, GraphRecorder)
@@ -243,10 +288,12 @@ class PlannedStep:
             shared = (self._dtypes, settings, recorder, random, matrices, kept)
             source = StepSource(inputs, fused, self.store, *shared)
             weights = Weights(self.records, inputs.states)
-            sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights)
+            sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
             if self.matrices is not None:
                 self.matrices.finish(recorder)
+            if measured is not None:
+                measured.finish(recorder)
             self.weights.run(buckets, recorder)
             found.end(recorder, lambda: self._failures)
 
@@ -259,12 +306,14 @@ class PlannedStep:
             StepKey((addresses_of(kept_weights), of_matrices), launches),
             run,
             device=lambda: fused.device,
-            # A captured step takes no samples.
-            eager=(taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
+            # A captured step takes no samples and is not measured.
+            eager=measures or (taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
         )
         if taken is not None and self.overlap is not None:
             taken.has_residuals &= self.overlap.took_residuals
-        self.samples.end_step(inputs.groups, taken)
+        self.samples.end_step(inputs.groups, taken, measures=measures)
+        if measured is not None:
+            self.meter.keep(measured)
         if self.overlap is not None:
             self.overlap.begin(inputs, fused)
         return failures
@@ -324,6 +373,7 @@ def parameter_specs(
                 block_flops.append(costs[key])
         dtype = working_dtype(record.tensor.dtype)
         staging = settings.staging_dtype(record.tensor.device.type, dtype)
+        settled = record.rule.matrix_state if record.view is not None else ()
         specs.append(
             ParameterSpec(
                 position=record.position,
@@ -339,6 +389,8 @@ def parameter_specs(
                 block_flops=tuple(block_flops),
                 is_observed=bool(record.rule.statistics) or record.rule.update_statistics,
                 sums_updates=record.rule.update_statistics,
+                settled_bytes=sum(s.shape(record.tensor, record.view).numel() * dtype.itemsize for s in settled),
+                has_large_state=any(s.is_large for s in settled),
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
                 device_memory=memory[id(record.layout)],
             )

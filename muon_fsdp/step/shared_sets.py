@@ -218,8 +218,9 @@ class StepAgreement:
         *,
         inert: bool,
         not_finite: bool,
-        compares: bool,
+        compares: int,
         written: Written | None = None,
+        measures: bool = False,
         has_loaded: bool = False,
         changed: Collection[int] = (),
     ) -> Agreed | None:
@@ -232,8 +233,9 @@ class StepAgreement:
             early: by position, what speaks against starting the stage of a parameter in backward.
             inert: whether the step only creates state.
             not_finite: whether some gradient of this rank is not finite.
-            compares: whether parameters or state are still to be compared.
+            compares: what is still to be compared: `WRITTEN`, `REPLICAS`, or 0 for nothing.
             written: by position, per-matrix state as text, which must be equal; None if it is not compared.
+            measures: whether this rank wants the step to be measured for `metrics()`.
             has_loaded: whether this rank has loaded optimizer state since the last step.
             changed: positions of the sharded parameters whose weights were written to before the first step.
 
@@ -242,7 +244,7 @@ class StepAgreement:
         """
         num_updates = max((group.get(NUM_UPDATES, 0) for group in groups), default=0)
         if self._agreement is None:
-            return Agreed(inert, my_rank() if not_finite else None, num_updates=num_updates)
+            return Agreed(inert, my_rank() if not_finite else None, num_updates=num_updates, measures=measures)
         by_ranks, early_by_ranks = (
             {
                 ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
@@ -265,6 +267,7 @@ class StepAgreement:
             not_finite=not_finite,
             compares=compares,
             num_updates=num_updates,
+            measures=measures,
             loaded=loaded,
         )
         if agreed is None:

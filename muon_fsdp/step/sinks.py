@@ -17,6 +17,7 @@ from muon_fsdp.rules.checks import GivenStates, check_applied
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
+from muon_fsdp.step.meter import MeasuredStep
 from muon_fsdp.step.metrics import TakenSamples
 from muon_fsdp.step.sources import StageInputs
 from muon_fsdp.step.weights import Weights
@@ -76,6 +77,7 @@ class StepSink:
         matrices: per-matrix state, statistics and factors; None if no rule has any.
         samples: takes samples of updates for `metrics()`; None if this step takes none.
         weights: lends those of the shards.
+        measured: measures how far weights move; None in most steps.
     """
 
     applies = True
@@ -87,9 +89,10 @@ class StepSink:
         matrices: MatrixStates | None,
         samples: TakenSamples | None,
         weights: Weights,
+        measured: MeasuredStep | None,
     ) -> None:
         self.failures, self.unproven, self.samples = failures, unproven, samples
-        self._matrices, self._weights = matrices, weights
+        self._matrices, self._weights, self._measured = matrices, weights, measured
         self._failed: set[int] = set()
         self._sums: dict[int, Reduction] = {}  # of updates, by number of the stage
         # Samples whose factors are not known yet, by number of the stage: the batch, its selection and a matrix of it.
@@ -139,7 +142,10 @@ class StepSink:
         sums = reduction.finish() if reduction is not None else None
         if matrices is not None and sums is not None:
             self._attempt(stage, "factors", inputs, lambda: self._take_sums(stage, matrices, sums))
+        before = self._measured.copies(stage.positions) if self._measured is not None else {}
         self._attempt(stage, "apply", inputs, lambda: self._apply(stage, inputs, buffer, updates, states, matrices))
+        if self._measured is not None:
+            self._measured.add(before)
         if self.has_failed(stage) and matrices is not None:
             matrices.restore(stage)
 

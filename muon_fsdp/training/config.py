@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule
 from muon_fsdp.rules.base import VIEW_OPTIONS
+from muon_fsdp.rules.recipes import recipes
 from muon_fsdp.training.arguments import ConfigError, OneLineParser
 from muon_fsdp.training.model import PRESETS, GPTConfig, preset
 from muon_fsdp.training.plugins import find_rule, load_plugins
@@ -21,6 +22,10 @@ VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows, because GPUs are slow
 DEFAULT_REST_LR = 4e-3
 OWN_FIELDS = ("lr", "weight_decay", "state_dtype")  # options of rules that are fields of TrainConfig
 COMMON_OPTIONS = ("momentum", "nesterov", "beta2", "betas", "lambda_mode")  # options of rules that have flags
+SET_BY_RECIPE = (
+    "optimizer", "lr", "rest_lr", "weight_decay", "rest_weight_decay", "rest_betas", "attention", "schedule",
+    "warmup_fraction", "decay_fraction", "final_lr_fraction",
+)  # fmt: skip
 STARTS_FROM = {"nesterov": True}  # defaults of the program that replace those of the rules
 
 Check = tuple[Callable[[Any], bool], str]
@@ -86,6 +91,8 @@ class TrainConfig:
         "(default: 0)", _NOT_NEGATIVE)  # fmt: skip
     rest_betas: Sequence[float] | None = _flag(None, "decay of both moments of all other parameters (default: those of "
         "the rule that updates them)", metavar="X,X", type=lambda text: _numbers(text))  # fmt: skip
+    recipe: str | None = _flag(None, "published recipe, whose optimizer and schedules replace all flags about these: "
+        + ", ".join(recipes), metavar="NAME")  # fmt: skip
     attention: Literal["split", "whole", "per_head"] = _flag("split", "whether each head of Q, K and V is a matrix of "
         "its own (per_head); split and whole are the same for this model")  # fmt: skip
     state_dtype: Literal["float32", "bfloat16", "int8"] = _flag("float32", "how moments are stored, those of all "
@@ -141,6 +148,8 @@ class TrainConfig:
     def _settle_optimizer(self) -> None:
         """Import the plugins, find the rule and check its options."""
         load_plugins(self.plugin)
+        if self.recipe is not None:
+            object.__setattr__(self, "optimizer", self._rule_of_recipe())
         rule = find_rule(self.optimizer)
         _check_options(self.options, rule)
         for name, value in (("optimizer", rule.name), ("options", dict(self.options)), ("plugin", tuple(self.plugin))):
@@ -160,6 +169,22 @@ class TrainConfig:
         if reason is not None:
             raise ConfigError(f"--cuda-graph cannot capture this optimizer's step: {reason}; leave out --cuda-graph")
 
+    def _rule_of_recipe(self) -> str:
+        """Return the rule of the recipe; raise if there is no such recipe, or if flags are about what it sets."""
+        assert self.recipe is not None
+        if self.recipe not in recipes:
+            near = suggestion(self.recipe, recipes)
+            raise ConfigError(f"unknown --recipe {self.recipe}; valid names are {', '.join(recipes)}{near}")
+        rule: str = recipes[self.recipe].options.get("rule", DEFAULT_RULE)
+        own = [each for each in fields(self) if each.name in SET_BY_RECIPE and getattr(self, each.name) != each.default]
+        flags = [_flag_name(each) for each in own if (each.name, getattr(self, each.name)) != ("optimizer", rule)]
+        flags += [f"--set {name}=..." for name in self.options]
+        if flags:
+            raise ConfigError(
+                f"--recipe {self.recipe} sets the optimizer and its schedules: leave out {', '.join(flags)}"
+            )
+        return rule
+
     @property
     def rule(self) -> Rule:
         """Return the rule that updates the hidden matrices."""
@@ -168,18 +193,21 @@ class TrainConfig:
     @property
     def matrix_options(self) -> dict[str, Any]:
         """Return all options of the hidden matrices, defaults included."""
+        if self.recipe is not None:
+            given = recipes[self.recipe].options
+            return {**default_options(self.rule), **{n: given[n] for n in self.rule.all_options if n in given}}
         own = {name: getattr(self, name) for name in OWN_FIELDS if getattr(self, name) is not None}
         return {**default_options(self.rule), **own, **self.options}
 
     @property
     def label(self) -> str:
         """Return the name of the run in what it prints."""
-        return self.name or self.rule.display_name
+        return self.name or self.recipe or self.rule.display_name
 
     @property
     def folder(self) -> Path:
         """Return the folder for checkpoints and metrics."""
-        return self.output or Path("runs") / f"{self.model}-{self.optimizer}"
+        return self.output or Path("runs") / f"{self.model}-{self.recipe or self.optimizer}"
 
     def model_config(self, data_vocabulary: int | None) -> GPTConfig:
         """Return the preset with the changes of the flags; `data_vocabulary` is None for data of unknown vocabulary."""

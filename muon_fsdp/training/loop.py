@@ -57,6 +57,7 @@ class Training:
     on_save: Callable[[int], None]  # the number of steps done
     stop_wanted: Callable[[], bool]
     clip_logits: Callable[[torch.optim.Optimizer], None] | None = None  # called after every step
+    set_options: Callable[[int], None] = lambda step: None  # sets options besides lr, by the step counted from 0
 
 
 class Clock:
@@ -155,6 +156,7 @@ def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
     clock.mark()
     for group, lr in zip(optimizer.param_groups, training.base_lrs, strict=True):
         group["lr"] = lr * training.schedule(step)
+    training.set_options(step)
     loss = _accumulate(training.model, next(training.train_batches), pace.num_micro_batches, world)
     norm = training.clip(pace.clip_norm)
     clock.mark()

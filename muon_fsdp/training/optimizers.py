@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from muon_fsdp import FSDPMuonOptimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.declarations.settings import CudaGraph
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
+from muon_fsdp.rules.recipes import recipes
 from muon_fsdp.training.config import DEFAULT_REST_LR, TrainConfig
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> FSDPMuonOptimizer:
+def make_optimizer(model: nn.Module, config: TrainConfig) -> MuonOptimizer:
     """Make the optimizer of a model on one device, in DDP or under FSDP2.
 
     Runs with different rules differ only in the hidden matrices. AdamW as the rule of the hidden matrices has a second
     learning rate for all other parameters too: with one it was much worse, and a comparison would not be fair.
     """
+    if config.recipe is not None:
+        return _by_recipe(model, config.recipe, config.cuda_graph)
     named = [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
     hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
     chosen = {name for name, _ in hidden}
@@ -33,6 +38,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> FSDPMuonOptimizer:
         attention=config.attention,
         cuda_graph="auto" if config.cuda_graph is None else config.cuda_graph,
     )
+
+
+def _by_recipe(model: nn.Module, name: str, cuda_graph: bool | None) -> MuonOptimizer:
+    """Make the optimizer of a published recipe. Its overrides call the embedding "*embed*", and this model "wte"."""
+    options = dict(recipes[name].options)
+    named = {pattern.replace("embed", "wte"): given for pattern, given in options.pop("overrides", {}).items()}
+    names = [clean_name(each) for each, _ in model.named_parameters()]  # without a head of its own if it is tied
+    overrides = {pattern: given for pattern, given in named.items() if any(fnmatchcase(n, pattern) for n in names)}
+    graph: CudaGraph = "auto" if cuda_graph is None else cuda_graph
+    return MuonOptimizer(model, **options, overrides=overrides or None, cuda_graph=graph)
 
 
 def _rest_groups(named: Sequence[tuple[str, nn.Parameter]], config: TrainConfig) -> list[dict[str, Any]]:

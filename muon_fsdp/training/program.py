@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from muon_fsdp.rules.recipes import recipes
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError, lock_folder
@@ -80,6 +82,8 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
         facts = {"config": config.as_json(), "model": asdict(inputs.model_config)}
         checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, world, config.keep)
 
+    recipe = None if config.recipe is None else recipes[config.recipe]
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
     fractions = (config.warmup_fraction, config.decay_fraction, config.final_lr_fraction)
     with closing(RunLog(inputs, result, manifest.get("step"), stop)) if world.is_main else nullcontext() as log:
         training = Training(
@@ -87,13 +91,18 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
             optimizer=optimizer,
             base_lrs=[group.lr for group in result.groups],
             clip=lambda norm: optimizer.clip_grad_norm_(norm)["all"],
-            schedule=make_schedule(config.schedule, pace.steps, *fractions),
+            schedule=make_schedule(config.schedule, pace.steps, *fractions)
+            if recipe is None
+            else partial(recipe.lr_factor, total_steps=pace.steps),
             train_batches=read_training_rows(inputs, result.num_steps),
             validation=read_validation(inputs),
             pace=pace,
             world=world,
             on_log=log.write if log is not None else lambda result: None,
             on_save=save,
+            set_options=(lambda step: None)
+            if recipe is None
+            else partial(recipe.set_options, optimizer.param_groups, decays, total_steps=pace.steps),
             stop_wanted=lambda: stop.wanted or launcher_is_gone(),
             clip_logits=None
             if config.qk_clip is None
