@@ -120,3 +120,5 @@ def call(arguments: Sequence[str]) -> int:
         return 2
     except typer.Abort:
         return 130
+    except SystemExit as end:  # of `fail` and of argparse, which parses the flags of `muon-fsdp train`
+        return int(end.code or 0)

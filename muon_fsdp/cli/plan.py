@@ -6,8 +6,9 @@ import math
 import re
 
 from muon_fsdp.cli.flags import DTYPES, PlanFlags, command_with
-from muon_fsdp.cli.output import fail, print_json, status
+from muon_fsdp.cli.output import print_json, status
 from muon_fsdp.text import format_count
+from muon_fsdp.training.arguments import ConfigError, fail
 from muon_fsdp.training.terminal import import_torch, print_table
 
 MOST_RANKS = 1 << 16
@@ -101,7 +102,6 @@ def _check_number_of_ranks(number: int) -> None:
 def _rule(name: str | None, plugins: list[str]) -> str:
     """Return the name of the rule for a name or alias, after loading the plugins, which may register it."""
     from muon_fsdp.rules import DEFAULT_RULE
-    from muon_fsdp.training.arguments import ConfigError
     from muon_fsdp.training.plugins import find_rule, load_plugins
 
     try:
