@@ -16,6 +16,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+def fork_context() -> Any:
+    """Return a context of multiprocessing whose processes have imported torch already.
+
+    They are forked from one that has imported what all of them need and has done nothing else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
+    return context
+
+
 class RankError(AssertionError):
     """Something failed on a rank; the message holds every rank's traceback."""
 
@@ -23,15 +33,12 @@ class RankError(AssertionError):
 class RankPool:
     """Starts ranks as they are needed: importing torch takes seconds, a new process group milliseconds.
 
-    Ranks of gloo are forked from a process that has imported what all of them need and has done nothing else. CUDA
-    does not survive a fork, so ranks of NCCL begin anew.
+    CUDA does not survive a fork, so ranks of NCCL begin anew.
     """
 
     def __init__(self, backend: str = "gloo") -> None:
         self._backend = backend
-        self._context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend != "nccl":
-            self._context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
+        self._context = multiprocessing.get_context("spawn") if backend == "nccl" else fork_context()
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 

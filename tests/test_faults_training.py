@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from muon_fsdp.training.unpickling import Reader
 from tests.pool import RankPool
+from tests.program_cases import ForkedProgram, forked_ranks_fixture, meanwhile  # noqa: F401
 from tests.promises import promise
-from tests.training_cases import PATIENCE, ROOT, TINY, fault_flags, lines, running, surroundings, text_fixture, wait_for  # noqa: F401
+from tests.training_cases import PATIENCE, ROOT, TINY, fault_flags, lines, surroundings, text_fixture  # noqa: F401
 
 
 @promise(
@@ -213,15 +215,19 @@ def test_our_process_groups_end_with_the_default_group() -> None:
     "SIGTERM comes while a checkpoint is being written",
     "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` continues from it",
 )
-def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
-    output, log = tmp_path / "out", tmp_path / "log"
+def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys, forked_ranks: list[ForkedProgram]) -> None:
+    output = tmp_path / "out"
     arguments = ["--model", "demo", "--sequence-length", "16", *fault_flags(text, output, 100_000, "--save-every", "1")]
-    command = [sys.executable, "-m", "muon_fsdp.training", *arguments, "--processes", "2", "--fsdp"]
-    with running(command, log) as process:
-        wait_for(lambda: list((output / "checkpoints").glob("*.partial")), process, log)
-        process.terminate()
-        assert process.wait(PATIENCE) == 130, log.read_text()
-    assert "Traceback" not in log.read_text()
+    kept = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it must not end the tests if the ranks end too early
+    try:
+        is_saving = lambda: list((output / "checkpoints").glob("*.partial"))  # noqa: E731
+        with meanwhile(is_saving, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            code = main([*arguments, "--processes", "2", "--fsdp"])
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    logs = "".join(rank.log.read_text() for rank in forked_ranks)
+    assert code == 130, logs
+    assert "Traceback" not in logs
     step = int(checkpoint.checkpoints(output / "checkpoints")[-1].name.removeprefix("step-"))
     arguments[arguments.index("--steps") + 1] = str(step + 1)
     assert main([*arguments, "--resume"]) == 0

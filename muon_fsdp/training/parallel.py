@@ -171,13 +171,17 @@ def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
         return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
     if world.mesh is not None:
         data_mesh = world.mesh["replica", "shard"] if config.replicas > 1 else world.mesh["shard"]
-        policy = MixedPrecisionPolicy()
-        if world.precision != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=world.precision, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=data_mesh, mp_policy=policy)
-        fully_shard(model, mesh=data_mesh, mp_policy=policy)
+        shard(model, data_mesh, world.precision)
     return model
+
+
+def shard(model: GPT, mesh: DeviceMesh, precision: torch.dtype) -> None:
+    """Shard every block of a model, and the rest of it, with FSDP2; gradients are reduced in float32."""
+    policy = MixedPrecisionPolicy()
+    if precision != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def _split_heads_and_channels(model: GPT, size: int, world: World) -> None:
