@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -32,6 +33,12 @@ def pytest_xdist_auto_num_workers() -> int:
     A GPU is for one process, and with more than four each imports torch for few tests.
     """
     return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of searches for garbage, each of which would take 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
