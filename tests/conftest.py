@@ -42,9 +42,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """Seed every test alike: with pytest-xdist each worker runs other tests, so the generator would be anywhere."""
+def same_start() -> None:
+    """Begin every test alike: with pytest-xdist each worker runs other tests before it.
+
+    A test of `muon-fsdp bench` leaves two threads, with which small matrices take several times as long.
+    """
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
