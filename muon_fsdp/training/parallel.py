@@ -176,7 +176,7 @@ def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 
 
 def shard(model: GPT, mesh: DeviceMesh, precision: torch.dtype) -> None:
-    """Shard every block of a model, and the rest of it, with FSDP2; gradients are reduced in float32."""
+    """Apply FSDP2 to every block of a model, and to the rest of it; gradients are reduced in float32."""
     policy = MixedPrecisionPolicy()
     if precision != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
