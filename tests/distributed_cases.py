@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.plan import outline
-from muon_fsdp.plan.costs import Staging
+from muon_fsdp.plan.costs import StageLimits
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
 from tests.reference import ReferenceAdamW, ReferenceMuon, ReferenceNorMuon, ReferenceSinkhorn
@@ -210,9 +210,9 @@ def curve(
     return losses, full_state(module)
 
 
-def curve_in_stages(staging: Staging, layout: str, options: dict[str, Any], steps: int) -> list[float]:
+def curve_in_stages(limits: StageLimits, layout: str, options: dict[str, Any], steps: int) -> list[float]:
     """Train in a layout with stages that are cut and overlap in this way; return the losses."""
-    with patch.object(outline, "choose_staging", lambda *_: staging):
+    with patch.object(outline, "choose_limits", lambda *_: limits):
         return curve(layout, options, {}, steps)[0]
 
 

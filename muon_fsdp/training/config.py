@@ -306,13 +306,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 def _argument_of(annotation: Any, default: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` that follow from the type of a field."""
     parts = get_args(annotation) if type(None) in get_args(annotation) else (annotation,)
-    kind = parts[0]  # without None
-    if get_origin(kind) is Literal:
-        return {"choices": list(get_args(kind))}
-    if kind is bool:
+    without_none = parts[0]
+    if get_origin(without_none) is Literal:
+        return {"choices": list(get_args(without_none))}
+    if without_none is bool:
         return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     metavars = {int: "N", float: "X", Path: "PATH", str: "NAME"}
-    return {"type": kind, "metavar": metavars[kind]} if kind in metavars else {}
+    return {"type": without_none, "metavar": metavars[without_none]} if without_none in metavars else {}
 
 
 def _add_layout_flags(group: argparse._ActionsContainer) -> None:

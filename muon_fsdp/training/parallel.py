@@ -119,8 +119,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
-    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
+    device_type = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
