@@ -121,4 +121,6 @@ def call(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return 130
     except SystemExit as end:  # of `fail` and of argparse, which parses the flags of `muon-fsdp train`
-        return int(end.code or 0)
+        if not isinstance(end.code, int):  # imported code ends the program, perhaps with a text for stderr
+            raise
+        return end.code
