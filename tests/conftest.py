@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -34,10 +35,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of searches for garbage, each of which would take 0.4 s."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """Seed every test alike: with pytest-xdist each worker runs other tests, so the generator would be anywhere."""
+def same_start() -> None:
+    """Begin every test alike: with pytest-xdist each worker runs other tests before it.
+
+    A test of `muon-fsdp bench` leaves two threads, with which small matrices take several times as long.
+    """
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+def fork_context() -> Any:
+    """Return a context of multiprocessing whose processes have imported torch already.
+
+    They are forked from one that has imported what all of them need and has done nothing else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
+    return context
+
+
 class RankError(AssertionError):
     """Something failed on a rank; the message holds every rank's traceback."""
 
@@ -23,15 +34,12 @@ class RankError(AssertionError):
 class RankPool:
     """Starts ranks as they are needed: importing torch takes seconds, a new process group milliseconds.
 
-    Ranks of gloo are forked from a process that has imported what all of them need and has done nothing else. CUDA
-    does not survive a fork, so ranks of NCCL begin anew.
+    CUDA does not survive a fork, so ranks of NCCL begin anew.
     """
 
     def __init__(self, backend: str = "gloo") -> None:
         self._backend = backend
-        self._context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend != "nccl":
-            self._context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
+        self._context = multiprocessing.get_context("spawn") if backend == "nccl" else fork_context()
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 
@@ -84,8 +92,10 @@ def _serve(connection: Connection, backend: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported need not be searched for garbage after every run
+    known = 0
     while True:
+        if known != (known := len(sys.modules)):
+            gc.freeze()  # what was imported need not be searched for garbage after every run: Transformers takes 0.1 s
         try:
             rank, module, name, args, world_size, store = connection.recv()
         except EOFError:

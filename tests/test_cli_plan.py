@@ -23,7 +23,7 @@ from muon_fsdp.cli.loading import named_models
 from muon_fsdp.cli.planned import PlannedStep, estimate_time
 from muon_fsdp.plan import outline, speeds
 from muon_fsdp.plan.layout import fsdp_layout
-from muon_fsdp.plan.staging import HARDLY_LONGER
+from muon_fsdp.plan.stage_limits import HARDLY_LONGER
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import plugins
 from muon_fsdp.training.model import PRESETS

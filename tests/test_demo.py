@@ -33,8 +33,9 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_trains_on_one_process_and_two_and_writes_what_it_says(
-    text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo, "BATCH_SIZE", 4)  # a passage of all code paths needs no more
     output = tmp_path / "new" / "folder"
     assert demo.main(["--steps", "5", "--data", str(text_file), "--output", str(output)]) == 0
     printed = capfd.readouterr().out

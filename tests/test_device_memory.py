@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.device_memory import total_memory
 from muon_fsdp.comm.dtensors import local
-from muon_fsdp.plan import staging
+from muon_fsdp.plan import stage_limits
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
 from muon_fsdp.step import shared_sets
 from tests.fault_cases import LIMIT, error_of, give_gradients, sharded
@@ -37,7 +37,7 @@ class Devices:
         self._patches = ExitStack()
         mine = self._memories[dist.get_rank()]
         self._patches.enter_context(patch.object(shared_sets, "total_memory", lambda device: mine))
-        self._patches.enter_context(patch.object(staging, "LEAST_LIMIT", 1))
+        self._patches.enter_context(patch.object(stage_limits, "LEAST_LIMIT", 1))
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from muon_fsdp.plan.costs import Staging
+from muon_fsdp.plan.costs import StageLimits
 from tests import agreement_cases
 from tests import distributed_cases as cases
 from tests.pool import RankPool
@@ -95,8 +95,8 @@ def test_stages_and_their_overlap_do_not_change_the_curve(ranks: RankPool, layou
 @pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("hsdp", 4)])
 def test_stages_that_overlap_less_give_the_same_curve(ranks: RankPool, layout, world_size, in_flight):
     expected, _ = one_device(31)
-    staging = Staging(3000, in_flight)
-    for losses in ranks.run(world_size, cases.curve_in_stages, staging, layout, {"strategy": "owner"}, STEPS):
+    limits = StageLimits(3000, in_flight)
+    for losses in ranks.run(world_size, cases.curve_in_stages, limits, layout, {"strategy": "owner"}, STEPS):
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 

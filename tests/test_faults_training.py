@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from muon_fsdp.training.unpickling import Reader
 from tests.pool import RankPool
+from tests.program_cases import ForkedProgram, forked_ranks_fixture, meanwhile  # noqa: F401
 from tests.promises import promise
-from tests.training_cases import PATIENCE, ROOT, TINY, fault_flags, lines, running, surroundings, text_fixture, wait_for  # noqa: F401
+from tests.training_cases import PATIENCE, ROOT, TINY, fault_flags, lines, surroundings, text_fixture  # noqa: F401
 
 
 @promise(
@@ -181,9 +183,17 @@ def test_the_end_of_a_process_does_not_abort() -> None:
 
 
 ENDS_WHILE_GLOO_FREES_A_TENSOR_OF_OURS = """
-import sys, time
+import os, sys, time
 import torch, torch.distributed as dist
 from muon_fsdp.comm.process_groups import group_of, make_group
+children = []
+for _ in range(3):  # by forks, because each process would import torch for seconds
+    children.append(os.fork())
+    if not children[-1]:
+        break
+else:
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    sys.exit()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 held = dist.group.WORLD  # as by DTensor's caches
 make_group((0,), torch.device("cpu"), None)
@@ -205,23 +215,27 @@ sys.exit(3)
 )
 def test_our_process_groups_end_with_the_default_group() -> None:
     command = [sys.executable, "-c", ENDS_WHILE_GLOO_FREES_A_TENSOR_OF_OURS]
-    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]
-    assert [process.wait(timeout=PATIENCE) for process in processes] == [3, 3, 3]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout == "[3, 3, 3]\n"
 
 
 @promise(
     "SIGTERM comes while a checkpoint is being written",
     "That one is finished, another is saved at the next step, the exit status is 130, and `--resume` continues from it",
 )
-def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys) -> None:
-    output, log = tmp_path / "out", tmp_path / "log"
+def test_sigterm_during_a_save(text: Path, tmp_path: Path, capsys, forked_ranks: list[ForkedProgram]) -> None:
+    output = tmp_path / "out"
     arguments = ["--model", "demo", "--sequence-length", "16", *fault_flags(text, output, 100_000, "--save-every", "1")]
-    command = [sys.executable, "-m", "muon_fsdp.training", *arguments, "--processes", "2", "--fsdp"]
-    with running(command, log) as process:
-        wait_for(lambda: list((output / "checkpoints").glob("*.partial")), process, log)
-        process.terminate()
-        assert process.wait(PATIENCE) == 130, log.read_text()
-    assert "Traceback" not in log.read_text()
+    kept = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it must not end the tests if the ranks end too early
+    try:
+        is_saving = lambda: list((output / "checkpoints").glob("*.partial"))  # noqa: E731
+        with meanwhile(is_saving, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            code = main([*arguments, "--processes", "2", "--fsdp"])
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    logs = "".join(rank.log.read_text() for rank in forked_ranks)
+    assert code == 130, logs
+    assert "Traceback" not in logs
     step = int(checkpoint.checkpoints(output / "checkpoints")[-1].name.removeprefix("step-"))
     arguments[arguments.index("--steps") + 1] = str(step + 1)
     assert main([*arguments, "--resume"]) == 0

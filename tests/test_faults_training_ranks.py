@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from muon_fsdp.training.config import TrainConfig
 from muon_fsdp.training.heartbeat import Beat, find_verdict
 from muon_fsdp.training.parallel import connect
 from muon_fsdp.training.program import main
-from tests.pool import RankPool
+from tests.pool import RankPool, fork_context
 from tests.promises import promise
 from tests.training_cases import PATIENCE, TINY, fault_flags, has_trained, surroundings, text_fixture  # noqa: F401
 
@@ -30,14 +29,13 @@ class Job:
     """Ranks of a job as processes that have imported torch already; standard error of each is a file."""
 
     def __init__(self, folder: Path, arguments: list[str], size: int, hangs: int | None = None) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.distributed_cases"])
+        context = fork_context()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(size)}
         job |= {"LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
         self.logs = [folder / f"log{rank}" for rank in range(size)]
         self.processes = [
-            self._context.Process(target=run_rank, args=(arguments, job | {"RANK": str(rank)}, log, rank == hangs))
+            context.Process(target=run_rank, args=(arguments, job | {"RANK": str(rank)}, log, rank == hangs))
             for rank, log in enumerate(self.logs)
         ]
 

@@ -220,7 +220,6 @@ def test_options_of_groups():
 
 
 @pytest.mark.parametrize(("rule", "options"), RULES[:4], ids=IDS[:4])
-@pytest.mark.parametrize("strategy", ["owner", "replicate"])
-def test_idle_matrices_stop_on_shards(ranks: RankPool, rule, options, strategy):
+def test_idle_matrices_stop_on_shards(ranks: RankPool, rule, options):
     """FSDP2 on two ranks, fused kernels in the interpreter: the owner of a matrix knows its norm, holders do not."""
-    ranks.run(2, cases.by_kernels, cases.stop_idle, rule, strategy, options)
+    ranks.run(2, cases.by_kernels, cases.stop_idle, rule, options)

@@ -24,8 +24,8 @@ from muon_fsdp.plan.layout import Layout, local_layout
 from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
+from muon_fsdp.plan.stage_limits import LEAST_LIMIT, scratch_limit
 from muon_fsdp.plan.stages import Plan, make_plan
-from muon_fsdp.plan.staging import LEAST_LIMIT, scratch_limit
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from tests.pool import RankPool
 
@@ -218,7 +218,7 @@ def test_the_report_and_the_planner_count_alike():
     outlines = make_outline(specs, max_stage_bytes=1, strategy="owner")
     report = make_report(specs, Settings("propagate", 1, False, "owner", None))
     assert len(outlines) > 1
-    assert list(report.stages) == [stage_cost(outline.loads, outline.staging) for outline in outlines]
+    assert list(report.stages) == [stage_cost(outline.loads, outline.limits) for outline in outlines]
     assert report.gather_bytes == sum(load.gathered for outline in outlines for load in outline.loads)
     for kind, total in (("gathered", report.gather_bytes), ("scattered", report.scatter_bytes)):
         assert sum(getattr(report.traffic, kind).values()) == total
@@ -254,14 +254,14 @@ def test_a_stage_has_a_matrix_for_every_rank():
 def test_one_device_keeps_its_bound():
     specs = [spec(i, 0, "muon", (1, 4096, 4096)) for i in range(9)]
     outlines = make_outline(specs, max_stage_bytes=None)
-    assert {outline.staging.max_bytes for outline in outlines} == {ONE_DEVICE_BYTES}
+    assert {outline.limits.max_bytes for outline in outlines} == {ONE_DEVICE_BYTES}
     assert [len(outline.specs) for outline in outlines] == [4, 4, 1]
 
 
 def test_small_matrices_share_a_stage():
     """The memory that more stages would save is not worth their host time."""
     (outline,) = make_outline(fsdp_specs(1000 * [(8, 8)], 2, 1), max_stage_bytes=None, strategy="owner")
-    assert outline.staging.in_flight == 3
+    assert outline.limits.in_flight == 3
 
 
 def test_memory_decides_how_many_stages_are_in_flight():
@@ -271,7 +271,7 @@ def test_memory_decides_how_many_stages_are_in_flight():
     needs = {}
     for limit in (14.0, 10.0, 7.0, 1.0):  # matrices
         outlines = make_outline(fsdp_specs(shapes, 8, int(20 * limit * matrix)), max_stage_bytes=None)
-        needs[limit] = (outlines[0].staging.in_flight, len(outlines))
+        needs[limit] = (outlines[0].limits.in_flight, len(outlines))
     assert needs == {14.0: (3, 4), 10.0: (2, 4), 7.0: (1, 4), 1.0: (3, 4)}, needs
 
 
@@ -283,7 +283,7 @@ def test_the_limit_is_a_twentieth_of_the_memory():
 def test_a_bound_of_the_user_is_hard_whatever_the_memory():
     for memory in (1, 1000 * GIB):
         outlines = make_outline(fsdp_specs(16 * [(1024, 1024)], 4, memory), max_stage_bytes=2**22, strategy="owner")
-        assert {(outline.staging.max_bytes, len(outline.specs)) for outline in outlines} == {(2**22, 8)}
+        assert {(outline.limits.max_bytes, len(outline.specs)) for outline in outlines} == {(2**22, 8)}
 
 
 @pytest.mark.parametrize("kind", ["replicas", "whole experts"])
@@ -297,12 +297,12 @@ def test_stages_that_send_nothing_are_those_of_one_device(kind):
     numbers = {}
     for memory in (80 * GIB, 1):
         outlines = make_outline(fsdp_specs(shapes, 8, memory, layout), max_stage_bytes=None, strategy=strategy)
-        (staging,) = {outline.staging for outline in outlines}
-        costs = [stage_cost(outline.loads, outline.staging) for outline in outlines]
-        numbers[memory] = staging.max_bytes
-        assert staging.in_flight == 1
+        (limits,) = {outline.limits for outline in outlines}
+        costs = [stage_cost(outline.loads, outline.limits) for outline in outlines]
+        numbers[memory] = limits.max_bytes
+        assert limits.in_flight == 1
         assert not any(cost.traffic.sends for cost in costs)
-        assert peak_bytes(costs) <= scratch_limit(memory) or staging.max_bytes == matrices * 2**21
+        assert peak_bytes(costs) <= scratch_limit(memory) or limits.max_bytes == matrices * 2**21
     assert numbers[80 * GIB] == ONE_DEVICE_BYTES > numbers[1]
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import io
-import os
 import resource
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 
-from muon_fsdp.training import checkpoint, ending, launcher, model
+from muon_fsdp.training import checkpoint, ending, model
 from muon_fsdp.training.program import main
 from muon_fsdp.training.results import read_result
 from tests.pool import RankPool
-from tests.program_cases import finish, flags
+from tests.program_cases import ForkedProgram, finish, flags, forked_ranks_fixture, meanwhile  # noqa: F401
 from tests.training_cases import (  # noqa: F401
     DEMO,
     PATIENCE,
@@ -54,9 +52,12 @@ def test_ctrl_c_saves_and_a_run_goes_on(text: Path, tmp_path: Path) -> None:
 def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
     folder = output / "checkpoints"
-    with running(program_with(*flags(text, output, 100_000, "--save-every", "1")), log) as process:
+    process = ForkedProgram([*DEMO, *flags(text, output, 100_000, "--save-every", "1")], log)
+    try:
         wait_for(lambda: len(checkpoint.checkpoints(folder)) == 2 and list(folder.glob("*.partial/*")), process, log)
+    finally:
         process.kill()
+    assert process.wait(PATIENCE) == -signal.SIGKILL
     saved = checkpoint.checkpoints(folder)
     assert saved
     step = int(saved[-1].name.removeprefix("step-"))
@@ -66,27 +67,13 @@ def test_kill_in_the_middle_of_a_write_leaves_the_last_good_checkpoint(text: Pat
     assert [line["step"] for line in lines(output) if line["kind"] == "train"] == list(range(1, step + 3))
 
 
-def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_ends_the_run(text: Path, tmp_path: Path, capfd, forked_ranks: list[ForkedProgram]) -> None:
     """This process starts the ranks and waits for them."""
-    output, started, popen = tmp_path / "out", [], subprocess.Popen
-
-    def noting_popen(*args: object, **options: object) -> subprocess.Popen:
-        process = popen(*args, **options)
-        started.append(process)
-        if len(started) == 2:
-            threading.Thread(target=kill_when_trained, args=(process,)).start()
-        return process
-
-    def kill_when_trained(process: subprocess.Popen) -> None:
-        try:
-            wait_for(lambda: has_trained(output), process)
-        finally:
-            os.kill(process.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(launcher.subprocess, "Popen", noting_popen)
-    assert main([*DEMO, *flags(text, output, 100_000, "--processes", "2", "--fsdp")]) == 1
+    output = tmp_path / "out"
+    with meanwhile(lambda: has_trained(output), lambda: forked_ranks[1].kill()):
+        assert main([*DEMO, *flags(text, output, 100_000, "--processes", "2", "--fsdp")]) == 1
     assert has_trained(output)
-    said = capfd.readouterr().err
+    said = capfd.readouterr().err + forked_ranks[0].log.read_text()
     assert "error: rank 1 was ended by SIGKILL" in said
     assert "error: another rank has ended; the last checkpoint is unchanged" in said
     assert "Traceback" not in said

@@ -18,7 +18,7 @@ import torch
 from muon_fsdp.training import checkpoint, model
 from muon_fsdp.training.program import main
 from tests.pool import RankPool
-from tests.program_cases import flags
+from tests.program_cases import ForkedProgram, flags, forked_ranks_fixture  # noqa: F401
 from tests.training_cases import DEMO, TINY, surroundings, text_fixture  # noqa: F401
 
 
@@ -92,7 +92,7 @@ def test_what_rank_0_finds_ends_every_rank(text: Path, tmp_path: Path, ranks: Ra
         assert message in said[0]
 
 
-def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path, capfd) -> None:
+def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path, capfd, forked_ranks: list[ForkedProgram]) -> None:
     """Rank 1 reads it; rank 0 would only see that its peer is gone."""
     tokens = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
     data = tmp_path / "tokens.bin"
@@ -102,7 +102,8 @@ def test_a_rank_alone_with_a_wrong_token_says_so(tmp_path: Path, capfd) -> None:
     data.write_bytes(bytes(tokens.view(torch.uint8).tolist()))
     arguments = flags(data, tmp_path / "out", 2, "--vocab-size", "256", "--batch-size", "2", "--processes", "2")
     assert main([*DEMO, *arguments, "--fsdp"]) in (1, 2)
-    said = capfd.readouterr().err
+    said = "".join(rank.log.read_text() for rank in forked_ranks)
+    assert "Traceback" not in capfd.readouterr().err
     assert "error: rank 1: the data contains token 300" in said
     assert "error: another rank has ended" in said
     assert "Traceback" not in said

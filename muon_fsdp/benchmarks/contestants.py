@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
 from muon_fsdp.optimizers.elementwise import TritonMuon, TritonMuonW
+from muon_fsdp.training.config import read_value
 
 Orthogonalizer = Callable[[Tensor], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -51,20 +51,12 @@ def parse_rule(text: str) -> dict[str, Any]:
         key, equals, value = option.partition("=")
         if not (key.isidentifier() and equals):
             raise ValueError(f"{text!r} is not RULE or RULE:OPTION=VALUE, for example {DEFAULT_RULES[-1]}")
-        arguments[key] = _value(value)
+        arguments[key] = read_value(value)
     try:
         MuonOptimizer([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except TypeError as error:  # an option that no rule has
         raise ValueError(str(error)) from error
     return arguments
-
-
-def _value(text: str) -> Any:
-    """Return the number, the boolean or None that a text stands for, or the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def ours(device: str, rules: Sequence[str] = ()) -> dict[str, MakeOptimizer]:

@@ -79,21 +79,16 @@ def describe() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, PyTorch, the system and related packages."""
+    release = re.split(r"[^\d.]", platform.release())[0]  # the text after the number may name a machine
     return {
         "muon_fsdp": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none",
         "NCCL": _nccl_version(),
-        "system": f"{platform.system()} {_digits(platform.release())} {platform.machine()}",
+        "system": f"{platform.system()} {release} {platform.machine()}",
         **{package: _version(package) for package in PACKAGES},
     }
-
-
-def _digits(release: str) -> str:
-    """Return the leading version number of a kernel release, because the text after it may name a machine."""
-    match = re.match(r"[\d.]+", release)
-    return match[0] if match else ""
 
 
 def _version(package: str) -> str:

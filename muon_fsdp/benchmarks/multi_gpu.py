@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizers
 from muon_fsdp.benchmarks.live import LiveLine
@@ -23,6 +22,7 @@ from muon_fsdp.benchmarks.steps import WARM_UP
 from muon_fsdp.text import plain_table
 from muon_fsdp.timing import seconds
 from muon_fsdp.training.model import GPT, PRESETS, GPTConfig
+from muon_fsdp.training.parallel import shard
 
 BLOCKS = 3  # series of training steps that are timed; the result is their median
 NETWORK_BYTES = {"cuda": 2**28, "cpu": 2**20}  # that a rank exchanges to measure the network
@@ -116,12 +116,7 @@ def sharded_model(config: GPTConfig, mesh: DeviceMesh) -> GPT:
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         model = GPT(config)
-    policy = MixedPrecisionPolicy()
-    if mesh.device_type == "cuda":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard(model, mesh, torch.bfloat16 if mesh.device_type == "cuda" else torch.float32)
     free_memory(mesh.device_type)  # of the whole weights
     return model
 

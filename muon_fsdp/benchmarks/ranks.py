@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from muon_fsdp.training.launcher import open_store
 
 Result = TypeVar("Result")
 
@@ -162,13 +163,11 @@ def on_this_machine(
     Returns:
         The results by rank.
     """
-    listener = socket.create_server(("127.0.0.1", 0))  # TCPStore itself would listen to the network
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = open_store()
 
     def one(rank: int) -> Result:
         client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        return work(Ranks(Place(rank, size, rank, size, "127.0.0.1", port), limit, client, backend))
+        return work(Ranks(Place(rank, size, rank, size, "127.0.0.1", store.port), limit, client, backend))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))

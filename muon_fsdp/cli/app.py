@@ -120,3 +120,7 @@ def call(arguments: Sequence[str]) -> int:
         return 2
     except typer.Abort:
         return 130
+    except SystemExit as end:  # of `fail` and of argparse, which parses the flags of `muon-fsdp train`
+        if not isinstance(end.code, int):  # imported code ends the program, perhaps with a text for stderr
+            raise
+        return end.code

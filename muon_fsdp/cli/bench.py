@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from muon_fsdp.cli.flags import command_with, option
-from muon_fsdp.cli.output import fail, print_json
+from muon_fsdp.cli.output import print_json
+from muon_fsdp.training.arguments import fail
 from muon_fsdp.training.terminal import import_torch
 
 if TYPE_CHECKING:

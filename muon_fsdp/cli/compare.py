@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from muon_fsdp.cli.output import fail, print_json
-from muon_fsdp.training.arguments import ConfigError
+from muon_fsdp.cli.output import print_json
+from muon_fsdp.training.arguments import ConfigError, fail
 from muon_fsdp.training.report import print_comparison, summarize, write_plot
 from muon_fsdp.training.results import METRICS_FILE, RunResult, read_result, read_start
 

@@ -1,4 +1,4 @@
-"""Print the output of commands: one-line errors, JSON, and a line while a command works."""
+"""Print the output of commands: JSON, and a line while a command works."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
-
-import typer
-
-from muon_fsdp.training.terminal import print_error
-
-
-def fail(message: str) -> NoReturn:
-    """Print a one-line error about the arguments to stderr and exit with status 2."""
-    print_error(" ".join(message.split()))
-    raise typer.Exit(2)
+from typing import Any
 
 
 def print_json(content: object) -> None:

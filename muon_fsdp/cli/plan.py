@@ -6,8 +6,9 @@ import math
 import re
 
 from muon_fsdp.cli.flags import DTYPES, PlanFlags, command_with
-from muon_fsdp.cli.output import fail, print_json, status
+from muon_fsdp.cli.output import print_json, status
 from muon_fsdp.text import format_count
+from muon_fsdp.training.arguments import ConfigError, fail
 from muon_fsdp.training.terminal import import_torch, print_table
 
 MOST_RANKS = 1 << 16
@@ -47,12 +48,15 @@ def plan(flags: PlanFlags) -> None:
     import_torch("muon-fsdp plan")
     from muon_fsdp.cli.loading import LoadingError
     from muon_fsdp.cli.planned import PlannedStep
+    from muon_fsdp.rules import DEFAULT_RULE
+    from muon_fsdp.training.plugins import find_rule, load_plugins
 
     with status(f"planning {flags.model} ..."):
-        rule = _rule(flags.rule, flags.plugin or [])
         try:
-            planned = PlannedStep(flags, mesh, rule, stage_bytes, device_memory)
-        except LoadingError as error:
+            load_plugins(flags.plugin or [])  # first, because they register rules
+            rule = find_rule(DEFAULT_RULE if flags.rule is None else flags.rule)
+            planned = PlannedStep(flags, mesh, rule.name, stage_bytes, device_memory)
+        except (ConfigError, LoadingError) as error:
             fail(str(error))
         except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
             fail(f"{flags.model}: {error}")
@@ -96,19 +100,6 @@ def _check_number_of_ranks(number: int) -> None:
     """Fail if there are more ranks than the planner can handle in reasonable time."""
     if number > MOST_RANKS:
         fail(f"{number} ranks are more than the {MOST_RANKS} that can be planned; pass fewer")
-
-
-def _rule(name: str | None, plugins: list[str]) -> str:
-    """Return the name of the rule for a name or alias, after loading the plugins, which may register it."""
-    from muon_fsdp.rules import DEFAULT_RULE
-    from muon_fsdp.training.arguments import ConfigError
-    from muon_fsdp.training.plugins import find_rule, load_plugins
-
-    try:
-        load_plugins(plugins)
-        return find_rule(DEFAULT_RULE if name is None else name).name
-    except ConfigError as error:
-        fail(str(error))
 
 
 def _size(option: str, text: str) -> int:

@@ -20,7 +20,7 @@ from muon_fsdp.plan.costs import run_timeline
 from muon_fsdp.plan.layout import Layout, fsdp_layout, state_layout
 from muon_fsdp.plan.report import PlanReport, PlanRow
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
-from muon_fsdp.plan.staging import SCRATCH_SHARE, scratch_limit
+from muon_fsdp.plan.stage_limits import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
 from muon_fsdp.training.terminal import print_paragraph, print_table

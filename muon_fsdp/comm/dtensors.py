@@ -28,9 +28,8 @@ def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
     belongs to this rank alone.
     """
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        return Layout(ranks, tuple(mesh.mesh.shape), tuple(parameter.placements))
+        mesh = parameter.device_mesh.mesh  # torch computes this tensor at every access
+        return Layout(tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(parameter.placements))
     if replica_ranks is not None and is_replica(parameter):
         return Layout(replica_ranks, (len(replica_ranks),), local_layout(0).placements)
     return local_layout(my_rank())
@@ -43,8 +42,19 @@ def is_replica(parameter: Tensor) -> bool:
 
 def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:
     """Return the layout of every parameter. Equal layouts are the same object, which makes planning fast."""
-    known: dict[Layout, Layout] = {}
-    return [known.setdefault(layout, layout) for layout in (layout_of(p, replica_ranks) for p in parameters)]
+    known: dict[object, Layout] = {}  # by mesh and placements, and by itself
+
+    def find(parameter: Tensor) -> Layout:
+        if not isinstance(parameter, DTensor):
+            layout = layout_of(parameter, replica_ranks)
+            return known.setdefault(layout, layout)
+        key = id(parameter.device_mesh), tuple(parameter.placements)  # to make a layout takes a millisecond
+        if key not in known:
+            layout = layout_of(parameter, replica_ranks)
+            known[key] = known.setdefault(layout, layout)
+        return known[key]
+
+    return list(map(find, parameters))
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:

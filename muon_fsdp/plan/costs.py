@@ -165,7 +165,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Staging:
+class StageLimits:
     """How parameters are cut into stages, and how far these overlap.
 
     Args:
@@ -197,7 +197,7 @@ class StageCost:
     peers: int  # ranks that hold the same shards and exchange slices of their updates; 1 if none do
     traffic: Traffic
     travels: bool
-    in_flight: int = 3  # as in `Staging`
+    in_flight: int = 3  # as in `StageLimits`
 
     @property
     def slice(self) -> int:
@@ -230,7 +230,7 @@ class StageCost:
 NOTHING = StageCost({}, 0, 0, 0, 1, 1, Traffic(), travels=False)
 
 
-def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
+def stage_cost(loads: Sequence[Load], limits: StageLimits) -> StageCost:
     """Sum up the parameters of one stage."""
     units: dict[int | None, int] = defaultdict(int)
     flops: dict[int | None, float] = defaultdict(float)
@@ -251,7 +251,7 @@ def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
         flops_by_rank=flops,
         shards=shards,
         units=max(units.values(), default=0),
-        scratch=_scratch_bytes(matrices, loads[0].bytes_per_element, staging.batch_bytes),
+        scratch=_scratch_bytes(matrices, loads[0].bytes_per_element, limits.batch_bytes),
         receivers=max(load.receivers for load in loads),
         peers=peers,
         traffic=Traffic(
@@ -262,13 +262,13 @@ def stage_cost(loads: Sequence[Load], staging: Staging) -> StageCost:
             forwarded=shards - -(-shards // peers),  # all but the slice that owners have sent
         ),
         travels=any(load.travels for load in loads),
-        in_flight=staging.in_flight,
+        in_flight=limits.in_flight,
     )
 
 
 def seconds_alone(loads: Sequence[Load], speeds: Speeds) -> float:
     """Estimate the seconds of parameters in one stage; its transfers have one fixed time in common."""
-    cost = stage_cost(loads, Staging(ONE_DEVICE_BYTES))
+    cost = stage_cost(loads, StageLimits(ONE_DEVICE_BYTES))
     moved = cost.traffic.busiest_gather + cost.traffic.busiest_scatter
     return FIXED_SECONDS + speeds.compute(max(cost.flops_by_rank.values())) + speeds.send(moved)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from muon_fsdp.plan.costs import Load, Staging, load_of, seconds_alone, seconds_to_move
+from muon_fsdp.plan.costs import Load, StageLimits, load_of, seconds_alone, seconds_to_move
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.speeds import ASSUMED
-from muon_fsdp.plan.staging import choose_staging, cut, scratch_limit
+from muon_fsdp.plan.stage_limits import choose_limits, cut, scratch_limit
 from muon_fsdp.plan.units import ParameterSpec, Unit, units_of
 
 # Every rank computes everything only if that takes less than this fraction of the time with owners.
@@ -32,7 +32,7 @@ class StageOutline:
     ranks: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]
     units: tuple[Unit, ...]
-    staging: Staging  # how it was cut, and how it overlaps with others
+    limits: StageLimits  # how it was cut, and how it overlaps with others
     loads: tuple[Load, ...]  # what each of its parameters costs
 
 
@@ -47,7 +47,7 @@ def make_outline(
     Args:
         specs: all parameters that this rank knows.
         max_stage_bytes: bytes of updates that a rank holds or computes in a stage, at most; None lets
-            `choose_staging` choose, for every set of parameters that may share stages.
+            `choose_limits` choose, for every set of parameters that may share stages.
         strategy: "owner", "replicate" or "auto".
     """
     specs = [spec for spec in specs if math.prod(spec.shape) > 0 or spec.view is None]  # empty shards still count steps
@@ -83,14 +83,14 @@ def make_outline(
                 work, loads = on_all, on_all_loads
         # Decide only by parameters of this set, as for owners.
         if max_stage_bytes is None:
-            staging = choose_staging(loads, len(ranks), scratch_limit(members[0].device_memory))
+            limits = choose_limits(loads, len(ranks), scratch_limit(members[0].device_memory))
         else:
-            staging = Staging(max_stage_bytes)
-        for indices in cut(loads, staging.max_bytes):
+            limits = StageLimits(max_stage_bytes)
+        for indices in cut(loads, limits.max_bytes):
             stage = tuple(largest_first[index] for index in indices)
             units_of_stage = tuple(unit for spec in stage for unit in work[spec.position])
             costs = tuple(loads[index] for index in indices)
-            outlines.append(StageOutline(rule, ranks, stage, units_of_stage, staging, costs))
+            outlines.append(StageOutline(rule, ranks, stage, units_of_stage, limits, costs))
     return outlines
 
 

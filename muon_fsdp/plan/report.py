@@ -11,11 +11,11 @@ from itertools import pairwise
 import torch
 
 from muon_fsdp.declarations.settings import Settings
-from muon_fsdp.plan.costs import Load, StageCost, Staging, Traffic, load_of, peak_bytes, stage_cost
+from muon_fsdp.plan.costs import Load, StageCost, StageLimits, Traffic, load_of, peak_bytes, stage_cost
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.slices import UpdateSlices, make_buckets
-from muon_fsdp.plan.staging import smallest_bound
+from muon_fsdp.plan.stage_limits import smallest_bound
 from muon_fsdp.plan.units import ParameterSpec, Unit
 from muon_fsdp.text import format_bytes, format_shape, plain_table
 
@@ -225,7 +225,7 @@ def _exact_cost(outline: StageOutline) -> tuple[Sequence[Load], StageCost]:
 
     The planner assumes how peers divide results, because it has not cut stages yet. Here the slices are known.
     """
-    cost = stage_cost(outline.loads, outline.staging)
+    cost = stage_cost(outline.loads, outline.limits)
     if cost.peers == 1:
         return outline.loads, cost
     slices, kept = UpdateSlices(outline), defaultdict[int, list[int]](list)
@@ -235,7 +235,7 @@ def _exact_cost(outline: StageOutline) -> tuple[Sequence[Load], StageCost]:
         units[unit.position].append(unit)
         kept[unit.position].append(slices.kept(unit, of_position[unit.position]))
     loads = [load_of(spec, units[spec.position], kept[spec.position]) for spec in outline.specs]
-    cost = stage_cost(loads, outline.staging)
+    cost = stage_cost(loads, outline.limits)
     cost.traffic.forwarded = (slices.num_peers - 1) * slices.slice_numel(0) * loads[0].bytes_per_element
     return loads, cost
 
@@ -250,7 +250,7 @@ def _neediest(outlines: Iterable[StageOutline]) -> tuple[int, tuple[int, ...]]:
     for outline in outlines:
         for spec, load in zip(outline.specs, outline.loads, strict=True):
             if spec.shape not in needs:  # thousands of parameters may share one
-                alone = Staging(smallest_bound([load]), in_flight=1)
+                alone = StageLimits(smallest_bound([load]), in_flight=1)
                 needs[spec.shape] = peak_bytes([stage_cost([load], alone)])
     return max(((size, shape) for shape, size in needs.items()), default=(0, ()))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.views import MatrixView
-from muon_fsdp.plan.costs import SCRATCH_STAGES, Staging, matrices_at_once, scratch_numel
+from muon_fsdp.plan.costs import SCRATCH_STAGES, StageLimits, matrices_at_once, scratch_numel
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import StageOutline
 from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, make_packing
@@ -128,7 +128,7 @@ class Stage:
     shard_slots: Mapping[int, Slot] = field(default_factory=dict)  # by position
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # of the units it computes; batches lie together
     together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
-    in_flight: int = 3  # how far it overlaps with other stages, as in `Staging`
+    in_flight: int = 3  # how far it overlaps with other stages, as in `StageLimits`
 
     @cached_property
     def label(self) -> str:
@@ -242,7 +242,7 @@ def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stag
     whole = Box((0,) * len(shape), shape)
     unit = Unit(0, whole, MatrixView(shape, "matrix", False, shape[:1], 1), NO_OPTIONS, 0.0, owner=None)
     spec = ParameterSpec(0, 0, "", shape, layout, 1, torch.device("cpu"), torch.float32)
-    outline = StageOutline("", layout.ranks, (spec,), (unit,), Staging(1), ())
+    outline = StageOutline("", layout.ranks, (spec,), (unit,), StageLimits(1), ())
     me = layout.ranks.index(rank)
     shard_slots = _make_slots({0: layout.boxes(shape)[me].shape})
     exchange = _make_exchange(outline, UpdateSlices(outline), me)
@@ -255,7 +255,7 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
     for spec in outline.specs:
         by_group[spec.group].append(spec.position)
     mine = tuple(i for i, unit in enumerate(outline.units) if unit.owner in (rank, None))
-    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
+    batches = _make_batches(outline.units, mine, outline.specs[0].bytes_per_element, outline.limits.batch_bytes)
     slices = UpdateSlices(outline)
     exchange = _make_exchange(outline, slices, me) if len(outline.ranks) > 1 and outline.units else None
     groups = tuple((group, tuple(positions)) for group, positions in sorted(by_group.items()))
@@ -265,7 +265,7 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
     else:
         in_batches = dict.fromkeys(member.unit for batch in batches for member in batch.members)
         unit_slots = _make_slots({number: outline.units[number].box.shape for number in in_batches})
-    together = _computed_together(batches, outline.specs[0].bytes_per_element, outline.staging.batch_bytes)
+    together = _computed_together(batches, outline.specs[0].bytes_per_element, outline.limits.batch_bytes)
     return Stage(
         number,
         outline.rule,
@@ -276,7 +276,7 @@ def _localize(number: int, outline: StageOutline, rank: int) -> Stage:
         shard_slots,
         unit_slots,
         together,
-        outline.staging.in_flight,
+        outline.limits.in_flight,
     )
 
 

@@ -39,7 +39,8 @@ def run_stages(stages: Iterable[Stage], source: Source, sink: Sink) -> None:
 
     While one stage computes, the next is being gathered and the one before it scattered. Where several ranks hold the
     same shards, the one before that is being forwarded among them. Where a rule reads statistics of its updates, these
-    are being summed over ranks for the one before. `Staging.in_flight` says which stages overlap less, to save memory.
+    are being summed over ranks for the one before. `StageLimits.in_flight` says which stages overlap less, to save
+    memory.
 
     Args:
         stages: the stages, in an order that is the same on all ranks.

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 def fail(message: str) -> NoReturn:
     """Print an error in one line and exit with code 2."""
-    print_error(message)
+    print_error(" ".join(message.split()))
     raise SystemExit(2)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -229,16 +230,13 @@ class TrainConfig:
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as it comes back from JSON."""
-        return {each.name: json_value(getattr(self, each.name)) for each in fields(self)}
+        found: dict[str, Any] = json_value(asdict(self))
+        return found
 
 
 def json_value(value: Any) -> Any:
     """Return a value as it comes back from JSON: paths as text, tuples as lists."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {name: json_value(each) for name, each in value.items()}
-    return [json_value(each) for each in value] if isinstance(value, tuple | list) else value
+    return json.loads(json.dumps(value, default=str))
 
 
 # --------------------------------------------------------------------------------------------------- options of rules
@@ -276,7 +274,7 @@ def _read_option(option: Option, text: str) -> Any:
     """Convert the text of an option. Without a check of its own, the value must have the type of the default."""
     if text in option.choices or (isinstance(option.default, str) and not option.choices):
         return text
-    value = _read_value(text)
+    value = read_value(text)
     if isinstance(option.default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     unchecked = option.check is None and not option.choices and option.default is not None
@@ -285,13 +283,13 @@ def _read_option(option: Option, text: str) -> Any:
     return value
 
 
-def _read_value(text: str) -> Any:
+def read_value(text: str) -> Any:
     """Convert a text to None, True or False, a number, a tuple, or leave it as it is."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
     if "," in text:
-        return tuple(map(_read_value, text.split(",")))
+        return tuple(map(read_value, text.split(",")))
     try:
         return int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError:
@@ -338,13 +336,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 def _argument_of(annotation: Any, default: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` that follow from the type of a field."""
     parts = get_args(annotation) if type(None) in get_args(annotation) else (annotation,)
-    kind = parts[0]  # without None
-    if get_origin(kind) is Literal:
-        return {"choices": list(get_args(kind))}
-    if kind is bool:
+    without_none = parts[0]
+    if get_origin(without_none) is Literal:
+        return {"choices": list(get_args(without_none))}
+    if without_none is bool:
         return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     metavars = {int: "N", float: "X", Path: "PATH", str: "NAME"}
-    return {"type": kind, "metavar": metavars[kind]} if kind in metavars else {}
+    return {"type": without_none, "metavar": metavars[without_none]} if without_none in metavars else {}
 
 
 def _add_layout_flags(group: argparse._ActionsContainer) -> None:

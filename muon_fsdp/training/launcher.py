@@ -31,7 +31,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     Returns:
         The first exit code that is not 0, or 0; 1 if a signal ended a rank.
     """
-    store = _open_store()
+    store = open_store()
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // processes))}  # unless the user has set it
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), _LAUNCHER: str(os.getpid())}
     job["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 must not open a store of its own
@@ -62,8 +62,11 @@ def launch(arguments: Sequence[str], processes: int) -> int:
                 rank.wait()
 
 
-def _open_store() -> TCPStore:
-    """Open the job's store on a free port of this machine, and hold the port so that no other program takes it."""
+def open_store() -> TCPStore:
+    """Open the job's store on a free port of this machine, and hold the port so that no other program takes it.
+
+    It listens to this machine alone; TCPStore would listen to the network.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -119,8 +119,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
-    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
+    device_type = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -171,13 +171,17 @@ def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
         return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
     if world.mesh is not None:
         data_mesh = world.mesh["replica", "shard"] if config.replicas > 1 else world.mesh["shard"]
-        policy = MixedPrecisionPolicy()
-        if world.precision != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=world.precision, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=data_mesh, mp_policy=policy)
-        fully_shard(model, mesh=data_mesh, mp_policy=policy)
+        shard(model, data_mesh, world.precision)
     return model
+
+
+def shard(model: GPT, mesh: DeviceMesh, precision: torch.dtype) -> None:
+    """Apply FSDP2 to every block of a model, and to the rest of it; gradients are reduced in float32."""
+    policy = MixedPrecisionPolicy()
+    if precision != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def _split_heads_and_channels(model: GPT, size: int, world: World) -> None:

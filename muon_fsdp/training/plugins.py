@@ -51,10 +51,10 @@ def load_plugins(plugins: Iterable[str]) -> None:
         ConfigError: a plugin does not exist, raises an error, or registers no rule.
     """
     for plugin in plugins:
-        before = dict(RULES)
+        before, is_file = dict(RULES), plugin.endswith(".py") or os.sep in plugin or Path(plugin).exists()
         try:
             with redirect_stdout(sys.stderr):  # a plugin may print, and stdout may have to be JSON
-                module = _import_file(plugin) if _is_file(plugin) else _import_module(plugin)
+                module = _import_file(plugin) if is_file else _import_module(plugin)
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:
@@ -70,10 +70,6 @@ def load_plugins(plugins: Iterable[str]) -> None:
 
 def _is_of(rule: Rule, module: str) -> bool:
     return f"{type(rule).__module__}.".startswith(f"{module}.")
-
-
-def _is_file(plugin: str) -> bool:
-    return plugin.endswith(".py") or os.sep in plugin or Path(plugin).exists()
 
 
 def _import_file(plugin: str) -> str:

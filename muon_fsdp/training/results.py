@@ -174,10 +174,10 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     return found
 
 
-def read_result(folder: Path, until: int | None = None) -> RunResult:
-    """Return the result that `metrics.jsonl` records, up to step `until`."""
+def read_result(folder: Path) -> RunResult:
+    """Return the result that `metrics.jsonl` records."""
     path = folder / METRICS_FILE
-    return _result_of(_lines_until(path, 2**63 if until is None else until), path)
+    return _result_of(_lines_until(path, 2**63), path)
 
 
 def read_start(folder: Path) -> dict[str, Any]:

@@ -53,13 +53,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class or function that the pickle names; raise for a foreign one before it can be called."""
-        if name in _OF_METADATA.get(module, ()) or (module == "torch" and _is_dtype(name)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _OF_METADATA.get(module, ()):
             return super().find_class(module, name)
         raise ForeignObjectError(f"{_METADATA} names {module}.{name}, which no checkpoint needs; it was not executed")
-
-
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype)
 
 
 class Planner(DefaultLoadPlanner):

@@ -24,7 +24,7 @@ from muon_fsdp.comm.recorder import CudaSegments
 from muon_fsdp.comm.transfers import StageExchange
 from muon_fsdp.declarations.settings import CudaGraph
 from muon_fsdp.plan import outline
-from muon_fsdp.plan.costs import Staging
+from muon_fsdp.plan.costs import StageLimits
 from muon_fsdp.rules import RULES, MatrixBatch
 from tests.fault_cases import error_of
 
@@ -322,7 +322,7 @@ def agreement_beside_backward() -> None:
 
 def peak_in_flight(in_flight: int, width: int, num_blocks: int) -> dict[str, float]:
     """Measure as `peak_of_step` does, with stages of one matrix per rank and this many of them in flight."""
-    with patch.object(outline, "choose_staging", lambda *_: Staging(1, in_flight)):
+    with patch.object(outline, "choose_limits", lambda *_: StageLimits(1, in_flight)):
         return peak_of_step("muon", width, num_blocks, None)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from muon_fsdp.declarations.settings import ONE_DEVICE_BYTES
-from muon_fsdp.plan.costs import Load, StageCost, Staging, peak_bytes, run_timeline, stage_cost
+from muon_fsdp.plan.costs import Load, StageCost, StageLimits, peak_bytes, run_timeline, stage_cost
 from muon_fsdp.plan.speeds import ASSUMED
 
 # Scratch may take this part of the memory of the smallest device, and at least these bytes. Total memory counts, not
@@ -31,7 +31,7 @@ def scratch_limit(device_memory: int) -> int:
     return max(LEAST_LIMIT, int(SCRATCH_SHARE * device_memory))
 
 
-def choose_staging(loads: Sequence[Load], num_ranks: int, limit: int) -> Staging:
+def choose_limits(loads: Sequence[Load], num_ranks: int, limit: int) -> StageLimits:
     """Choose stages for parameters on the same ranks, by time and memory.
 
     Few large stages overlap little and need much memory; many small ones pay for many transfers, and leave ranks
@@ -48,13 +48,13 @@ def choose_staging(loads: Sequence[Load], num_ranks: int, limit: int) -> Staging
         limit: bytes that scratch may take on a rank, as `scratch_limit` returns them.
     """
     if num_ranks == 1 or not any(load.units for load in loads):
-        return Staging(ONE_DEVICE_BYTES)
+        return StageLimits(ONE_DEVICE_BYTES)
     least = smallest_bound(loads)
     if not any(unit.received or unit.sent for load in loads for unit in load.units):
         bound = ONE_DEVICE_BYTES
-        while bound > least and peak_bytes(_stage_costs(loads, Staging(bound, 1))) > limit:
+        while bound > least and peak_bytes(_stage_costs(loads, StageLimits(bound, 1))) > limit:
             bound = max(least, bound // 2)
-        return Staging(bound, 1)
+        return StageLimits(bound, 1)
     bound = _bound_of_one_stage(loads)
     uneven = least * 9 // 8  # uneven shards of one unit per rank may be a little larger together than one unit
     while bound > LARGEST_STAGE and bound // 2 >= uneven:
@@ -62,11 +62,11 @@ def choose_staging(loads: Sequence[Load], num_ranks: int, limit: int) -> Staging
     found: list[_Candidate] = []
     fits = False
     while True:
-        costs = _stage_costs(loads, Staging(bound))
+        costs = _stage_costs(loads, StageLimits(bound))
         for in_flight in (3, 2, 1) if len(costs) > 1 else (3,):
             stages = [replace(cost, in_flight=in_flight) for cost in costs]
             seconds = run_timeline(stages, ASSUMED).seconds
-            found.append(_Candidate(seconds, peak_bytes(stages), Staging(bound, in_flight)))
+            found.append(_Candidate(seconds, peak_bytes(stages), StageLimits(bound, in_flight)))
         fits = fits or any(candidate.bytes <= limit for candidate in found)
         if bound == least or (fits and len(costs) >= ENOUGH_STAGES and bound <= ONE_DEVICE_BYTES):
             break
@@ -76,15 +76,15 @@ def choose_staging(loads: Sequence[Load], num_ranks: int, limit: int) -> Staging
             bound = max(least, ONE_DEVICE_BYTES) if bound > ONE_DEVICE_BYTES else least
     candidates = [candidate for candidate in found if candidate.bytes <= limit] or found
     longest = HARDLY_LONGER * min(candidate.seconds for candidate in candidates)
-    return min((c for c in candidates if c.seconds <= longest), key=lambda c: (c.bytes, c.seconds)).staging
+    return min((c for c in candidates if c.seconds <= longest), key=lambda c: (c.bytes, c.seconds)).limits
 
 
 class _Candidate(NamedTuple):
-    """The seconds of a step with a staging, and the bytes that it needs besides weights, gradients and state."""
+    """The seconds of a step with these limits, and the bytes that it needs besides weights, gradients and state."""
 
     seconds: float
     bytes: int
-    staging: Staging
+    limits: StageLimits
 
 
 def smallest_bound(loads: Sequence[Load]) -> int:
@@ -127,6 +127,6 @@ def cut(loads: Sequence[Load], max_bytes: int) -> list[list[int]]:
     return stages
 
 
-def _stage_costs(loads: Sequence[Load], staging: Staging) -> list[StageCost]:
+def _stage_costs(loads: Sequence[Load], limits: StageLimits) -> list[StageCost]:
     """Return the memory and work of every stage that parameters are cut into."""
-    return [stage_cost([loads[i] for i in stage], staging) for stage in cut(loads, staging.max_bytes)]
+    return [stage_cost([loads[i] for i in stage], limits) for stage in cut(loads, limits.max_bytes)]
