@@ -241,6 +241,19 @@ def test_momentum_takes_one_byte_and_second_moments_another():
         assert found == size * record.tensor.numel()
 
 
+def test_the_plan_counts_state_as_it_is_stored():
+    model = model_of(torch.bfloat16)
+    for options in ({}, {"state_dtype": "int8", "rounding": "remainder"}, {"state_dtype": "bfloat16"}):
+        optimizer = MuonOptimizer(model, **options)
+        train(model, optimizer, range(1))
+        report = optimizer.plan_report()
+        found = [value for state in optimizer.state.values() for value in state.values()]
+        assert report.state_bytes == sum(value.numel() * value.itemsize for value in found)
+        saved = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        assert report.state_dict_bytes == sum(value.numel() * value.itemsize for value in saved)
+        assert "Memory of a rank beside weights and gradients: state" in str(report)
+
+
 def test_small_parameters_and_short_rows_keep_float32():
     shapes = [(63, 65), (64, 64), (400, 63), (8192,), (64, 64, 3, 3)]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]

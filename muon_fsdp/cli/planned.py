@@ -33,9 +33,7 @@ _OVERLAP = {
 }
 
 
-def count_memory(
-    model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout, of_state: Layout
-) -> dict[str, float]:
+def count_memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport, layout: Layout) -> dict[str, float]:
     """Count the memory of the first rank, which has the largest shard of every parameter.
 
     Args:
@@ -43,12 +41,11 @@ def count_memory(
         optimizer: has the rule of every parameter.
         report: its plan.
         layout: the layout of all parameters.
-        of_state: the layout of their state.
 
     Returns:
         Bytes for JSON, beside those with AdamW for all parameters.
     """
-    weights = gradients = state = in_float32 = adamw_state = adamw_in_8_bits = everywhere = 0
+    weights = gradients = adamw_state = adamw_in_8_bits = everywhere = 0
     adamw = RULES[DEFAULT_OTHER_RULE].all_state
     for parameter in model.parameters():
         bytes_held = held_elements(parameter, layout) * parameter.element_size()
@@ -56,22 +53,20 @@ def count_memory(
         gradients += bytes_held if parameter.requires_grad else 0
         everywhere += parameter.numel() * parameter.element_size() * layout.num_replicas
     for record in optimizer._records():
-        of_record = (record.all_state, record.tensor, record.view, of_state)
-        state += state_bytes(*of_record, record.group.get("state_dtype", "float32"))
-        in_float32 += state_bytes(*of_record)
         adamw_state += state_bytes(adamw, record.tensor, None, layout)
         adamw_in_8_bits += state_bytes(adamw, record.tensor, None, layout, "int8")
     return {
         "weights": weights,
         "gradients": gradients,
-        "state": state,
+        "state": report.state_bytes,
         "scratch": report.scratch_bytes,  # an upper bound
         "least_scratch": report.least_scratch_bytes,  # of the parameter that needs the most, in a stage of its own
-        "state_dict": in_float32 if in_float32 != state else 0,  # of the copy that state_dict() makes
+        # Of the copy that state_dict() makes.
+        "state_dict": report.state_dict_bytes if report.state_dict_bytes != report.state_bytes else 0,
         "adamw_state": adamw_state,
         "adamw_8bit_state": adamw_in_8_bits,
         "mean_weights": everywhere / len(layout.ranks),  # over all ranks
-        "total": weights + gradients + state + report.scratch_bytes,
+        "total": weights + gradients + report.state_bytes + report.scratch_bytes,
         "adamw_total": weights + gradients + adamw_state,
         "adamw_8bit_total": weights + gradients + adamw_in_8_bits,
     }
@@ -167,7 +162,7 @@ class PlannedStep:
         layout = fsdp_layout(math.prod(mesh), mesh)
         of_state = state_layout(layout, shard_state=flags.shard_state)
         speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
-        self.memory = count_memory(self.model, optimizer, self.report, layout, of_state)
+        self.memory = count_memory(self.model, optimizer, self.report, layout)
         self.time = estimate_time(optimizer, self.report, of_state, speeds)
 
     @staticmethod

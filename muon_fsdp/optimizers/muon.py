@@ -34,7 +34,7 @@ from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.given_state import find_state, values_of_matrices
 from muon_fsdp.parameters.groups import Params
-from muon_fsdp.parameters.records import layouts_of_groups
+from muon_fsdp.parameters.records import layouts_of_groups, state_bytes
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
     GivenState,
@@ -575,7 +575,15 @@ class MuonOptimizer(GroupedOptimizer):
         if device_memory is not None:
             memory = dict.fromkeys(memory, device_memory)
         report = make_report(parameter_specs(records, self._settings, memory), self._settings)
-        return replace(report, cuda_graph=graph, overlap=overlap)
+        of_records = [(r.all_state, r.tensor, r.view, r.step_layout) for r in records]
+        stored = [record.group.get("state_dtype", "float32") for record in records]
+        return replace(
+            report,
+            cuda_graph=graph,
+            overlap=overlap,
+            state_bytes=sum(state_bytes(*each, form) for each, form in zip(of_records, stored, strict=True)),
+            state_dict_bytes=sum(state_bytes(*each) for each in of_records),
+        )
 
     def metrics(self, per_matrix: bool = False) -> dict[str, float]:
         """Return numbers for a logger, by name; one rank may call this alone. Rules add their own.

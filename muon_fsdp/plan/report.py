@@ -88,6 +88,8 @@ class PlanReport:
         large_state: rules that keep per-matrix state as large as matrices, whole on every rank.
         repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
         overlap: how many stages start in backward; empty with `overlap="step"`.
+        state_bytes: bytes of state as it is stored, on a rank with the largest shard of every parameter.
+        state_dict_bytes: those of the state that `state_dict()` returns, in working precision.
     """
 
     num_ranks: int
@@ -105,6 +107,8 @@ class PlanReport:
     large_state: tuple[str, ...] = ()
     repeated: Repeated | None = None
     overlap: str = ""
+    state_bytes: int = 0
+    state_dict_bytes: int = 0
 
     @property
     def num_matrices(self) -> int:
@@ -172,7 +176,11 @@ class PlanReport:
         repeated = f"\n{self.repeated}" if self.repeated is not None else ""
         settled = f"\n{self.large_state_warning}" if self.large_state else ""
         overlap = f"\nOverlap with backward: {self.overlap}" if self.overlap else ""
-        return f"{plain_table(header, rows)}\n{totals}{gathered}{settled}{repeated}{graph}{overlap}"
+        memory = (
+            f"\nMemory of a rank beside weights and gradients: state {format_bytes(self.state_bytes)}, scratch at most "
+            f"{format_bytes(self.scratch_bytes)}"
+        )
+        return f"{plain_table(header, rows)}\n{totals}{memory}{gathered}{settled}{repeated}{graph}{overlap}"
 
 
 def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanReport:

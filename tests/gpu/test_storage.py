@@ -10,7 +10,7 @@ from muon_fsdp import MuonOptimizer
 from muon_fsdp.linalg import codes
 from muon_fsdp.linalg.philox import element_bits, parameter_key
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SHAPES = [(512, 768), (65, 300), (3, 256, 512), (5000,), (5, 7)]
 
