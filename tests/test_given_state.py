@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,13 @@ def test_numbers_that_change_after_backward_discard_what_it_has_computed(ranks: 
             assert torch.equal(value, late[0][name]), name
 
 
+def wait_for_stages(optimizer: MuonOptimizer) -> None:
+    """Wait until every stage that starts in backward has its result."""
+    overlap = optimizer._current_plan().overlap
+    if overlap is not None:
+        wait([*overlap._round._results.values()], timeout=60)
+
+
 def trained_by_backward(overlap: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Pass numbers after backward, at the fourth step only."""
     module, optimizer = make("fsdp", overlap=overlap)
@@ -170,6 +178,7 @@ def trained_by_backward(overlap: str) -> tuple[dict[str, torch.Tensor], dict[str
         optimizer.zero_grad()
         sum((p * (step + 1 + p)).square().sum() for p in module.parameters()).backward()
         if step == 3:
+            wait_for_stages(optimizer)  # a stage that has not begun would read the new numbers
             optimizer.set_per_matrix(STACK, "log_rate", -1.0)
         optimizer.step()
     return weights(module), optimizer.metrics()
