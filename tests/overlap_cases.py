@@ -164,15 +164,21 @@ def failed_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step:
 
 
 def cleared_before_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
-    if step == 3:
-        _clear(model, optimizer)
-    _one_backward(model, optimizer, step)
+    _cleared_in_step_3(model, optimizer, step, ranks=range(dist.get_world_size()))
 
 
 def cleared_before_backward_on_rank_1(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
-    if step == 3 and dist.get_rank() == 1:
+    _cleared_in_step_3(model, optimizer, step, ranks=[1])
+
+
+def _cleared_in_step_3(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int, ranks: Sequence[int]) -> None:
+    if step == 3 and dist.get_rank() in ranks:
         _clear(model, optimizer)
-    _one_backward(model, optimizer, step)
+    backward(model, step)
+    if step == 3:  # a stage that starts later, during step(), may find state that was created anew and use it
+        wait_for_stages(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _one_backward(model: nn.Module, optimizer: FSDPMuonOptimizer, step: int) -> None:
