@@ -152,8 +152,8 @@ def widest(degrees: tuple[int, ...], error: float, safety: float = 1.01, cushion
 
     It is the minimax chain from the lower end where its error is just that. For degrees 5 and 9, a polynomial of the
     largest slope within a band touches both ends of the band in turn at all of its extrema, as a minimax one does, so
-    the two are the same. For higher degrees this was checked by rewarding the slope in the fit: it gains less than 0.1%.
-    All steps are contracted by `safety`.
+    the two are the same. For higher degrees this was checked by rewarding the slope in the fit: it gains less than
+    0.1%. All steps are contracted by `safety`, which costs as much of the slope at every step.
     """
     low, high = math.log(1e-5), math.log(0.5)  # of the lower end
     guess = math.log(1 / math.prod(degrees))
@@ -270,7 +270,7 @@ def _minimize(form: Tensor, x: Tensor, sharpness: float) -> Tensor:
         scaled = hessian * scale[:, None] * scale
         eigenvalues, vectors = torch.linalg.eigh(scaled)
         move = vectors @ ((vectors.T @ (gradient * scale)) / (eigenvalues.abs() + damping)) * scale
-        if float(gradient @ move) < 1e-13 * error / sharpness:
+        if float(gradient @ move) < 1e-9 * error / sharpness:
             return form
         while (value := _smoothed_value(form - move, x, kappa)) >= best or math.isnan(value):
             damping *= 10
