@@ -105,9 +105,7 @@ def nested(form, x):
     return x * (d * last**2 + e * last + f * before + identity)
 
 
-@pytest.mark.parametrize(
-    ("degree", "lower"), [(17, 1e-4), (17, 4e-3), (17, 0.06), (33, 1e-3), (33, 0.03), (65, 0.015)]
-)
+@pytest.mark.parametrize(("degree", "lower"), [(17, 1e-4), (17, 4e-3), (17, 0.06), (33, 1e-3), (33, 0.03), (65, 0.015)])
 def test_no_small_change_improves_degrees_from_17_on(degree, lower):
     form = torch.tensor(best_form(degree, lower), dtype=torch.float64)
     x = lower + (1 - lower) * torch.sin(points(0.0, 1.0, 4001) * torch.pi / 2)
