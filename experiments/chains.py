@@ -156,7 +156,7 @@ def widest(degrees: tuple[int, ...], error: float, safety: float = 1.01, cushion
     0.1%. All steps are contracted by `safety`, which costs as much of the slope at every step.
     """
     low, high = math.log(1e-5), math.log(0.5)  # of the lower end
-    guess = math.log(1 / math.prod(degrees))
+    guess = math.log(0.95 / math.prod(degrees))
     for _ in range(40):
         try:
             steps = solve(degrees, math.exp(guess), safety, cushion, safety)
@@ -164,7 +164,7 @@ def widest(degrees: tuple[int, ...], error: float, safety: float = 1.01, cushion
             steps, excess = (), 0.5
         else:
             excess = _error(steps, math.exp(guess)) - error
-        if steps and abs(excess) < 1e-5:
+        if steps and abs(excess) < 2e-4:
             return steps
         low, high = (guess, high) if excess > 0 else (low, guess)
         guess += min(0.5, max(-0.5, 3 * excess))  # the error falls by about 0.3 per unit
