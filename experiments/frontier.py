@@ -33,8 +33,8 @@ CHAINS = (
     *((17, 17), (33, 9), (65, 5)),
     *((33, 17), (65, 9)),
     *((33, 33), (65, 17), (17, 5, 5)),
-    *((17, 9, 5), (5, 17, 9), (9, 9, 9)),
-    *((17, 17, 5), (33, 9, 5)),
+    *((65, 33), (17, 9, 5), (5, 17, 9), (9, 9, 9)),
+    *((65, 65), (17, 17, 5), (33, 9, 5)),
     *((17, 17, 9), (33, 17, 5)),
 )
 PUBLISHED = {
@@ -45,7 +45,19 @@ PUBLISHED = {
 }
 # arXiv 2606.00371, five cubic steps: products for a square matrix, and the slope at zero.
 CUBIC5 = (7.5, 119.0)
-COLUMNS = ("chain", "largest_degree", "cost", "lower", "slope", "low", "high", "low_half", "high_half")
+COLUMNS = (
+    "chain",
+    "largest_degree",
+    "cost",
+    "lower",
+    "slope",
+    "low",
+    "high",
+    "low_half",
+    "high_half",
+    "low_twice",
+    "high_twice",
+)
 MOST_EXCESS = 1.01  # what rounding may add before every step
 
 Row = dict[str, str]
@@ -75,7 +87,7 @@ def band(steps: Sequence[Step], excess: float = 1.0) -> tuple[float, float, floa
     values = x
     for step in steps:
         values = evaluate(step, values * excess)
-    from_here = values.flip(0).cummin(0).values.flip(0) >= 1 - ERROR - 1e-3
+    from_here = values.flip(0).cummin(0).values.flip(0) >= 1 - ERROR
     first = int(from_here.nonzero()[0])
     return x[first].item(), values[first:].min().item(), values.max().item()
 
@@ -113,8 +125,12 @@ def solve_row(degrees: tuple[int, ...]) -> Row:
     lower, low, high = band(steps)
     if band(steps, MOST_EXCESS)[2] > 1 + ERROR + 1e-3:
         raise AssertionError(f"{degrees}: 1% of rounding leaves the band")
-    low_half, high_half = in_half_precision(Chain(steps, frozenset(range(1, len(steps) + 1))))
-    numbers = (lower, slope(steps), low, high, low_half, high_half)
+    half = in_half_precision(Chain(steps, frozenset(range(1, len(steps) + 1))))
+    last = len(steps)
+    twice = (
+        [in_half_precision(Chain(steps, frozenset({first, last}))) for first in range(1, last)] if last > 2 else [half]
+    )
+    numbers = (lower, slope(steps), low, high, *half, *min(twice, key=lambda ends: max(1 - ends[0], ends[1] - 1)))
     name = "|".join(map(str, degrees))
     return dict(
         zip(COLUMNS, [name, str(max(degrees)), f"{cost(degrees):g}", *(f"{x:.5g}" for x in numbers)], strict=True)
@@ -151,13 +167,15 @@ def table(rows: Sequence[Row]) -> str:
     """Return the lines as a Markdown table, by cost and slope; bold ones are best for their cost."""
     leading = [row["chain"] for row in best(rows, 65)]
     lines = [
-        "| chain | cost, square | cost, wide | slope at zero | band from | exact | emulated float16 |",
-        "|---|---|---|---|---|---|---|",
+        "| chain | cost, square | cost, wide | slope at zero | band from | exact | float16 | float16, wide |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (float(row["cost"]), -float(row["slope"]))):
         name = row["chain"].replace("|", " \\| ")
         name = f"**{name}**" if row["chain"] in leading else name
-        ends = [f"{float(row[f'low{kind}']):.3f} to {float(row[f'high{kind}']):.3f}" for kind in ("", "_half")]
+        ends = [
+            f"{float(row[f'low{kind}']):.3f} to {float(row[f'high{kind}']):.3f}" for kind in ("", "_half", "_twice")
+        ]
         wide = f"3a + {float(row['cost']) - 3:g}"
         numbers = [row["cost"], wide, f"{float(row['slope']):.0f}", f"{float(row['lower']):.2e}", *ends]
         lines.append(f"| {name} | {' | '.join(numbers)} |")

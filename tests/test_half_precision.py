@@ -100,7 +100,7 @@ def test_a_wrong_coefficient_is_seen(monkeypatch, number, product):
     monkeypatch.setitem(chains.STORED_CHAINS, "fast", StoredChains(broken, broken))
     _chain.cache_clear()
     try:
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, torch.linalg.LinAlgError)):  # the latter if it diverges
             check_probe("fast", (128, 128))
     finally:
         _chain.cache_clear()
