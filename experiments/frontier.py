@@ -3,7 +3,7 @@
 python -m experiments.frontier
 
 Prints a table and writes docs/experiments/frontier.csv and its plot. Chains that the file holds already are not solved
-again, so a run that was stopped goes on where it was. `docs/numerics.md` explains the table.
+again, so a run that was stopped resumes where it was. `docs/numerics.md` explains the table.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_
 from muon_fsdp.linalg.newton_schulz import normalize
 
 ERROR = 0.35  # singular values end within this of 1
-# By cost. Each degree multiplies the slope by at most 4.25, 7.6, 14.3, 26.6 or 49 (5 to 65), so other chains of these
-# degrees and costs have smaller slopes; a last step of a lower degree wastes less of it.
+# By cost. Each degree multiplies the slope by at most 4.25, 7.6, 14.3, 26.6 or 49 (5 to 65), and the last one by less. The
+# other chains of these costs have smaller products of these numbers, or the same in another order.
 CHAINS = (
     *((17, 17), (33, 9), (65, 5)),
     *((33, 17), (65, 9)),
@@ -100,6 +100,8 @@ def in_half_precision(chain: Chain) -> tuple[float, float]:
         out = torch.empty_like(matrices)
         operand = Operand(x, Exact(exact.matrices), 1.0, out)
         iterate([operand], scaled_steps(chain, half=True))
+        if not out.isfinite().all():
+            raise FloatingPointError
         return out
 
     generator = torch.Generator().manual_seed(0)
@@ -119,17 +121,23 @@ def in_half_precision(chain: Chain) -> tuple[float, float]:
     return min(lows), max(highs)
 
 
+def rounded_band(chain: Chain) -> tuple[float, float]:
+    """Return what `in_half_precision` returns, or 0 and infinity if the chain diverges."""
+    try:
+        return in_half_precision(chain)
+    except FloatingPointError:
+        return 0.0, math.inf
+
+
 def solve_row(degrees: tuple[int, ...]) -> Row:
-    """Solve for a chain and return its line of the table."""
+    """Return the line of the table for a chain of these degrees."""
     steps = widest(degrees, ERROR)
     lower, low, high = band(steps)
     if band(steps, MOST_EXCESS)[2] > 1 + ERROR + 1e-3:
         raise AssertionError(f"{degrees}: 1% of rounding leaves the band")
-    half = in_half_precision(Chain(steps, frozenset(range(1, len(steps) + 1))))
+    half = rounded_band(Chain(steps, frozenset(range(1, len(steps) + 1))))
     last = len(steps)
-    twice = (
-        [in_half_precision(Chain(steps, frozenset({first, last}))) for first in range(1, last)] if last > 2 else [half]
-    )
+    twice = [rounded_band(Chain(steps, frozenset({first, last}))) for first in range(1, last)] if last > 2 else [half]
     numbers = (lower, slope(steps), low, high, *half, *min(twice, key=lambda ends: max(1 - ends[0], ends[1] - 1)))
     name = "|".join(map(str, degrees))
     return dict(
@@ -154,9 +162,9 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def best(rows: Sequence[Row], largest_degree: int) -> list[Row]:
-    """Return the chains of degrees up to a limit that no chain of the same or a lower cost exceeds in slope."""
+    """Return the chains of degrees up to a limit that hold in float16 and have a larger slope than all cheaper ones."""
     found: list[Row] = []
-    allowed = [row for row in rows if int(row["largest_degree"]) <= largest_degree]
+    allowed = [row for row in rows if int(row["largest_degree"]) <= largest_degree and float(row["high_half"]) < 1.36]
     for row in sorted(allowed, key=lambda row: (float(row["cost"]), -float(row["slope"]))):
         if not found or float(row["slope"]) > float(found[-1]["slope"]):
             found.append(row)
@@ -173,13 +181,15 @@ def table(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: (float(row["cost"]), -float(row["slope"]))):
         name = row["chain"].replace("|", " \\| ")
         name = f"**{name}**" if row["chain"] in leading else name
-        ends = [
-            f"{float(row[f'low{kind}']):.3f} to {float(row[f'high{kind}']):.3f}" for kind in ("", "_half", "_twice")
-        ]
+        ends = [_ends(row[f"low{kind}"], row[f"high{kind}"]) for kind in ("", "_half", "_twice")]
         wide = f"3a + {float(row['cost']) - 3:g}"
         numbers = [row["cost"], wide, f"{float(row['slope']):.0f}", f"{float(row['lower']):.2e}", *ends]
         lines.append(f"| {name} | {' | '.join(numbers)} |")
     return "\n".join(lines)
+
+
+def _ends(low: str, high: str) -> str:
+    return f"{float(low):.3f} to {float(high):.3f}" if float(high) < math.inf else "diverges"
 
 
 def write_plot(rows: Sequence[Row], path_stem: Path) -> list[Path]:
@@ -210,7 +220,7 @@ def write_plot(rows: Sequence[Row], path_stem: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Solve for what is missing, print the table and draw the plot."""
+    """Add what is missing to the file, print the table and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=Path("docs/experiments/frontier.csv"), help="file of the results")
     path: Path = parser.parse_args(argv).csv
