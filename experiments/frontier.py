@@ -27,8 +27,8 @@ from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_
 from muon_fsdp.linalg.newton_schulz import normalize
 
 ERROR = 0.35  # singular values end within this of 1
-# By cost. Each degree multiplies the slope by at most 4.25, 7.6, 14.3, 26.6 or 49 (5 to 65), and the last one by less. The
-# other chains of these costs have smaller products of these numbers, or the same in another order.
+# By cost. Each degree multiplies the slope by at most 4.25, 7.6, 14.3, 26.6 or 49 (5 to 65), and the last one by less.
+# The other chains of these costs have smaller products of these numbers, or the same in another order.
 CHAINS = (
     *((17, 17), (33, 9), (65, 5)),
     *((33, 17), (65, 9)),
