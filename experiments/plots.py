@@ -30,6 +30,14 @@ COLOURS = {
     "MuonSphere": "#d6518f",
     "torch.optim.Muon": "#8a8f98",
     "dion": "#b0913a",
+    "degrees up to 17": "#3b82d0",
+    "degrees up to 33": "#e07b00",
+    "degrees up to 65": "#1f9d72",
+    "cubic5": "#8a8f98",
+    "Keller's quintic": "#b3261e",
+    "Polar Express": "#a463d8",
+    "CANS": "#d6518f",
+    "DeepSeek-V4": "#c2a200",
 }
 OTHER_COLOURS = ("#5aa9c7", "#c25b4a", "#7d8f3a")
 STYLES = ("-", "--", "-.", ":")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from muon_fsdp.linalg.chains import FAST_CHAIN
 from muon_fsdp.linalg.coefficients import coefficients
 
 MARGIN = 1.01
@@ -42,6 +43,7 @@ CHAINS = {
     "9,9|9,5": (NINES, frozenset({2, 4})),
     "17|17,9": (SEVENTEENS, frozenset({1})),
     "9,17|13": (WITH_13, frozenset({2})),
+    "33|33": (FAST_CHAIN.steps, frozenset({1})),
 }
 
 
@@ -60,7 +62,9 @@ def reference(batch, steps, margin=MARGIN):
             v = products[1][0] * u @ u + products[1][1] * u + products[1][2] * r
             z = v
         if degree > 9:
-            z = products[2][0] * v @ (u if degree == 13 else v) + products[2][1] * v + products[2][2] * u
+            z = w = products[2][0] * v @ (u if degree == 13 else v) + products[2][1] * v + products[2][2] * u
+        if degree > 17:
+            z = products[3][0] * w @ w + products[3][1] * w + products[3][2] * v
         x = z @ x + identity * x
     return x.mT if tall else x
 

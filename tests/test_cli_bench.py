@@ -17,11 +17,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from experiments import ranks
-from muon_fsdp.benchmarks import contestants, orthogonalization, steps
+from muon_fsdp.benchmarks import accuracy, contestants, orthogonalization, steps
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
 from muon_fsdp.benchmarks.steps import Gradients, PeakMemory
 from muon_fsdp.cli.app import app
+from muon_fsdp.linalg.newton_schulz import orthogonalize
 from tests.cli_cases import error_of, run, subprocess_run
 
 CEILINGS = Ceilings(burst_flops=2e11, sustained_flops=1e11, bytes=1e10)
@@ -54,6 +55,9 @@ def test_bench(small, tmp_path):
     assert "not known" not in result.stdout  # nothing is said about the clocks of a CPU
     floor = 2 * (2 * 16**3 * (4.5 * 2 + 4)) / 1e11 + 2 * (2 * 16 * 32 * 4) / 1e10
     assert figures["orthogonalization"][0]["floor_milliseconds"] == pytest.approx(1e3 * floor)
+    for entry in figures["orthogonalization"]:
+        assert list(entry["accuracy"]) == ["muon_fsdp", "muon_fsdp, fast", "plain NS5, torch"]
+    assert "of the norm on end, and the slope at zero\nbatch x m x n " in result.stdout
     assert figures["ceilings"] == {"burst_flops": 2e11, "sustained_flops": 1e11, "bytes": 1e10}
     assert figures["versions"]["torch"] == torch.__version__
     result = run(*args, "--tables", "step", "--models", "tiny", "--rules", "", "--first-step", "--json", "-")
@@ -67,9 +71,10 @@ def test_a_line_says_what_is_running(small):
     result = run("bench", "--repeats", "2", "--shapes", "2x16x32,1x8x8", "--rules", "normuon", "--first-step")
     assert "The first step of a new process: not measured" in result.stdout
     lines = result.stderr.splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "ceilings ...",
         "orthogonalization 1/2: 2 x 16 x 32, muon_fsdp ...",
+        "orthogonalization 1/2: 2 x 16 x 32, muon_fsdp, fast ...",
         "orthogonalization 1/2: 2 x 16 x 32, plain NS5, torch ...",
     ]
     assert "step 1/1: tiny, 1 layer, muon_fsdp, normuon ..." in lines
@@ -93,6 +98,9 @@ def test_every_contestant_is_also_captured_where_it_can_be(small, monkeypatch):
     """The graphs are pretended: a replay calls the function, and one of another library can't be captured."""
     tried = []
 
+    def broken(matrices, method="default"):
+        raise RuntimeError("not here")
+
     def capture(function, matrices):
         tried.append(function)
         if function is abs:
@@ -107,13 +115,13 @@ def test_every_contestant_is_also_captured_where_it_can_be(small, monkeypatch):
     table = result.stdout.partition("batch x m x n")[2].splitlines()
     cells = table[2].split()
     assert cells[:5] == ["1", "x", "8", "x", "8"]
-    assert cells[8] == "-"  # after ours eager, ours captured and the peer eager
-    assert float(cells[10]) > 0
+    assert cells[10] == "-"  # after both of ours, eager and captured, and the peer eager
+    assert float(cells[12]) > 0
     assert table[4] == "peer, captured: RuntimeError: operation not permitted when stream is capturing"
     assert tried.count(abs) == 1  # not once more for the second shape
     assert tried.count(torch.neg) == 2
     assert "1 x 8 x 8, peer, captured: RuntimeError" in result.stderr
-    monkeypatch.setattr(orthogonalization, "orthogonalize", abs)
+    monkeypatch.setattr(orthogonalization, "orthogonalize", broken)
     assert isinstance(CliRunner().invoke(app, ["bench", "--shapes", "1x8x8"]).exception, RuntimeError)
 
 
@@ -133,6 +141,49 @@ def test_a_shape_that_a_peer_does_not_support_shows_a_dash(small, monkeypatch):
     assert wide["notes"] == {"peer": "ValueError: only square matrices"}
     assert all(time > 0 for time in square["milliseconds"].values())
     assert square["notes"] == {}
+    assert wide["accuracy"]["peer"] is None
+    # The probe itself: nothing is lifted.
+    assert square["accuracy"]["peer"]["slope"] == pytest.approx(1)
+    assert square["accuracy"]["peer"]["low"] == pytest.approx(accuracy.LARGE, rel=1e-3)
+
+
+# Band and slope of five steps, as their polynomials give them in exact arithmetic.
+KNOWN = {
+    "keller": (0.682, 1.203, 484.9),
+    "polar_express": (0.870, 1.125, 976.5),
+    "fast": (0.655, 1.345, 650.0),
+    "accurate": (0.9975, 1.0025, 481.0),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("shape", [(128, 128), (30, 90), (2000, 500)])
+def test_band_and_slope_are_those_of_the_polynomials(name, shape):
+    low, high, slope = KNOWN[name]
+    if name == "accurate" and min(shape) > 256:
+        slope = 543.0  # the chain for wide matrices
+    probe = accuracy.make_probe(*shape, "cpu", torch.float32)
+    found = accuracy.measure_accuracy(lambda matrices: orthogonalize(matrices, method=name), probe)
+    assert low - 1e-3 < found["low"] < low + 0.02
+    assert high - 0.02 < found["high"] < high + 1e-3
+    assert found["slope"] == pytest.approx(slope, rel=0.02)
+    rounded = accuracy.make_probe(*shape, "cpu", torch.bfloat16)
+    assert accuracy.measure_accuracy(contestants.plain_newton_schulz, rounded)["slope"] == pytest.approx(485, rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_peer_that_fails_on_the_probe_alone_shows_a_dash(small, monkeypatch):
+    def only_small(matrices):
+        if matrices.shape[-1] > 8:
+            raise ValueError("only small matrices")
+        return matrices
+
+    monkeypatch.setattr(orthogonalization, "orthogonalizers", lambda device: {"peer": only_small})
+    args = ["--tables", "orthogonalization", "--repeats", "1", "--shapes", "1x8x8", "--json", "-"]
+    (entry,) = json.loads(run("bench", *args).stdout)["orthogonalization"]
+    assert entry["milliseconds"]["peer"] > 0
+    assert entry["accuracy"]["peer"] is None
+    assert orthogonalization.show([entry]).splitlines()[-1].split()[-1] == "-"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -33,6 +33,7 @@ def only_processes(monkeypatch):
     monkeypatch.setattr(checks, "check_torch", lambda: ok)
     monkeypatch.setattr(checks, "check_settings", list)
     monkeypatch.setattr(checks, "check_orthogonalization", lambda dtype: ok)
+    monkeypatch.setattr(checks, "check_fast_orthogonalization", lambda: ok)
     monkeypatch.setattr(checks, "check_step", lambda device: ok)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -55,11 +56,22 @@ def test_doctor_on_this_machine(no_processes, monkeypatch):
 
 
 def test_doctor_sees_a_wrong_iteration(no_processes, monkeypatch):
-    monkeypatch.setattr(checks, "orthogonalize", lambda x: 1.01 * checks.polar(x.double()).to(x.dtype))
+    monkeypatch.setattr(
+        checks, "orthogonalize", lambda x, method="default": 1.01 * checks.polar(x.double()).to(x.dtype)
+    )
     result = run("doctor", "--quick", "--json", code=1)
     wrong = [f for f in json.loads(result.stdout)["findings"] if f["status"] == "wrong"]
     assert {f["name"] for f in wrong} == {"orthogonalization, float64", "orthogonalization, float32"}
     assert all(f["detail"].startswith("1.00e-02 ") and "report" in f["advice"] for f in wrong)
+
+
+def test_doctor_sees_a_wrong_fast_chain(monkeypatch):
+    finding = checks.check_fast_orthogonalization()
+    assert finding.status == "ok"
+    assert 0.3 < float(finding.detail.split()[0]) < 0.35
+    right = checks.orthogonalize
+    monkeypatch.setattr(checks, "orthogonalize", lambda x, method: 1.1 * right(x, method=method))
+    assert checks.check_fast_orthogonalization().status == "wrong"
 
 
 def test_doctor_sees_a_wrong_step(no_processes, monkeypatch):

@@ -38,7 +38,7 @@ def matrix() -> nn.Parameter:
             "Unknown scale 'v5'; valid names are 'original' .also v2: .*'size' .also v1: .*, or a number",
         ),
         ({"scale": -1.0}, "Invalid scale: -1.0"),
-        ({"orthogonalization": "svd"}, "Unknown orthogonalization 'svd'; valid names are default, keller"),
+        ({"orthogonalization": "svd"}, "Unknown orthogonalization 'svd'; valid names are default, accurate"),
         ({"view": "heads"}, "Unknown view 'heads'; valid names are auto, matrix"),
         ({"num_heads": 0}, "Invalid num_heads: 0"),
         ({"split_sizes": (2, 0)}, r"Invalid split_sizes: \(2, 0\)"),

@@ -12,13 +12,13 @@ from experiments.chains import evaluate
 from muon_fsdp.kernels import products
 from muon_fsdp.kernels.launch import Addend
 from muon_fsdp.linalg import iteration
-from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
+from muon_fsdp.linalg.chains import FAST_CHAIN, SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
 from muon_fsdp.linalg.coefficients import coefficients
 from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_scale
 from muon_fsdp.linalg.newton_schulz import Request, orthogonalize, orthogonalize_together
 
 LARGEST_HALF = torch.finfo(torch.float16).max
-NUM_PRODUCTS = {5: 1, 9: 2, 17: 3}  # by degree
+NUM_PRODUCTS = {5: 1, 9: 2, 17: 3, 33: 4}  # by degree
 
 
 def quintics(method: str, steps: int, refreshes: set[int]) -> Chain:
@@ -153,6 +153,7 @@ def emulated_multiply_add(a, b, c, *, alpha, c_scale=None, factor=1.0, out=None,
 HALF_CHAINS = {
     "square": SQUARE_CHAIN,
     "wide": WIDE_CHAIN,
+    "fast": FAST_CHAIN,
     "wide in the standard form": Chain(WIDE_CHAIN.steps, frozenset(range(1, 5))),
     "square with one refresh": Chain(SQUARE_CHAIN.steps, frozenset({2})),
     **{
@@ -180,8 +181,10 @@ def test_float16_never_overflows(monkeypatch, name):
     iterate([Operand(x, Exact(exact), 1.0, out)], scaled_steps(HALF_CHAINS[name], half=True))
     expected = polar_of(exact / x_scale(True), HALF_CHAINS[name])
     assert out.isfinite().all()
-    assert torch.linalg.matrix_norm(out[0] - expected[0], ord=2) < 0.1
-    assert torch.linalg.matrix_norm(out[1] - expected[1], ord=2) < 0.1
+    # The polynomials of the fast chain oscillate, so rounding moves values within its band.
+    bound = 0.25 if name == "fast" else 0.1
+    assert torch.linalg.matrix_norm(out[0] - expected[0], ord=2) < bound
+    assert torch.linalg.matrix_norm(out[1] - expected[1], ord=2) < bound
 
 
 def test_the_library_in_half_precision_follows_float64():

@@ -255,6 +255,28 @@ def test_tiny_momentum_on_spheres_in_half_precision(kernels_everywhere, in_half_
         assert error(out[0], expected) < 2e-2
 
 
+def test_the_fast_chain_by_kernels_in_half_precision(kernels_everywhere, in_half_precision):
+    """On plain and on shifted matrices, singular values follow the polynomials in float64."""
+    batch = random(2, 70, 100)
+    left, right = (nn.functional.normalize(random(2, n), dim=-1) for n in (70, 100))
+    scales, shifts = triton_norms.inverse_norms(batch), torch.tensor([0.0, 0.1], device=DEVICE)
+    sums = scales[:, None, None] * batch + shifts[:, None, None] * left[:, :, None] * right[:, None, :]
+    out = torch.full((2, 70, 100), torch.nan, device=DEVICE)
+    orthogonalize_shifted(
+        Shifted(batch, scales, left, right, shifts),
+        torch.linalg.matrix_norm(sums),
+        method="fast",
+        steps=5,
+        out=out,
+        active=torch.ones(2, dtype=torch.bool, device=DEVICE),
+    )
+    for found, matrices in ((out, sums), (orthogonalize(batch, method="fast"), batch)):
+        expected = orthogonalize(matrices.double().cpu(), method="fast").to(DEVICE)
+        assert error(found, expected) < 2e-2
+        assert torch.linalg.matrix_norm(found.double(), 2).max() < 1.35
+    assert {"_symmetric_kernel", "_multiply_add_kernel", "_scaled_cast_kernel"} <= set(kernels_everywhere)
+
+
 def test_a_factor_that_half_precision_can_not_hold():
     a, b, c = random(1, 4, 4, dtype=torch.float16), random(1, 4, 6, dtype=torch.float16), random(1, 4, 6)
     for factor in (1e-7, 1e6):

@@ -58,7 +58,20 @@ def test_families_follow_float64(rows, cols, dtype):
 def test_every_degree_and_any_refreshes(name, rows):
     steps, refreshes = CHAINS[name]
     batch = torch.randn(2, rows, 150, device=DEVICE)
-    assert errors(run(batch, (steps, refreshes)), reference(batch, steps)).max() < (EXACT if rows <= 64 else 1e-3)
+    rounded = 3e-3 if name == "33|33" else 1e-3  # its polynomials are steeper
+    assert errors(run(batch, (steps, refreshes)), reference(batch, steps)).max() < (EXACT if rows <= 64 else rounded)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_the_fast_chain_leaves_its_band(rows):
+    batch, kinds = families(rows, 200, DEVICE)
+    found = run(batch, CHAINS["33|33"]).double()
+    u, values, vh = torch.linalg.svd(batch.double(), full_matrices=False)
+    for kind, left, s, right, result in zip(kinds, u, values, vh, found, strict=True):
+        assert torch.linalg.matrix_norm(result, 2) < 1.36, kind
+        large = s > 4.1e-3 * s.norm()
+        if kind != "zero":
+            assert torch.linalg.svdvals(left[:, large].mT @ result @ right[large].mT).min() > 0.64, kind
 
 
 @pytest.mark.parametrize("size", [1e-35, 1e-20, 1e20, 1e37])

@@ -55,6 +55,17 @@ def test_follows_the_reference(mode, nesterov, shape):
     assert optimizer.metrics()["lambda_fallbacks"] == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_fast_chain_stays_on_the_sphere(mode):
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(24, 40))
+    optimizer = SpectralSphereOptimizer([p], lr=0.01, lambda_mode=mode, orthogonalization="fast")
+    for _ in range(5):
+        p.grad = torch.randn(24, 40)
+        optimizer.step()
+    assert norm_of(p) / math.sqrt(24 / 40) == pytest.approx(1, abs=0.03)  # a step of the chain is up to 1.35 times lr
+
+
 @pytest.mark.parametrize(
     ("radius_mode", "retract_mode", "lr"),  # every pair of a radius and a retraction, and of a retraction and an lr
     [

@@ -10,9 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muon_fsdp import MuonOptimizer
 from muon_fsdp.kernels import Addend, symmetric_product
 from muon_fsdp.linalg import iteration, newton_schulz
-from muon_fsdp.linalg.newton_schulz import ORTHOGONALIZATIONS, normalize, orthogonalize
+from muon_fsdp.linalg.newton_schulz import (
+    ORTHOGONALIZATIONS,
+    normalize,
+    orthogonalization_flops,
+    orthogonalize,
+)
 from muon_fsdp.utils import zeropower_via_newtonschulz5
 from tests.comparisons import assert_same
 from tests.reference import matrix_with_condition, polar
@@ -124,12 +130,14 @@ def test_polar_factor_against_numpy(rows, cols, condition, method, seed):
     assert np.linalg.norm(exact - expected, ord=2) < 1e-11
 
 
-@pytest.mark.parametrize("method", ["default", "keller", "polar_express", "quintic", "cans", "deepseek_v4"])
+@pytest.mark.parametrize("method", [name for name in ORTHOGONALIZATIONS if name != "exact"])
 def test_every_coefficient_set_gives_singular_values_near_one(method):
     matrices = torch.randn(10, 50, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = torch.linalg.svdvals(orthogonalize(matrices, method=method))
     low, high = {
         "default": (0.99, 1.01),
+        "accurate": (0.99, 1.01),
+        "fast": (0.65, 1.35),
         "keller": (0.6, 1.3),
         "polar_express": (0.87, 1.13),
         "quintic": (0.8, 1.2),
@@ -138,6 +146,31 @@ def test_every_coefficient_set_gives_singular_values_near_one(method):
     }[method]
     assert values.min() > low
     assert values.max() < high
+
+
+def test_the_default_is_the_accurate_chain():
+    matrices = torch.randn(2, 50, 300, generator=torch.Generator().manual_seed(0))
+    assert_same(zeropower_via_newtonschulz5(matrices), orthogonalize(matrices, method="accurate"))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 6])
+@pytest.mark.parametrize("method", ["accurate", "fast"])
+def test_stored_chains_have_one_number_of_steps(method, steps):
+    with pytest.raises(
+        ValueError, match=f"Invalid ns_steps: {steps} .*'{method}' is a stored chain.*leave ns_steps at 5"
+    ):
+        orthogonalize(torch.randn(3, 4), method=method, steps=steps)
+    with pytest.raises(ValueError, match=f"Invalid ns_steps: {steps} "):
+        MuonOptimizer([torch.nn.Parameter(torch.ones(2, 2))], orthogonalization=method, ns_steps=steps)
+
+
+@pytest.mark.parametrize(("shape", "products"), [((768, 768), 7.0), ((512, 2048), 16.0), ((100, 400), 16.0)])
+def test_the_fast_chain_costs_what_the_docs_state(shape, products):
+    """3a + 4 products of the shorter side, with symmetric products counted half, for any shape."""
+    expected = products * 2 * min(shape) ** 3
+    assert orthogonalization_flops(*shape, method="fast", symmetric=0.5) == pytest.approx(expected)
+    assert orthogonalization_flops(*shape, method="fast") < orthogonalization_flops(*shape, method="accurate")
+    assert orthogonalization_flops(*shape) == orthogonalization_flops(*shape, method="accurate")
 
 
 @pytest.mark.parametrize(("method", "low", "high"), [("cans", 0.87, 1.13), ("deepseek_v4", 0.995, 1.005)])
@@ -285,7 +318,11 @@ def test_steps_below_one_are_refused(steps):
         (lambda: orthogonalize(torch.randn(4)), ValueError, r"shape \(4,\)"),
         (lambda: orthogonalize(torch.ones(3, 4, dtype=torch.int64)), TypeError, "int64"),
         (lambda: orthogonalize(torch.ones(3, 4, dtype=torch.complex64)), TypeError, "complex64"),
-        (lambda: orthogonalize(torch.randn(3, 4), method="newton"), ValueError, "default, keller, polar_express"),
+        (
+            lambda: orthogonalize(torch.randn(3, 4), method="newton"),
+            ValueError,
+            "default, accurate, fast, keller, polar_express",
+        ),
         (lambda: orthogonalize(torch.randn(3, 4), form="fast"), ValueError, "auto, standard, gram"),
         (lambda: orthogonalize(torch.randn(3, 4), steps=2.5), TypeError, "2.5"),
         (lambda: orthogonalize(torch.randn(3, 4), steps=True), TypeError, "True"),

@@ -22,6 +22,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeOptimizers = Callable[[nn.Module, DeviceMesh], list[torch.optim.Optimizer]]
 
 OURS = "muon_fsdp"
+FAST = f"{OURS}, fast"
 OVERLAPPED = f'{OURS}, overlap="backward"'
 DEFAULT_RULES = ("normuon", "spectral_sphere:lambda_mode=projection")
 LR, OTHER_LR = 0.02, 3e-4

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muon_fsdp.benchmarks.contestants import OURS, Orthogonalizer, orthogonalizers
+from muon_fsdp.benchmarks.accuracy import LARGE, Accuracy, Probe, make_probe, measure_accuracy, show_accuracy
+from muon_fsdp.benchmarks.contestants import FAST, OURS, Orthogonalizer, orthogonalizers
 from muon_fsdp.benchmarks.machine import Setup, free_memory
 from muon_fsdp.comm.recorder import CudaSegments, GraphRecorder, Recorder
 from muon_fsdp.linalg.newton_schulz import orthogonalization_flops, orthogonalize
@@ -78,11 +79,12 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
     """Measure our orthogonalization and those of other libraries on batches of these shapes, or on the default ones.
 
     Yields:
-        One entry per batch: its shape, the milliseconds of each implementation (None if it does not run), why some do
-        not run, the floor, our best time and TFLOP/s.
+        One entry per batch: its shape, the milliseconds of each implementation and what it makes of singular values
+        (None if it does not run), why some do not run, the floor, the best time of our default and its TFLOP/s.
     """
     device = setup.device
-    contestants = {OURS: orthogonalize, **orthogonalizers(device)}
+    ours: dict[str, Orthogonalizer] = {OURS: orthogonalize, FAST: partial(orthogonalize, method="fast")}
+    contestants = {**ours, **orthogonalizers(device)}
     modes = modes_on(device)
     columns = [name + mode for name in contestants for mode in modes]
     shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
@@ -92,6 +94,7 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         matrices = torch.randn(count, rows, cols, device=device, dtype=dtype)
         all_series, notes = _prepare(contestants, modes, matrices, setup, failed_captures)
+        probe = make_probe(rows, cols, device, dtype)
         times = medians_in_turn(all_series, setup.repeats, setup.live.running)
         flops = count * least_flops(rows, cols)
         best = min(times[OURS + mode] for mode in modes)
@@ -101,11 +104,25 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
         yield {
             "shape": name,
             "milliseconds": {column: times.get(column) for column in columns},
+            "accuracy": {
+                name: None if name in notes else _accuracy(name, function, probe)
+                for name, function in contestants.items()
+            },
             "notes": notes,
             "floor_milliseconds": floor,
             "best": best,
             "tflops": flops / best / 1e9,
         }
+
+
+def _accuracy(name: str, function: Orthogonalizer, probe: Probe) -> Accuracy | None:
+    """Return what a contestant makes of the singular values of a probe; None if it does not support its shape."""
+    try:
+        return measure_accuracy(function, probe)
+    except Exception:  # another library
+        if name in (OURS, FAST):
+            raise
+        return None
 
 
 def _prepare(
@@ -139,7 +156,7 @@ def _prepare(
             try:
                 found[column] = Series(make(function, matrices), setup.device)
             except Exception as error:  # another library may not support this machine or a capture
-                if name == OURS:
+                if name in (OURS, FAST):
                     raise
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 (failed_captures if mode else notes)[column] = reason
@@ -148,7 +165,7 @@ def _prepare(
 
 
 def show(results: list[dict[str, Any]]) -> str:
-    """Return the results as a text table, with a line below it for each contestant that did not run."""
+    """Return the times and the singular values as text tables, with a line for each contestant that did not run."""
     names = list(results[0]["milliseconds"])
     header = ["batch x m x n", *(f"{name}, ms" for name in names), "TFLOP/s", "% of floor"]
     rows = [
@@ -161,4 +178,11 @@ def show(results: list[dict[str, Any]]) -> str:
         for entry in results
     ]
     notes = {name: note for entry in results for name, note in entry["notes"].items()}
-    return "\n".join([plain_table(header, rows), *(f"{name}: {note}" for name, note in notes.items())])
+    accuracy = plain_table(
+        ["batch x m x n", *results[0]["accuracy"]],
+        [[entry["shape"], *map(show_accuracy, entry["accuracy"].values())] for entry in results],
+    )
+    lines = [plain_table(header, rows), *(f"{name}: {note}" for name, note in notes.items())]
+    return "\n".join(
+        [*lines, "", f"Where singular values from {LARGE:g} of the norm on end, and the slope at zero", accuracy]
+    )

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.benchmarks.accuracy import make_probe, measure_accuracy
 from muon_fsdp.benchmarks.machine import ISA_VARIABLE, backends, best_device
 from muon_fsdp.benchmarks.ranks import on_this_machine
 from muon_fsdp.elementwise import find_other_muon_optimizer
@@ -42,6 +43,8 @@ LEAST_TORCH = (2, 10)
 # above is rounding.
 # On GPUs float32 matrices are iterated in float16.
 TOLERANCES = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# By design it is 0.35.
+FAST_TOLERANCE = 0.36
 # Far longer than any check needs, so that a busy machine does not fail.
 PATIENCE_SECONDS = 180
 # Returns the error that it measured, the largest error that is right, and what the error is.
@@ -94,7 +97,8 @@ def findings(*, quick: bool) -> list[Finding]:
         bf16 = executor.submit(check_cpu_bf16)
         ranks = executor.submit(check_two_ranks) if not quick and backends()["gloo"] else None
         dtypes = ("float64", "float32", "bfloat16", "float16") if torch.cuda.is_available() else ("float64", "float32")
-        found = [check_torch(), *check_settings(), *map(check_orthogonalization, dtypes), check_step(best_device())]
+        found = [check_torch(), *check_settings(), *map(check_orthogonalization, dtypes)]
+        found += [check_fast_orthogonalization(), check_step(best_device())]
         if torch.cuda.is_available():
             found += [check_kernels(best_device()), *check_hopper_kernel(best_device())]
         found.append(bf16.result())
@@ -161,6 +165,14 @@ def check_orthogonalization(dtype_name: str) -> tuple[float, float, str]:
         worst = max(worst, float(torch.linalg.matrix_norm(found - polar(rounded.double()), 2).max()))
     iterated = torch.float16 if dtype == torch.float32 and best_device().type == "cuda" else dtype
     return worst, TOLERANCES[iterated], "from the polar factor by SVD, in spectral norm"
+
+
+@self_test("fast orthogonalization")
+def check_fast_orthogonalization() -> tuple[float, float, str]:
+    """Measure where the chain "fast" leaves singular values."""
+    probe = make_probe(128, 256, str(best_device()), torch.float32)
+    found = measure_accuracy(lambda matrices: orthogonalize(matrices, method="fast"), probe)
+    return max(1 - found["low"], found["high"] - 1), FAST_TOLERANCE, "between singular values and 1"
 
 
 def polar(matrices: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ MAX_ROWS = 128
 # Up to this many rows all products are computed from split operands, because a single entry can decide a singular
 # value, and rounding it to float16 would change the result.
 SPLIT_ROWS = 64
-NUM_FACTORS: tl.constexpr = tl.constexpr(9)  # numbers per step in FACTORS: three products of three
+NUM_FACTORS: tl.constexpr = tl.constexpr(12)  # numbers per step in FACTORS: four products of three
 SCALE: tl.constexpr = tl.constexpr(1024.0)  # of m x m matrices in float16, whose entries are at most about 10
 ITERATE_SCALE: tl.constexpr = tl.constexpr(1024.0)  # of iterates in float16, whose singular values are about 1
 
@@ -218,6 +218,8 @@ def _step(r, STEP: tl.constexpr, DEGREE: tl.constexpr, FACTORS: tl.constexpr, SP
         else:
             z = _symmetrized(_product(v, u, SPLIT)) if DEGREE == 13 else _square(v, SPLIT)
             z = FACTORS[F + 6] * z + FACTORS[F + 7] * v + FACTORS[F + 8] * u
+            if DEGREE == 33:
+                z = FACTORS[F + 9] * _square(z, SPLIT) + FACTORS[F + 10] * z + FACTORS[F + 11] * v
     return z
 
 
@@ -396,7 +398,7 @@ def _chain_constants(steps: tuple[Step, ...], refreshes: frozenset[int]) -> dict
         parts.append(parts[-1] + (number in refreshes or number == len(steps)))
         growth *= identity
         growths.append(growth)
-        for place in range(3):
+        for place in range(4):
             numbers = list(products[place]) if place < len(products) else []
             scale = 1 / identity if place == len(products) - 1 else 1.0
             factors += [scale * value for value in numbers] + [0.0] * (3 - len(numbers))

@@ -1,4 +1,4 @@
-"""Define chains of Newton-Schulz steps of degree 5, 9 and 17, whose polynomials need one to three products.
+"""Define chains of Newton-Schulz steps of degree 5 to 33, whose polynomials need one to four products.
 
 One step maps every singular value x of X to p(x) = x (Z(x^2) + identity) and does not change the singular vectors. A
 step of a higher degree is cheaper than two steps of a lower one, because it forms the Gram matrix R = X X^T once.
@@ -17,6 +17,7 @@ class Step(NamedTuple):
     - degree 5: Z = alpha R R + beta R
     - degree 9: U = alpha R R + beta R, then Z = alpha U U + beta U + gamma R
     - degree 17: U and V as U and Z of degree 9, then Z = alpha V V + beta V + gamma U
+    - degree 33: U, V and W as U, V and Z of degree 17, then Z = alpha W W + beta W + gamma V
     """
 
     degree: int  # of the odd polynomial that acts on singular values
@@ -97,3 +98,43 @@ WIDE_CHAIN = Chain(
     ),
     refreshes=frozenset({2, 4}),
 )
+# Source: widest((33, 33), 0.35) of experiments/chains.py. Singular values above 1.04e-3 of the Frobenius norm end
+# between 0.65 and 1.35, and the slope at zero is 656. It costs 3 a + 4 products.
+FAST_CHAIN = Chain(
+    steps=(
+        Step(
+            33,
+            (
+                (1.9219606889656324, -2.165114768781797, 0.0),
+                (8.0, 5.3562753518387245, 0.04172600373018286),
+                (2.0, 2.1764742915354387, -0.19040642304405958),
+                (302.3364669468139, 247.7716560390736, 0.34461556426112655),
+            ),
+            51.19652563113846,
+        ),
+        Step(
+            33,
+            (
+                (0.13377479217558877, -0.5747238768157622, 0.0),
+                (4.0, 3.173484969751498, -0.05881780746478344),
+                (2.0, 2.18275681453575, -0.2914848346654991),
+                (65.00491141248641, 52.33419996548391, 2.465901057268147),
+            ),
+            12.822218221969282,
+        ),
+    ),
+    refreshes=frozenset({1, 2}),
+)
+
+
+class StoredChains(NamedTuple):
+    """The chains of a method whose steps are made for each other."""
+
+    square: Chain
+    wide: Chain  # for matrices that are wide enough to be worth fewer refreshes
+
+
+STORED_CHAINS: dict[str, StoredChains] = {
+    "accurate": StoredChains(SQUARE_CHAIN, WIDE_CHAIN),
+    "fast": StoredChains(FAST_CHAIN, FAST_CHAIN),
+}

@@ -13,6 +13,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from muon_fsdp.linalg.chains import STORED_CHAINS
+
 Quintic: TypeAlias = tuple[float, float, float]  # (a, b, c)
 CoefficientSet = Literal["default", "keller", "polar_express", "quintic", "cans", "deepseek_v4"]
 COEFFICIENT_SETS: tuple[str, ...] = get_args(CoefficientSet)
@@ -86,6 +88,8 @@ WHOLE_SETS: dict[str, tuple[Quintic, ...]] = {"cans": _safe(_CANS), "deepseek_v4
 # The input is scaled to a Frobenius norm of 1 / margin. The margin is 1 for sets that were published without one.
 NORM_MARGINS: dict[str, float] = {
     "default": 1.01,
+    "accurate": 1.01,
+    "fast": 1.01,
     "keller": 1.0,
     "polar_express": 1.01,
     "quintic": 1.0,
@@ -119,6 +123,12 @@ def check_steps(steps: object, name: str = "default") -> None:
         raise TypeError(f"Invalid ns_steps: {steps!r} (must be an int >= 1)")
     if int(steps) < 1:
         raise ValueError(f"Invalid ns_steps: {steps} (must be >= 1)")
+    if name in STORED_CHAINS and steps != DEFAULT_STEPS:
+        raise ValueError(
+            f"Invalid ns_steps: {steps} (orthogonalization={name!r} is a stored chain, whose steps are made for each "
+            f'other: leave ns_steps at {DEFAULT_STEPS}, or pass orthogonalization="default", which is solved for any '
+            "number of steps)"
+        )
     own = len(WHOLE_SETS[name]) if name in WHOLE_SETS else steps
     if steps not in (DEFAULT_STEPS, own):
         raise ValueError(

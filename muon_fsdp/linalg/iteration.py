@@ -19,7 +19,7 @@ LARGEST_STORED = 2.0**14
 # In float16, X is stored times this power of two: the entries of a normalized 16384 x 53248 matrix are near 3e-5, below
 # the normal numbers. No entry exceeds the largest singular value, which stays below 2 in all iterates.
 X_SCALE = 2.0**10
-# At most this many batches of m x m matrices are needed at a time: F, R, and U, V and Z of a step of degree 17.
+# At most this many batches of m x m matrices are needed at a time: F, R, and the last three of U, V, W and Z.
 SQUARE_MATRICES = 5
 ALIGNMENT = 16  # elements between the addresses where these batches may begin
 # The bounds of stored matrices are taken over this many singular values.

@@ -13,24 +13,26 @@ from torch import Tensor
 from muon_fsdp.kernels import on_device, unusable
 from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
-from muon_fsdp.linalg.chains import SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
+from muon_fsdp.linalg.chains import STORED_CHAINS, Chain, Step
 from muon_fsdp.linalg.coefficients import DEFAULT_STEPS, NORM_MARGINS, check_steps, coefficients
 from muon_fsdp.linalg.iteration import Exact, Operand, iterate, num_refreshes, scaled_steps, x_scale
 
-Orthogonalization = Literal["default", "keller", "polar_express", "quintic", "cans", "deepseek_v4", "exact"]
+Orthogonalization = Literal[
+    "default", "accurate", "fast", "keller", "polar_express", "quintic", "cans", "deepseek_v4", "exact"
+]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 Form = Literal["auto", "standard", "gram"]
 
-# From this n/m on, a chain with fewer refreshes is cheaper: 3 n/m + 6.5 products of size m against 4.5 n/m + 4.
+# From this n/m on, the accurate chain with fewer refreshes is cheaper: 3 n/m + 6.5 products of size m against
+# 4.5 n/m + 4.
 GRAM_ASPECT_RATIO = 5 / 3
-# Up to this many rows, the default method takes the chain with more refreshes in any case: rounding errors weigh more.
+# Up to this many rows, the accurate chain with more refreshes is taken in any case: rounding errors weigh more.
 FEW_ROWS = 256
 # Up to this many rows, the Gram form in half precision refreshes X after every second step, otherwise every third.
 SMALL_ROWS = 512
-# Up to this many rows, one kernel may compute the whole iteration. It keeps m x m matrices on the chip and in more than
-# half precision, so it refreshes X only once where the default method refreshes it twice.
+# Up to this many rows, one kernel may compute the whole iteration of one of these chains.
 SMALL_KERNEL_ROWS = 128
-SMALL_KERNEL_REFRESHES = frozenset({1, len(SQUARE_CHAIN.steps)})
+SMALL_KERNEL_CHAINS = tuple(chains.square for chains in STORED_CHAINS.values())
 # Up to this many rows, GPUs iterate in float32 instead of float16.
 TINY_ROWS = 64
 
@@ -47,13 +49,15 @@ def orthogonalize(
 ) -> Tensor:
     """Return `factor` times the polar factor U V^T of every matrix U S V^T of a batch.
 
-    The iterative methods bring singular values above 4e-3 of the Frobenius norm ("default", five steps) to 1 and lift
-    smaller ones towards 1. A singular value of 0 stays 0 in every method. The input is not changed.
+    The iterative methods bring singular values above 4e-3 of the Frobenius norm ("default" with five steps, which is
+    "accurate") to 1, or those above 1.04e-3 to between 0.65 and 1.35 ("fast"), and lift smaller ones towards 1. A
+    singular value of 0 stays 0 in every method. The input is not changed.
 
     Args:
         matrices: (..., m, n), the matrices, in any floating-point precision.
         method: the name of a set of coefficients, or "exact" for an SVD in float64.
-        steps: number of iterations; "cans" and "deepseek_v4" have a fixed number, which 5 stands for.
+        steps: number of iterations; "accurate", "fast", "cans" and "deepseek_v4" have a fixed number, which 5 stands
+            for.
         form: how the iteration is evaluated: on the matrices ("standard"), on their Gram matrices ("gram"), or
             whichever is cheaper for the shape ("auto").
         factor: a number that the result is multiplied by.
@@ -132,8 +136,8 @@ def _iterate_together(requests: Sequence[Request], method: str, steps: int, form
         dtype = _iteration_dtype(matrices)
         half, margin = dtype == torch.float16, NORM_MARGINS[method]
         chain = _chain(method, steps, rows, cols, form, half)
-        if form == "auto" and chain == SQUARE_CHAIN and _takes_small_kernel(matrices, out):
-            norms.append(_orthogonalize_small(Request(matrices, out, factor, known_norms), margin))
+        if form == "auto" and chain in SMALL_KERNEL_CHAINS and _takes_small_kernel(matrices, out):
+            norms.append(_orthogonalize_small(Request(matrices, out, factor, known_norms), chain.steps, margin))
             continue
         margin /= x_scale(half)
         buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
@@ -203,14 +207,17 @@ def _takes_small_kernel(matrices: Tensor, out: Tensor) -> bool:
     return triton_small.is_faster(count, rows, cols, device)
 
 
-def _orthogonalize_small(request: Request, margin: float) -> Tensor:
-    """Orthogonalize matrices with few rows by the default method in one launch, and return one over their norms."""
+def _orthogonalize_small(request: Request, steps: tuple[Step, ...], margin: float) -> Tensor:
+    """Orthogonalize matrices with few rows in one launch, and return one over their norms.
+
+    The kernel keeps m x m matrices on the chip and in more than half precision, so it refreshes X only once in between.
+    """
     from muon_fsdp.kernels import triton_small
 
     matrices, out, factor, known_norms = request
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    batch, steps = matrices.contiguous(), SQUARE_CHAIN.steps
-    norms = triton_small.orthogonalize_small(batch, steps, SMALL_KERNEL_REFRESHES, margin, factor, known_norms, target)
+    batch, refreshes = matrices.contiguous(), frozenset({1, len(steps)})
+    norms = triton_small.orthogonalize_small(batch, steps, refreshes, margin, factor, known_norms, target)
     if target is not out:
         out.copy_(target)
     return norms
@@ -321,7 +328,10 @@ def _chain(method: str, steps: int, rows: int, cols: int, form: Form, half: bool
     small, large = min(rows, cols), max(rows, cols)
     wide = large >= GRAM_ASPECT_RATIO * small
     if method == "default" and steps == DEFAULT_STEPS:  # fewer steps of a higher degree, as accurate and cheaper
-        chain = WIDE_CHAIN if wide and small > FEW_ROWS else SQUARE_CHAIN
+        method = "accurate"
+    if method in STORED_CHAINS:
+        chains = STORED_CHAINS[method]
+        chain = chains.wide if wide and small > FEW_ROWS else chains.square
         refreshes = chain.refreshes
     else:
         chain = Chain(tuple(Step(5, ((c, b, 0.0),), a) for a, b, c in coefficients(method, steps)), frozenset())

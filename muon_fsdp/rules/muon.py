@@ -34,13 +34,15 @@ MOMENTUM_OPTIONS = (
     Option(
         "ns_steps",
         5,
-        'Newton-Schulz steps of the orthogonalization, at least 1; with "deepseek_v4", 5 means its ten published steps',
+        'Newton-Schulz steps of the orthogonalization, at least 1; 5 means the whole chain with "accurate", "fast", '
+        '"cans" and "deepseek_v4", which have no other number of steps',
         check=integer,
     ),
     Option(
         "orthogonalization",
         "default",
-        'coefficients of the Newton-Schulz iteration, or "exact" for a slow SVD',
+        'how singular values are brought to 1: "accurate" (the default) ends within 0.0011 of 1, "fast" needs fewer '
+        'products and ends between 0.65 and 1.35, others are published coefficients, "exact" is a slow SVD',
         choices=ORTHOGONALIZATIONS,
     ),
     Option(

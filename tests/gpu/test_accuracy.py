@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from muon_fsdp.benchmarks.accuracy import make_probe, measure_accuracy
 from muon_fsdp.linalg.newton_schulz import GRAM_ASPECT_RATIO, orthogonalize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -52,6 +53,39 @@ def test_accuracy(shape, dtype, kind):
     assert large.any()
     values = torch.einsum("ik,ij,kj->k", u[:, large], out.double(), vh[large])
     assert (values - 1).abs().max() < (2.5e-3 if cols < GRAM_ASPECT_RATIO * rows else 4e-3)
+
+
+@pytest.mark.parametrize("shape", [(65, 65), *SHAPES, (2048, 8192), (4096, 4096)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gaussian", "low rank", "rank 1", "log-uniform", "1/k"])
+def test_the_fast_chain_stays_in_its_band(shape, dtype, kind):
+    matrix = make_matrix(kind, min(shape), max(shape))
+    matrix = (matrix if shape[0] <= shape[1] else matrix.mT).to(dtype).contiguous()
+    result = orthogonalize(matrix, method="fast", out=torch.empty(shape, device="cuda")).double()
+    assert torch.linalg.matrix_norm(result, 2) < 1.36
+    if min(shape) > 1024:
+        return  # an SVD in float64 takes too long
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    large = s > 4.1e-3 * s.norm()
+    assert torch.linalg.svdvals(u[:, large].mT @ result @ vh[large].mT).min() > 0.64
+
+
+@pytest.mark.parametrize("method", ["accurate", "fast"])
+@pytest.mark.parametrize("shape", [(65, 65), (128, 4096), (512, 512), (768, 3072)])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_band_slope_and_a_neighbour_that_is_nan(shape, method, size):
+    probe = make_probe(*shape, "cuda", torch.float32)
+    batch = (probe.matrices * size).repeat(3, 1, 1)
+    batch[1, 0, 0] = torch.nan
+    found = orthogonalize(batch, method=method)
+    assert found[1].isnan().all()
+    low, high = (0.65, 1.35) if method == "fast" else (0.995, 1.005)
+    for result in found[::2]:
+        accuracy = measure_accuracy(lambda _, result=result: result[None], probe)
+        assert low < accuracy["low"] <= accuracy["high"] < high
+        assert accuracy["slope"] == pytest.approx(
+            650 if method == "fast" else 512, rel=0.02 if method == "fast" else 0.08
+        )
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 256), (768, 3072)])

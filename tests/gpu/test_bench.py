@@ -29,8 +29,10 @@ def test_bench_on_a_gpu(monkeypatch):
     args = ["--tables", "orthogonalization,step", "--shapes", "4x256x256", "--repeats", "2", "--json", "-"]
     figures = json.loads(run("bench", *args).stdout)
     (entry,) = figures["orthogonalization"]
-    columns = ["muon_fsdp", "muon_fsdp, captured", "negation", "negation, captured"]
-    assert list(entry["milliseconds"]) == columns
+    names = ["muon_fsdp", "muon_fsdp, fast", "negation"]
+    assert list(entry["milliseconds"]) == [name + mode for name in names for mode in ("", ", captured")]
+    assert list(entry["accuracy"]) == names
+    assert entry["accuracy"]["muon_fsdp, fast"]["slope"] == pytest.approx(650, rel=0.03)
     assert all(time > 0 for time in entry["milliseconds"].values())
     assert entry["notes"] == {}
     ceilings = figures["ceilings"]
