@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests import state_cases as cases
-from tests.comparisons import assert_same
+from tests.comparisons import assert_near
 from tests.gpu.test_nccl import nccl  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-REFUSED = "is on cpu and the parameter on cuda:0: move the state back before step()"
+# AReaL leaves tensors without elements behind, the others leave the state on the CPU.
+REFUSED = {
+    way: "instead of .*: restore it, or delete it" if way is cases.Areal else "move the state back before step"
+    for way in cases.WAYS
+}
 
 
 @pytest.mark.parametrize("cuda_graph", ["auto", False])
@@ -23,7 +29,7 @@ def test_state_that_is_away_between_all_steps_changes_nothing(rule, options, way
     found = cases.Training(rule, "cuda", cuda_graph=cuda_graph, **options)
     expected.train(12)
     found.train(12, way())
-    assert_same(found.tensors, expected.tensors, way.__name__)
+    assert_near(found.tensors, expected.tensors, way.__name__, atol=cases.tolerance(rule, "cuda"))
     if rule == "muon" and cuda_graph == "auto":  # its graph keeps no address of state
         assert found.optimizer.plan_report().cuda_graph == "captured"
 
@@ -37,12 +43,12 @@ def test_a_step_while_state_is_away_is_refused(rule, options, way, cuda_graph):
     mover = way()
     found.train(9)
     mover.away(found.optimizer)
-    with pytest.raises(RuntimeError, match="move the state back before step"):
+    with pytest.raises(RuntimeError, match=REFUSED[way]):
         found.step()
     mover.back(found.optimizer)
     found.train(9)
     expected.train(18)
-    assert_same(found.tensors, expected.tensors, way.__name__)
+    assert_near(found.tensors, expected.tensors, way.__name__, atol=cases.tolerance(rule, "cuda"))
     if cuda_graph == "auto":
         assert found.optimizer.plan_report().cuda_graph == "captured"
 
@@ -57,7 +63,7 @@ def test_state_of_shards_is_moved(nccl, way, cuda_graph):  # noqa: F811
 def test_a_step_while_state_of_shards_is_away_is_refused(nccl, way):  # noqa: F811
     for messages in nccl.run(2, cases.step_while_away_on_ranks, way):
         assert len(messages) == len(cases.RULES)
-        assert all(REFUSED in message for message in messages), messages
+        assert all(re.search(REFUSED[cases.WAYS[way]], message) for message in messages), messages
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -43,7 +43,8 @@ def test_matrices_on_slices_of_a_mesh_are_computed_once(nccl: RankPool, cuda_gra
 @pytest.mark.parametrize("what", ["values", "gradients"])
 def test_replicas_that_differ_are_told(nccl: RankPool, what):
     for text in nccl.run(2, nccl_cases.replicas_that_differ, what, timeout=120):
-        assert f"hold the same parameter 'weight' of shape (2051, 2049), but they differ in its {what}" in text
+        assert "hold the same parameter 'weight' of shape (2051, 2049) by replicate_mesh" in text
+        assert f"but they differ in its {what}" in text
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
