@@ -2,14 +2,16 @@
 
 python -m experiments.search --model small --steps 600 --folder runs/search --name search_small -- --batch-size 32
 python -m experiments.search --plan rules --model small --steps 600 --folder runs/rules --name rules_small -- FLAGS
+python -m experiments.search --plan chains --model small --steps 600 --folder runs/chains --name chains_small -- FLAGS
 python -m experiments.search --model gpt2 --steps 300 --folder runs/gpt2 --name search_gpt2 --seconds 280 -- --data DATA
 
-`experiments/search_plan.py` has the plans; `--plan rules` compares all rules of matrices. Flags after `--` go to the
-training program in every run.
+`experiments/search_plan.py` has the plans: `--plan rules` compares all rules of matrices, `--plan chains` the chains of
+Newton-Schulz steps. Flags after `--` go to the training program in every run.
 
 A finished run is one file in FOLDER/results and is never run again. With `--seconds`, runs that are under way when the
 time is over save a checkpoint and stop. The same command continues, also after a crash. FOLDER has NAME.csv (every
-run), NAME_curves.csv (mean, lowest and highest loss over seeds), NAME.md (tables) and a plot.
+run), NAME_curves.csv (mean, lowest and highest loss over seeds) or, for chains, NAME_means.csv (mean and standard
+error), NAME.md (tables) and a plot.
 """
 
 from __future__ import annotations
@@ -25,22 +27,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from experiments.search_plan import (
-    ONE_LR,
-    OTHER_OPTIMIZERS,
+    PLANS,
     SEARCH_SEED,
     STARTS,
     Losses,
     Outlook,
     Setting,
-    look_ahead,
-    look_at_rules,
-    rules_to_compare,
+    plan_named,
 )
 from experiments.search_report import Finished, write_reports, write_runs
 from muon_fsdp.training.arguments import OneLineParser, fail
@@ -280,8 +278,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--plan",
         default="optimizers",
-        choices=["optimizers", "rules"],
-        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices",
+        choices=PLANS,
+        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices, or of every chain",
     )
     parser.add_argument("--steps", type=int, required=True, help="training steps of each run")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the results, old and new")
@@ -300,13 +298,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     for name in ("steps", "parallel", "seeds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    is_of_rules = args.plan == "rules"
-    args.seeds = args.seeds or (3 if is_of_rules else STARTS[args.model].num_seeds)
-    names = list(rules_to_compare(args.model)) if is_of_rules else ["adamw", ONE_LR, *OTHER_OPTIMIZERS]
-    unknown = [name for name in args.compare or () if name not in names]
+    plan = plan_named(args.plan, args.model)
+    args.seeds = args.seeds or plan.num_seeds
+    unknown = [name for name in args.compare or () if name not in plan.names]
     if unknown:
-        parser.error(f"--compare: unknown {', '.join(unknown)}; valid names are {', '.join(names)}")
-    args.compare = args.compare or names
+        parser.error(f"--compare: unknown {', '.join(unknown)}; valid names are {', '.join(plan.names)}")
+    args.compare = args.compare or plan.names
     return args, arguments[at + 1 :]
 
 
@@ -323,9 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = Store(args.folder, facts)
     except ValueError as error:
         fail(str(error))
-    is_of_rules = args.plan == "rules"
-    plan = partial(look_at_rules, model=args.model) if is_of_rules else partial(look_ahead, start=STARTS[args.model])
-    search = Search(store, plan, args, shared)
+    search = Search(store, plan_named(args.plan, args.model).look, args, shared)
     print(f"{len(search.done)} runs are finished already", flush=True)
     try:
         is_finished = search.run()

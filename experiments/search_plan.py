@@ -13,13 +13,15 @@ So all that matrices do not see is tuned for AdamW. Every search uses the same s
 with other seeds.
 
 The plan of rules has three runs for each rule of matrices, over its learning rate. Everything else is as `TUNED` has
-it, which an earlier search has found for AdamW.
+it, which an earlier search has found for AdamW. The plan of chains has three runs for each chain of Newton-Schulz
+steps, over the learning rate of the matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 SEARCH_SEED = 0
 ADAMW_RUNS = 12
@@ -42,11 +44,13 @@ class Setting:
     beta2: float = 0.95
     warmup: float = 0.1
     attention: str = "split"
+    orthogonalization: str = "default"
 
     @property
     def name(self) -> str:
-        """Return the name of the optimizer in tables, which says whether heads are matrices of their own."""
-        return f"{self.optimizer}-per-head" if self.attention == "per_head" else self.optimizer
+        """Return the optimizer, with "per-head" if heads are matrices of their own, and with its chain if it is set."""
+        parts = [self.optimizer, *(["per-head"] if self.attention == "per_head" else [])]
+        return "-".join([*parts, *([self.orthogonalization] if self.orthogonalization != "default" else [])])
 
     @property
     def has_one_lr(self) -> bool:
@@ -62,10 +66,21 @@ class Setting:
     def flags(self) -> list[str]:
         """Return the flags of the training program."""
         betas = f"0.9,{self.beta2:g}"
-        flags = ["--optimizer", self.optimizer, "--lr", f"{self.lr:g}", "--rest-lr", f"{self.rest_lr:g}"]
+        is_plugin = self.orthogonalization in PLUGIN_CHAINS
+        flags = ["--plugin", "experiments.frontier_plugin"] if is_plugin else []
+        flags += [
+            "--optimizer",
+            f"{self.optimizer}_frontier" if is_plugin else self.optimizer,
+            "--lr",
+            f"{self.lr:g}",
+            "--rest-lr",
+            f"{self.rest_lr:g}",
+        ]
         flags += ["--weight-decay", f"{self.weight_decay:g}", "--rest-weight-decay", f"{self.rest_weight_decay:g}"]
         flags += ["--rest-betas", betas, "--warmup-fraction", f"{self.warmup:g}"]
         flags += ["--attention", self.attention] if self.attention != "split" else []
+        chain = f"orthogonalization={self.orthogonalization}"
+        flags += ["--set", chain] if self.orthogonalization != "default" else []
         return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
 
 
@@ -90,6 +105,14 @@ TUNED = {"small": Setting("adamw", 0.002, 0.008, weight_decay=0.5, warmup=0.25)}
 PER_HEAD = ("muon", "normuon")  # these rules are compared with heads as matrices of their own too
 # The middle of the learning rates of the other rules, which do not have the scale of Muon's updates, and their decay.
 OTHER_LRS = {"hyperball": 0.02, "spectral_sphere": 0.02}
+# The chains that are compared. Those of the plugin are points of docs/experiments/frontier.csv that the package lacks.
+CHAINS = {
+    "muon": ("keller", "polar_express", "accurate", "fast", "17-17", "65-65"),
+    "normuon": ("keller", "accurate", "fast"),
+}
+PLUGIN_CHAINS = ("17-17", "65-65")
+# At these learning rates seeds differ by 0.0025 only; at those of `TUNED`, differences between chains would drown.
+CHAIN_START = Setting("muon", lr=0.02, rest_lr=0.003, weight_decay=OTHER_WEIGHT_DECAY)
 Losses = Mapping[Setting, float]  # of the runs with `SEARCH_SEED`; infinite for a run that diverged
 
 
@@ -235,10 +258,20 @@ def rules_to_compare(model: str) -> dict[str, Setting]:
     return {setting.name: setting for setting in settings}
 
 
-def look_at_rules(losses: Losses, model: str) -> Outlook:
-    """Follow the plan of rules as far as the losses are known: three learning rates of each."""
+def chains_to_compare(model: str) -> dict[str, Setting]:
+    """Return the settings from which the plan of chains starts, by name; all models have the same."""
+    settings = [
+        replace(CHAIN_START, optimizer=optimizer, orthogonalization=each)
+        for optimizer, chains in CHAINS.items()
+        for each in chains
+    ]
+    return {setting.name: setting for setting in settings}
+
+
+def look_at_lines(losses: Losses, settings: Mapping[str, Setting]) -> Outlook:
+    """Follow a plan that tries three learning rates of each setting, as far as the losses are known."""
     chosen, tried, missing = {}, {}, []
-    for name, setting in rules_to_compare(model).items():
+    for name, setting in settings.items():
         trials = Trials(losses, limit=3)
         try:
             chosen[name] = line(trials, setting, "lr", reserve=0)
@@ -246,6 +279,35 @@ def look_at_rules(losses: Losses, model: str) -> Outlook:
             missing += pending.settings
         tried[name] = trials.tried
     return Outlook(chosen, tried, missing)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search looks for.
+
+    Args:
+        look: returns the state of the search.
+        names: the names of the settings that it chooses.
+        num_seeds: how many other seeds the chosen settings are run with, unless the user says.
+    """
+
+    look: Callable[[Losses], Outlook]
+    names: tuple[str, ...]
+    num_seeds: int
+
+
+COMPARISONS = {"rules": (rules_to_compare, 3), "chains": (chains_to_compare, 5)}  # where each starts, and its seeds
+PLANS = ("optimizers", *COMPARISONS)
+
+
+def plan_named(name: str, model: str) -> Plan:
+    """Return the plan of this name for a model."""
+    if name == "optimizers":
+        start = STARTS[model]
+        return Plan(partial(look_ahead, start=start), ("adamw", ONE_LR, *OTHER_OPTIMIZERS), start.num_seeds)
+    to_compare, num_seeds = COMPARISONS[name]
+    settings = to_compare(model)
+    return Plan(partial(look_at_lines, settings=settings), tuple(settings), num_seeds)
 
 
 def place_of(value: float, tried: Sequence[float]) -> str:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import csv
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from experiments.plots import Curve, draw_curves
-from experiments.search_plan import ONE_LR, SEARCH_SEED, Outlook, Setting, place_of
+from experiments.frontier_chains import cost_and_slope
+from experiments.plots import Curve, Panel, draw_curves, draw_panels
+from experiments.search_plan import CHAINS, ONE_LR, SEARCH_SEED, Outlook, Setting, place_of
 
 TITLES = {
     "adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon", "muon-per-head": "Muon per head",
     "normuon-per-head": "NorMuon per head", "hyperball": "Hyperball", "spectral_sphere": "SSO",
 }  # fmt: skip
+CHAIN_TITLES = {
+    "keller": "Keller", "polar_express": "Polar Express", "accurate": "accurate", "fast": r"fast (33 \| 33)",
+    "17-17": r"17 \| 17", "65-65": r"65 \| 65",
+}  # fmt: skip
+TITLES |= {f"{name}-{chain}": f"{TITLES[name]}, {CHAIN_TITLES[chain]}" for name in CHAINS for chain in CHAINS[name]}
+BASELINE_CHAIN = "keller"  # which the other chains are compared with
+TIE = 2.0  # standard errors: a smaller difference is a tie
 COLUMNS = {
     "lr": "lr of matrices", "rest_lr": "lr of others", "weight_decay": "weight decay", "beta2": "beta2",
     "warmup": "warmup",
@@ -122,10 +131,15 @@ def write_reports(stem: Path, outlook: Outlook, done: Sequence[Finished], facts:
     Path(f"{stem}.md").write_text(report(outlook, done, compared, facts))
     if not compared:
         return
-    _write_curves(Path(f"{stem}_curves.csv"), compared)
     run = done[0].facts
     length = f"{run['steps']:,} steps of {run['tokens_per_step']:,} tokens"
-    write_plot(stem, f"GPT of {run['num_parameters'] / 1e6:.1f}M parameters, {length}")
+    title = f"GPT of {run['num_parameters'] / 1e6:.1f}M parameters, {length}"
+    if facts.get("plan") == "chains":
+        _write_means(Path(f"{stem}_means.csv"), compared)
+        write_plot_of_chains(stem, title)
+        return
+    _write_curves(Path(f"{stem}_curves.csv"), compared)
+    write_plot(stem, title)
 
 
 def write_plot(stem: Path, title: str) -> None:
@@ -165,12 +179,129 @@ def _write_curves(path: Path, compared: Sequence[Band]) -> None:
                 writer.writerow([TITLES[band.name], step, *(f"{loss:.5f}" for loss in losses), len(band.runs)])
 
 
+# -------------------------------------------------------------------------------------------------------------- chains
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, which is NaN for a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def difference(band: Band, other: Band) -> tuple[float, float] | None:
+    """Return by how much the loss of `band` is larger, over the seeds that both have, and the standard error of that.
+
+    Runs of one seed have the same initial weights and data, so they vary together.
+    """
+    losses = {run.seed: run.final_loss for run in other.runs}
+    differences = [run.final_loss - losses[run.seed] for run in band.runs if run.seed in losses]
+    return mean_and_error(differences) if differences else None
+
+
+def _baseline(band: Band, compared: Sequence[Band]) -> Band | None:
+    """Return the band of the same optimizer with the chain that all are compared with."""
+    name = f"{band.setting.optimizer}-{BASELINE_CHAIN}"
+    return next((each for each in compared if each.name == name), None)
+
+
+def _write_means(path: Path, compared: Sequence[Band]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        columns = ("optimizer", "chain", "products", "slope", "lr", "seeds", "mean", "standard_error")
+        writer.writerow([*columns, "difference", "error_of_difference"])
+        for band in compared:
+            setting, baseline = band.setting, _baseline(band, compared)
+            losses = mean_and_error([run.final_loss for run in band.runs])
+            against = None if baseline is None else difference(band, baseline)
+            cost, slope = cost_and_slope(setting.orthogonalization)
+            facts = (setting.optimizer, setting.orthogonalization, f"{cost:g}", f"{slope:.1f}", f"{setting.lr:g}")
+            numbers = [f"{value:.5f}" for value in (*losses, *(against or (math.nan, math.nan)))]
+            writer.writerow([*facts, len(band.runs), *numbers])
+
+
+def write_plot_of_chains(stem: Path, title: str) -> None:
+    """Plot the mean loss of each chain with its standard error, from the CSV file beside the plot.
+
+    Args:
+        stem: the path of the files of the search without suffix.
+        title: the model and the length of the runs.
+    """
+    with Path(f"{stem}_means.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    lines.sort(key=lambda line: float(line["slope"]))
+    chains = list(dict.fromkeys(line["chain"] for line in lines))
+    places = {chain: 2.0**number for number, chain in enumerate(chains)}  # Panel moves bars apart on a logarithmic axis
+    facts = {line["chain"]: f"{line['products']} products\nslope {float(line['slope']):.0f}" for line in lines}
+    curves: dict[str, Curve] = {}
+    for optimizer in dict.fromkeys(line["optimizer"] for line in lines):
+        own = [line for line in lines if line["optimizer"] == optimizer]
+        means = [float(line["mean"]) for line in own]
+        errors = [0.0 if math.isnan(error := float(line["standard_error"])) else error for line in own]
+        lows, highs = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+        name = TITLES[optimizer]
+        curves[name] = (name, [places[line["chain"]] for line in own], means, lows, highs)
+    panel = Panel(
+        curves,
+        y_label="validation loss (nats per token)",
+        x_scale="log",
+        x_ticks={places[chain]: f"{CHAIN_TITLES[chain]}\n{facts[chain]}".replace("\\", "") for chain in chains},
+        markers=True,
+        spread=True,
+    )
+    draw_panels(stem, [panel], title=f"{title}: mean and standard error over seeds")
+
+
+def _comparison_of_chains(compared: Sequence[Band]) -> str:
+    """Return the table of the chains over their seeds, and for each optimizer which of them tie."""
+    if not compared:
+        return ""
+    rows = [
+        "| optimizer and chain | products, square | slope at zero | lr | validation loss, mean | seeds "
+        f"| difference from {CHAIN_TITLES[BASELINE_CHAIN]}, same seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for band in compared:
+        cost, slope = cost_and_slope(band.setting.orthogonalization)
+        loss = _with_error(*mean_and_error([run.final_loss for run in band.runs]))
+        baseline = _baseline(band, compared)
+        against = None if baseline in (None, band) else difference(band, baseline)
+        rows.append(
+            f"| {TITLES[band.name]} | {cost:g} | {slope:.0f} | {band.setting.lr:g} | {loss} | {len(band.runs)} "
+            f"| {'-' if against is None else _with_error(*against, sign='+')} |"
+        )
+    optimizers = dict.fromkeys(band.setting.optimizer for band in compared)
+    ties = [_ties_by_error([band for band in compared if band.setting.optimizer == each]) for each in optimizers]
+    return "\n".join(rows) + "\n\n" + "\n".join(ties) + "\n"
+
+
+def _with_error(mean: float, error: float, sign: str = "") -> str:
+    return f"{mean:{sign}.4f}" if math.isnan(error) else f"{mean:{sign}.4f} ± {error:.4f}"
+
+
+def _ties_by_error(compared: Sequence[Band]) -> str:
+    """Return which chain has the lowest mean, and which others tie with it by the standard error of the difference."""
+    best = min(compared, key=lambda band: band.final[0])
+    tied, unknown = [], []
+    for band in compared:
+        against = None if band is best else difference(band, best)
+        if against is None or math.isnan(against[1]):
+            unknown += [TITLES[band.name]] if band is not best else []
+        elif against[0] <= TIE * against[1]:
+            tied.append(TITLES[band.name])
+    within = f"within {TIE:g} standard errors of the difference over the same seeds"
+    text = f"The lowest mean is that of {TITLES[best.name]}. "
+    text += f"A tie, {within}: {', '.join(tied)}." if tied else f"No other is {within}."
+    return text + (f" Too few common seeds to tell: {', '.join(unknown)}." if unknown else "")
+
+
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
 def report(outlook: Outlook, done: Sequence[Finished], compared: Sequence[Band], facts: Mapping[str, Any]) -> str:
     """Return the markdown text: the data, the comparison over seeds, every setting that was tried, and its limits."""
-    parts = [_data(done[0], facts), _comparison(compared), _trials(outlook, done), _places(outlook)]
+    of_chains = facts.get("plan") == "chains"
+    comparison = _comparison_of_chains(compared) if of_chains else _comparison(compared)
+    parts = [_data(done[0], facts), comparison, _diverged(outlook, done), _trials(outlook, done), _places(outlook)]
     return "\n".join(part for part in parts if part)
 
 
@@ -213,6 +344,17 @@ def _ties(compared: Sequence[Band]) -> str:
     return f"{text} A tie, because ranges overlap: {', '.join(tied)}." if tied else f"{text} No other range overlaps."
 
 
+def _diverged(outlook: Outlook, done: Sequence[Finished]) -> str:
+    """Return which runs of the chosen settings diverged: their losses are in no mean."""
+    runs = [
+        f"{TITLES[name]}, seed {run.seed}"
+        for name, setting in outlook.chosen.items()
+        for run in done
+        if run.diverged and run.setting == setting
+    ]
+    return f"Diverged, and left out of the means: {'; '.join(runs)}.\n" if runs else ""
+
+
 def _milliseconds(runs: Sequence[Finished]) -> str:
     times = [run.facts["milliseconds_per_step"] for run in runs if run.facts["milliseconds_per_step"] is not None]
     together = max(run.facts["parallel"] for run in runs)
@@ -233,7 +375,7 @@ def _trial(setting: Setting, loss: float, is_chosen: bool) -> str:
     values = {name: f"{getattr(setting, name):g}" for name in COLUMNS}
     if setting.rest_weight_decay:
         values["weight_decay"] += ", embedding and head too"
-    shown = "diverged" if math.isinf(loss) else f"{loss:.3f}"
+    shown = "diverged" if math.isinf(loss) else f"{loss:.4f}"
     name = TITLES[ONE_LR if setting.optimizer == "adamw" and setting.has_one_lr else setting.name]
     return f"| {name} | {' | '.join(values.values())} | {f'**{shown}**' if is_chosen else shown} |"
 

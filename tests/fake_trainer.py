@@ -28,10 +28,12 @@ def main(flags: list[str]) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(stop(output)))
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(600)
-    best = {"adamw": 0.004, "muon": 0.02, "normuon": 0.08}.get(values["--optimizer"], 0.02)
+    optimizer, chain = values["--optimizer"].removesuffix("_frontier"), values.get("--set", "").partition("=")[2]
+    best = {"adamw": 0.004, "muon": 0.02, "normuon": 0.08}.get(optimizer, 0.02)
     loss = 2.0 + 0.1 * math.log2(float(values["--lr"]) / best) ** 2
     loss += 0.05 * math.log2(float(values["--rest-lr"]) / 0.002) ** 2 + 0.01 * seed
-    loss += {"adamw": 0.3, "muon": 0.0, "normuon": -0.1}.get(values["--optimizer"], 0.1)
+    loss += {"adamw": 0.3, "muon": 0.0, "normuon": -0.1}.get(optimizer, 0.1)
+    loss += {"keller": 0.002, "17-17": 0.01, "fast": 0.0005 + 0.001 * (-1) ** seed}.get(chain, 0.0)
     loss -= 0.05 if values.get("--attention") == "per_head" else 0.0
     loss -= 0.02 if values["--rest-betas"] == "0.9,0.99" else 0.0
     write_metrics(output, steps, loss)

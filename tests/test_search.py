@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,15 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from experiments import search, search_report
+from experiments import frontier, search, search_report
+from experiments.frontier_chains import FRONTIER_CHAINS, cost_and_slope
 from experiments.search_plan import (
     ADAMW_RUNS,
     ALTERNATIVES,
     ONE_LR,
+    PLUGIN_CHAINS,
     STARTS,
     Outlook,
     Setting,
     Start,
+    chains_to_compare,
     look_ahead,
     place_of,
     rules_to_compare,
@@ -32,6 +37,7 @@ from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.program import main as train
 from tests.training_cases import surroundings, text_fixture  # noqa: F401
 
+FRONTIER = Path(__file__).parent.parent / "docs" / "experiments" / "frontier.csv"
 START = Start(adamw_lr=0.001, rest_lr=0.004, muon_lr=0.04, num_seeds=2)
 MATRIX_LR = {"adamw": 0.002, "muon": 0.04, "normuon": 0.04}
 
@@ -266,16 +272,99 @@ def test_the_plan_of_rules_compares_all_of_them(folder: Path) -> None:
         search.main([*rules[:-3], "--compare", "adamw,shampoo", *rules[-3:]])
 
 
-def test_ranges_that_overlap_are_a_tie() -> None:
-    def band(optimizer: str, *losses: float) -> search_report.Band:
-        facts = {"steps": 4, "tokens_per_step": 8, "milliseconds_per_step": None, "parallel": 1}
-        setting = Setting(optimizer, 0.1, 0.1)
-        runs = [
-            search_report.Finished(setting, seed, ((0, 3.0), (4, x)), False, 1.0, facts)
-            for seed, x in enumerate(losses)
-        ]
-        return search_report.Band(optimizer, setting, tuple(runs))
+def test_the_plan_of_chains_compares_them_over_seeds(folder: Path) -> None:
+    """Three learning rates each, all of them first, then five other seeds, and what ties by the standard error."""
+    chains = [*command(folder)[:-3], "--plan", "chains", "--", "--batch-size", "2"]
+    (folder / "slow").write_text("fast-lr0.04")
+    assert search.main(chains) == 3
+    (folder / "slow").unlink()
+    assert search.main(chains) == 0
+    assert max(times_started(folder).values()) <= 2  # one that was stopped; nothing is run again
+    names = [line.removesuffix(" resumed") for line in calls(folder)]
+    assert len(set(names)) == 9 * 3 + 9 * 5
+    last_of_search = max(place for place, name in enumerate(names) if name.endswith("-seed0"))
+    assert not any(name.endswith("-seed1") for name in names[:last_of_search])
+    seeds = [name[-1] for name in names if not name.endswith("-seed0")]
+    assert seeds == sorted(seeds)  # seed by seed
+    with (folder / "found_means.csv").open() as stream:
+        rows = {(row["optimizer"], row["chain"]): row for row in csv.DictReader(stream)}
+    assert len(rows) == 9
+    fast, keller = rows["muon", "fast"], rows["muon", "keller"]
+    assert (fast["products"], fast["slope"], fast["lr"], fast["seeds"]) == ("7", "656.4", "0.02", "5")
+    assert (keller["products"], keller["difference"]) == ("10", "0.00000")
+    # The losses of fast over seeds 1 to 5 differ from Keller's by -0.0025 and -0.0005 in turn.
+    assert float(fast["difference"]) == pytest.approx(-0.0017, abs=1e-5)
+    assert float(fast["error_of_difference"]) == pytest.approx(0.001 * math.sqrt(1.2 / 5), abs=1e-5)
+    assert float(fast["mean"]) == pytest.approx(float(keller["mean"]) - 0.0017, abs=1e-5)
+    assert float(keller["standard_error"]) == pytest.approx(0.01 * math.sqrt(2.5 / 5), abs=1e-5)
+    text = (folder / "found.md").read_text()
+    assert "| Muon, 17 | 17 | 6 | 207 | 0.02 | " not in text  # a bar would end the cell
+    assert r"| Muon, 17 \| 17 | 6 | 207 | 0.02 | " in text
+    assert (
+        "The lowest mean is that of Muon, Polar Express. A tie, within 2 standard errors of the difference over the "
+        in text
+    )
+    assert r": Muon, accurate, Muon, fast (33 \| 33), Muon, 65 \| 65." in text
+    assert "17 | 17" in (folder / "found-dark.svg").read_text()
+    assert search.main(chains) == 0
+    assert calls(folder)[len(names) :] == []  # nothing is run again
 
+
+def test_the_training_program_accepts_the_chains() -> None:
+    for setting in chains_to_compare("small").values():
+        if setting.orthogonalization not in PLUGIN_CHAINS:
+            config, _ = parse(["--model", "small", *setting.flags()], "test")
+            assert config.optimizer == setting.optimizer
+            assert config.options["orthogonalization"] == setting.orthogonalization
+
+
+def test_a_chain_of_the_frontier_trains(text: Path, tmp_path: Path) -> None:
+    """In a process of its own, because the plugin adds to what the package knows."""
+    flags = chains_to_compare("demo")["muon-65-65"].flags()
+    shared = ["--model", "demo", "--steps", "2", "--data", str(text), "--sequence-length", "16", "--batch-size", "4"]
+    command = [*search.TRAINER, *shared, *flags, "--output", str(tmp_path / "out")]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    start = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["config"]["options"]["orthogonalization"] == "65-65"
+
+
+@pytest.mark.parametrize("name", list(FRONTIER_CHAINS))
+def test_the_chains_of_the_plugin_are_those_of_the_frontier(name: str) -> None:
+    steps = FRONTIER_CHAINS[name].steps
+    (row,) = [row for row in frontier.read(FRONTIER) if row["chain"] == name.replace("-", "|")]
+    numbers = (*frontier.band(steps), *cost_and_slope(name))
+    assert numbers == pytest.approx([float(row[each]) for each in ("lower", "low", "high", "cost", "slope")], rel=1e-4)
+
+
+def test_ties_are_counted_by_the_standard_error_of_paired_differences() -> None:
+    keller, close, worse = (
+        band("muon", *losses, orthogonalization=chain)
+        for chain, losses in (
+            ("keller", (2.0, 2.1, 2.2)),
+            ("fast", (2.003, 2.099, 2.203)),  # differs by 0.0017 +- 0.0013
+            ("accurate", (2.003, 2.104, 2.203)),  # differs by 0.0033 +- 0.0003, far less than seeds differ
+        )
+    )
+    assert search_report.difference(worse, keller) == pytest.approx((0.00333, 0.00033), abs=1e-5)
+    text = search_report._ties_by_error([keller, close, worse])
+    assert "lowest mean is that of Muon, Keller. A tie" in text
+    assert text.endswith(r"same seeds: Muon, fast (33 \| 33).")
+    alone = band("muon", 2.3, orthogonalization="polar_express")
+    assert "Too few common seeds to tell: Muon, Polar Express." in search_report._ties_by_error([keller, alone])
+
+
+def band(optimizer: str, *losses: float, orthogonalization: str = "default") -> search_report.Band:
+    """Return a band with one run for each loss."""
+    facts = {"steps": 4, "tokens_per_step": 8, "milliseconds_per_step": None, "parallel": 1}
+    setting = Setting(optimizer, 0.1, 0.1, orthogonalization=orthogonalization)
+    runs = [
+        search_report.Finished(setting, seed, ((0, 3.0), (4, x)), False, 1.0, facts) for seed, x in enumerate(losses)
+    ]
+    return search_report.Band(setting.name, setting, tuple(runs))
+
+
+def test_ranges_that_overlap_are_a_tie() -> None:
     text = search_report._ties([band("adamw", 2.2, 2.3), band("muon", 2.0, 2.1), band("normuon", 2.09, 2.2)])
     assert text == "The lowest mean is that of Muon. A tie, because ranges overlap: NorMuon."
 
