@@ -2,9 +2,11 @@
 
 python -m experiments.search --model small --steps 600 --folder runs/search --name search_small -- --batch-size 32
 python -m experiments.search --plan rules --model small --steps 600 --folder runs/rules --name rules_small -- FLAGS
+python -m experiments.search --plan storage --model small --steps 600 --folder runs/s --name storage_small -- FLAGS
 python -m experiments.search --model gpt2 --steps 300 --folder runs/gpt2 --name search_gpt2 --seconds 280 -- --data DATA
 
-`experiments/search_plan.py` has the plans; `--plan rules` compares all rules of matrices. Flags after `--` go to the
+`experiments/search_plan.py` has the plans; `--plan rules` compares all rules of matrices, and `--plan storage` ways to
+store state and to round weights. Flags after `--` go to the
 training program in every run.
 
 A finished run is one file in FOLDER/results and is never run again. With `--seconds`, runs that are under way when the
@@ -28,24 +30,41 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.search_plan import (
     ONE_LR,
     OTHER_OPTIMIZERS,
     SEARCH_SEED,
     STARTS,
+    STORAGE,
     Losses,
     Outlook,
     Setting,
     look_ahead,
     look_at_rules,
+    look_at_storage,
     rules_to_compare,
 )
 from experiments.search_report import Finished, write_reports, write_runs
 from muon_fsdp.training.arguments import OneLineParser, fail
 from muon_fsdp.training.results import read_result, read_start
 
+
+class Plan(NamedTuple):
+    """A plan: the names of what it compares, and what comes next, both for a model."""
+
+    names: Callable[[str], list[str]]
+    look: Callable[[str, Losses], Outlook]
+
+
+PLANS = {
+    "optimizers": Plan(
+        lambda model: ["adamw", ONE_LR, *OTHER_OPTIMIZERS], lambda model, losses: look_ahead(losses, STARTS[model])
+    ),
+    "rules": Plan(lambda model: list(rules_to_compare(model)), lambda model, losses: look_at_rules(losses, model)),
+    "storage": Plan(lambda model: list(STORAGE), lambda model, losses: look_at_storage(model)),
+}
 TRAINER = [sys.executable, "-m", "muon_fsdp.training"]
 STOPPING_SECONDS = 25.0  # left at the end of --seconds: checkpoints are written, and then the report
 USEFUL_SECONDS = 60.0  # a run is worth starting with so much time left, because it can be resumed
@@ -280,8 +299,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--plan",
         default="optimizers",
-        choices=["optimizers", "rules"],
-        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices",
+        choices=list(PLANS),
+        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices; or Muon with every "
+        "way to store state and to round weights",
     )
     parser.add_argument("--steps", type=int, required=True, help="training steps of each run")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the results, old and new")
@@ -289,7 +309,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="stop after this time; the same command continues later")
     parser.add_argument(
-        "--seeds", type=int, help="seeds of the chosen settings (default: 5, or 3 from 124M on and for --plan rules)"
+        "--seeds", type=int, help="seeds of the chosen settings (default: 5, or 3 from 124M on and for other plans)"
     )
     parser.add_argument(
         "--compare",
@@ -300,9 +320,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     for name in ("steps", "parallel", "seeds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    is_of_rules = args.plan == "rules"
-    args.seeds = args.seeds or (3 if is_of_rules else STARTS[args.model].num_seeds)
-    names = list(rules_to_compare(args.model)) if is_of_rules else ["adamw", ONE_LR, *OTHER_OPTIMIZERS]
+    args.seeds = args.seeds or (STARTS[args.model].num_seeds if args.plan == "optimizers" else 3)
+    names = PLANS[args.plan].names(args.model)
     unknown = [name for name in args.compare or () if name not in names]
     if unknown:
         parser.error(f"--compare: unknown {', '.join(unknown)}; valid names are {', '.join(names)}")
@@ -323,9 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = Store(args.folder, facts)
     except ValueError as error:
         fail(str(error))
-    is_of_rules = args.plan == "rules"
-    plan = partial(look_at_rules, model=args.model) if is_of_rules else partial(look_ahead, start=STARTS[args.model])
-    search = Search(store, plan, args, shared)
+    search = Search(store, partial(PLANS[args.plan].look, args.model), args, shared)
     print(f"{len(search.done)} runs are finished already", flush=True)
     try:
         is_finished = search.run()

@@ -14,6 +14,9 @@ with other seeds.
 
 The plan of rules has three runs for each rule of matrices, over its learning rate. Everything else is as `TUNED` has
 it, which an earlier search has found for AdamW.
+
+The plan of storage has no search: Muon at the settings that an earlier search has found, with each way to store moments
+and to round weights.
 """
 
 from __future__ import annotations
@@ -28,6 +31,16 @@ OTHER_WEIGHT_DECAY = 0.01
 # One alternative for each option that is not a learning rate, against the values of `Setting`.
 ALTERNATIVES: dict[str, float] = {"beta2": 0.99, "weight_decay": 0.5, "warmup": 0.25}
 ONE_LR = "one-lr"  # AdamW with one lr for all parameters
+# How moments are stored and weights are rounded, and the flags for it.
+STORAGE: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("--state-dtype", "bfloat16"),
+    "int8": ("--state-dtype", "int8"),
+    "nearest": ("--weights", "bfloat16"),
+    "stochastic": ("--weights", "bfloat16", "--rounding", "stochastic"),
+    "remainder": ("--weights", "bfloat16", "--rounding", "remainder"),
+    "int8-stochastic": ("--state-dtype", "int8", "--weights", "bfloat16", "--rounding", "stochastic"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,13 @@ class Setting:
     beta2: float = 0.95
     warmup: float = 0.1
     attention: str = "split"
+    storage: str = ""  # a key of STORAGE, in the plan of storage
 
     @property
     def name(self) -> str:
         """Return the name of the optimizer in tables, which says whether heads are matrices of their own."""
+        if self.storage:
+            return self.storage
         return f"{self.optimizer}-per-head" if self.attention == "per_head" else self.optimizer
 
     @property
@@ -66,6 +82,7 @@ class Setting:
         flags += ["--weight-decay", f"{self.weight_decay:g}", "--rest-weight-decay", f"{self.rest_weight_decay:g}"]
         flags += ["--rest-betas", betas, "--warmup-fraction", f"{self.warmup:g}"]
         flags += ["--attention", self.attention] if self.attention != "split" else []
+        flags += STORAGE[self.storage] if self.storage else []
         return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
 
 
@@ -246,6 +263,12 @@ def look_at_rules(losses: Losses, model: str) -> Outlook:
             missing += pending.settings
         tried[name] = trials.tried
     return Outlook(chosen, tried, missing)
+
+
+def look_at_storage(model: str) -> Outlook:
+    """Return Muon with every way to store moments and to round weights, all of them chosen."""
+    muon = rules_to_compare(model)["muon"]
+    return Outlook({name: replace(muon, storage=name) for name in STORAGE}, {}, [])
 
 
 def place_of(value: float, tried: Sequence[float]) -> str:
