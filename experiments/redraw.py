@@ -16,7 +16,7 @@ CURVES = {
     "curves_gpt2": ("GPT-2, 124M parameters, 300 steps of 65,536 tokens", True),
     "curves_ranks": ("GPT of 10.8M parameters, float32, on one, two and four ranks", False),
 }
-SEARCHES = {"search_small": "GPT of 10.8M parameters, 600 steps of 8,192 tokens"}
+SEARCHES = dict.fromkeys(("search_small", "storage_small"), "GPT of 10.8M parameters, 600 steps of 8,192 tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

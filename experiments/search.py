@@ -3,10 +3,12 @@
 python -m experiments.search --model small --steps 600 --folder runs/search --name search_small -- --batch-size 32
 python -m experiments.search --plan rules --model small --steps 600 --folder runs/rules --name rules_small -- FLAGS
 python -m experiments.search --plan chains --model small --steps 600 --folder runs/chains --name chains_small -- FLAGS
+python -m experiments.search --plan storage --model small --steps 600 --folder runs/s --name storage_small -- FLAGS
 python -m experiments.search --model gpt2 --steps 300 --folder runs/gpt2 --name search_gpt2 --seconds 280 -- --data DATA
 
 `experiments/search_plan.py` has the plans: `--plan rules` compares all rules of matrices, `--plan chains` the chains of
-Newton-Schulz steps. Flags after `--` go to the training program in every run.
+Newton-Schulz steps, and `--plan storage` ways to store state and to round weights. Flags after `--` go to the training
+program in every run.
 
 A finished run is one file in FOLDER/results and is never run again. With `--seconds`, runs that are under way when the
 time is over save a checkpoint and stop. The same command continues, also after a crash. FOLDER has NAME.csv (every
@@ -279,7 +281,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--plan",
         default="optimizers",
         choices=PLANS,
-        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices, or of every chain",
+        help="tune AdamW, then Muon and NorMuon; or three learning rates of every rule of matrices, or of every chain; "
+        "or Muon with every way to store state and to round weights",
     )
     parser.add_argument("--steps", type=int, required=True, help="training steps of each run")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the results, old and new")
@@ -287,7 +290,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="stop after this time; the same command continues later")
     parser.add_argument(
-        "--seeds", type=int, help="seeds of the chosen settings (default: 5, or 3 from 124M on and for --plan rules)"
+        "--seeds",
+        type=int,
+        help="seeds of the chosen settings (default: 5, or 3 from 124M on, for rules and for storage)",
     )
     parser.add_argument(
         "--compare",

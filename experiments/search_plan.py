@@ -15,6 +15,9 @@ with other seeds.
 The plan of rules has three runs for each rule of matrices, over its learning rate. Everything else is as `TUNED` has
 it, which an earlier search has found for AdamW. The plan of chains has three runs for each chain of Newton-Schulz
 steps, over the learning rate of the matrices.
+
+The plan of storage has no search: Muon at the settings that an earlier search has found, with each way to store moments
+and to round weights.
 """
 
 from __future__ import annotations
@@ -30,6 +33,16 @@ OTHER_WEIGHT_DECAY = 0.01
 # One alternative for each option that is not a learning rate, against the values of `Setting`.
 ALTERNATIVES: dict[str, float] = {"beta2": 0.99, "weight_decay": 0.5, "warmup": 0.25}
 ONE_LR = "one-lr"  # AdamW with one lr for all parameters
+# How moments are stored and weights are rounded, and the flags for it.
+STORAGE: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("--state-dtype", "bfloat16"),
+    "int8": ("--state-dtype", "int8"),
+    "nearest": ("--weights", "bfloat16"),
+    "stochastic": ("--weights", "bfloat16", "--rounding", "stochastic"),
+    "remainder": ("--weights", "bfloat16", "--rounding", "remainder"),
+    "int8-stochastic": ("--state-dtype", "int8", "--weights", "bfloat16", "--rounding", "stochastic"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,10 +58,13 @@ class Setting:
     warmup: float = 0.1
     attention: str = "split"
     orthogonalization: str = "default"
+    storage: str = ""  # a key of STORAGE, in the plan of storage
 
     @property
     def name(self) -> str:
-        """Return the optimizer, with "per-head" if heads are matrices of their own, and with its chain if it is set."""
+        """Return the optimizer, with "per-head" if heads are matrices of their own, and its chain or storage if set."""
+        if self.storage:
+            return self.storage
         parts = [self.optimizer, *(["per-head"] if self.attention == "per_head" else [])]
         return "-".join([*parts, *([self.orthogonalization] if self.orthogonalization != "default" else [])])
 
@@ -81,6 +97,7 @@ class Setting:
         flags += ["--attention", self.attention] if self.attention != "split" else []
         chain = f"orthogonalization={self.orthogonalization}"
         flags += ["--set", chain] if self.orthogonalization != "default" else []
+        flags += STORAGE[self.storage] if self.storage else []
         return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
 
 
@@ -107,10 +124,10 @@ PER_HEAD = ("muon", "normuon")  # these rules are compared with heads as matrice
 OTHER_LRS = {"hyperball": 0.02, "spectral_sphere": 0.02}
 # The chains that are compared. Those of the plugin are points of docs/experiments/frontier.csv that the package lacks.
 CHAINS = {
-    "muon": ("keller", "polar_express", "accurate", "fast", "17-17", "65-65"),
+    "muon": ("keller", "polar_express", "accurate", "fast", "17-17", "33-17", "65-65"),
     "normuon": ("keller", "accurate", "fast"),
 }
-PLUGIN_CHAINS = ("17-17", "65-65")
+PLUGIN_CHAINS = ("17-17", "33-17", "65-65")
 # At these learning rates seeds differ by 0.0025 only; at those of `TUNED`, differences between chains would drown.
 CHAIN_START = Setting("muon", lr=0.02, rest_lr=0.003, weight_decay=OTHER_WEIGHT_DECAY)
 Losses = Mapping[Setting, float]  # of the runs with `SEARCH_SEED`; infinite for a run that diverged
@@ -281,6 +298,12 @@ def look_at_lines(losses: Losses, settings: Mapping[str, Setting]) -> Outlook:
     return Outlook(chosen, tried, missing)
 
 
+def look_at_storage(model: str) -> Outlook:
+    """Return Muon with every way to store moments and to round weights, all of them chosen."""
+    muon = rules_to_compare(model)["muon"]
+    return Outlook({name: replace(muon, storage=name) for name in STORAGE}, {}, [])
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a search looks for.
@@ -297,7 +320,7 @@ class Plan:
 
 
 COMPARISONS = {"rules": (rules_to_compare, 3), "chains": (chains_to_compare, 5)}  # where each starts, and its seeds
-PLANS = ("optimizers", *COMPARISONS)
+PLANS = ("optimizers", "storage", *COMPARISONS)
 
 
 def plan_named(name: str, model: str) -> Plan:
@@ -305,6 +328,8 @@ def plan_named(name: str, model: str) -> Plan:
     if name == "optimizers":
         start = STARTS[model]
         return Plan(partial(look_ahead, start=start), ("adamw", ONE_LR, *OTHER_OPTIMIZERS), start.num_seeds)
+    if name == "storage":
+        return Plan(lambda losses: look_at_storage(model), tuple(STORAGE), 3)
     to_compare, num_seeds = COMPARISONS[name]
     settings = to_compare(model)
     return Plan(partial(look_at_lines, settings=settings), tuple(settings), num_seeds)

@@ -18,10 +18,13 @@ from experiments.search_plan import CHAINS, ONE_LR, SEARCH_SEED, Outlook, Settin
 TITLES = {
     "adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon", "muon-per-head": "Muon per head",
     "normuon-per-head": "NorMuon per head", "hyperball": "Hyperball", "spectral_sphere": "SSO",
+    "float32": "float32 state", "bfloat16": "bfloat16 state", "int8": "int8 state", "nearest": "bf16 weights, nearest",
+    "stochastic": "bf16 weights, stochastic", "remainder": "bf16 weights, remainder",
+    "int8-stochastic": "int8 state, bf16 weights, stochastic",
 }  # fmt: skip
 CHAIN_TITLES = {
     "keller": "Keller", "polar_express": "Polar Express", "accurate": "accurate", "fast": r"fast (33 \| 33)",
-    "17-17": r"17 \| 17", "65-65": r"65 \| 65",
+    "17-17": r"17 \| 17", "33-17": r"33 \| 17", "65-65": r"65 \| 65",
 }  # fmt: skip
 TITLES |= {f"{name}-{chain}": f"{TITLES[name]}, {CHAIN_TITLES[chain]}" for name in CHAINS for chain in CHAINS[name]}
 BASELINE_CHAIN = "keller"  # which the other chains are compared with
@@ -316,7 +319,7 @@ def _data(run: Finished, facts: Mapping[str, Any]) -> str:
 
 def _comparison(compared: Sequence[Band]) -> str:
     """Return the table of the chosen settings over their seeds."""
-    baseline = next((band for band in compared if band.name == "adamw"), None)
+    baseline = next((band for band in compared if band.name in ("adamw", "float32")), None)
     if baseline is None:
         return ""
     goal = baseline.final[0]
@@ -367,6 +370,8 @@ def _trials(outlook: Outlook, done: Sequence[Finished]) -> str:
     losses = {run.setting: run.final_loss for run in done if run.seed == SEARCH_SEED}
     rows = [f"| optimizer | {' | '.join(COLUMNS.values())} | validation loss |", "|---" * (len(COLUMNS) + 2) + "|"]
     tried = [setting for settings in outlook.tried.values() for setting in settings if setting in losses]
+    if not tried:
+        return ""
     rows += [_trial(setting, losses[setting], setting in outlook.chosen.values()) for setting in tried]
     return "\n".join(rows) + "\n"
 
@@ -383,7 +388,7 @@ def _trial(setting: Setting, loss: float, is_chosen: bool) -> str:
 def _places(outlook: Outlook) -> str:
     """Return for every optimizer whether the chosen values lie inside the range that was tried."""
     lines = []
-    for name, chosen in outlook.chosen.items():
+    for name, chosen in outlook.chosen.items() if outlook.tried else ():
         tried = [each for each in outlook.tried[chosen.name] if each.has_one_lr == chosen.has_one_lr]
         coordinates = {"lr": "lr of matrices", "rest_lr": "lr of others"} if name == "adamw" else {"lr": "lr"}
         for field, title in coordinates.items():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments import frontier, search, search_report
 from experiments.frontier_chains import FRONTIER_CHAINS, cost_and_slope
@@ -22,11 +23,13 @@ from experiments.search_plan import (
     ONE_LR,
     PLUGIN_CHAINS,
     STARTS,
+    STORAGE,
     Outlook,
     Setting,
     Start,
     chains_to_compare,
     look_ahead,
+    look_at_storage,
     place_of,
     rules_to_compare,
     with_one_lr,
@@ -374,3 +377,27 @@ def test_the_training_program_accepts_the_rules() -> None:
         config, _ = parse(["--model", "small", *setting.flags()], "test")
         assert (config.optimizer, config.attention) == (setting.optimizer, setting.attention)
         assert (setting.rest_lr, setting.warmup) == (0.008, 0.25)
+
+
+def test_the_plan_of_storage_runs_every_way_with_three_seeds(folder: Path) -> None:
+    storage = [*command(folder)[:-3], "--plan", "storage", "--", "--batch-size", "2"]
+    assert search.main(storage) == 0
+    with (folder / "found.csv").open() as stream:
+        runs = Counter((row["storage"], row["lr"], row["seed"]) for row in csv.DictReader(stream))
+    assert runs == {(name, "0.04", str(seed)): 1 for name in STORAGE for seed in (1, 2, 3)}
+    text = (folder / "found.md").read_text()
+    assert "| int8 state | 2.1" in text
+    assert "A tie, because ranges overlap: bfloat16 state, int8 state, bf16 weights, nearest" in text
+    assert "range that was tried" not in text
+    assert "int8 state, bf16 weights, stochastic: 2.1" in (folder / "found-light.svg").read_text()
+    assert search.main(storage) == 0
+    assert max(times_started(folder).values()) == 1
+
+
+def test_the_training_program_accepts_every_way_to_store() -> None:
+    for setting in look_at_storage("small").chosen.values():
+        config, _ = parse(["--model", "demo", *setting.flags()], "test")
+        groups = make_optimizer(GPT(preset("demo")).to(getattr(torch, config.weights)), config).param_groups
+        stored = {(group["state_dtype"], group["rounding"]) for group in groups}
+        assert stored == {(config.state_dtype, config.rounding)}
+        assert (config.lr, config.rest_lr) == (0.04, 0.008)

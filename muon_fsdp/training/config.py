@@ -21,7 +21,7 @@ from muon_fsdp.training.plugins import find_rule, load_plugins
 
 VOCABULARY_MULTIPLE = 64  # 50,257 tokens get 50,304 rows, because GPUs are slow on odd sizes
 DEFAULT_REST_LR = 4e-3
-OWN_FIELDS = ("lr", "weight_decay", "state_dtype")  # options of rules that are fields of TrainConfig
+OWN_FIELDS = ("lr", "weight_decay", "state_dtype", "rounding")  # options of rules that are fields of TrainConfig
 COMMON_OPTIONS = ("momentum", "nesterov", "beta2", "betas", "lambda_mode")  # options of rules that have flags
 SET_BY_RECIPE = (
     "optimizer", "lr", "rest_lr", "weight_decay", "rest_weight_decay", "rest_betas", "attention", "schedule",
@@ -98,6 +98,10 @@ class TrainConfig:
         "its own (per_head); split and whole are the same for this model")  # fmt: skip
     state_dtype: Literal["float32", "bfloat16", "int8"] = _flag("float32", "how moments are stored, those of all "
         "parameters; int8 takes a quarter of the memory")  # fmt: skip
+    weights: Literal["float32", "bfloat16"] = _flag("float32", "precision of the weights themselves; bfloat16 keeps no "
+        "float32 copy, and the forward pass is bfloat16 too")  # fmt: skip
+    rounding: Literal["nearest", "stochastic", "remainder"] = _flag("nearest", "how --weights bfloat16 are rounded "
+        "after a step; nearest loses updates below half an ulp")  # fmt: skip
     cuda_graph: bool | None = _flag(None, "run the optimizer's step as a CUDA graph, which needs a GPU (default: where "
         "it is possible and costs little memory)")  # fmt: skip
     schedule: Literal["cosine", "trapezoid"] = _flag("cosine", "how the learning rates fall after the warmup")
@@ -142,6 +146,10 @@ class TrainConfig:
             for is_valid, words in each.metadata.get("checks", ()) if value is not None else ():
                 if not is_valid(value):
                     raise ConfigError(f"{_flag_name(each)} must {words}, got {value}")
+        if self.rounding != "nearest" and self.weights == "float32":
+            raise ConfigError(f"--rounding {self.rounding} is not for float32 weights: pass --weights bfloat16 too")
+        if self.precision == "float32" and self.weights != "float32":
+            raise ConfigError(f"--precision float32 does not work with --weights {self.weights}: leave out one")
         if self.parallel == "ddp" and self.replicas * self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tp work only with --fsdp; leave out --ddp")
         self._settle_optimizer()

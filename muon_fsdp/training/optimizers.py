@@ -23,7 +23,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> MuonOptimizer:
     learning rate for all other parameters too: with one it was much worse, and a comparison would not be fair.
     """
     if config.recipe is not None:
-        return _by_recipe(model, config.recipe, config.cuda_graph)
+        return _by_recipe(model, config.recipe, config)
     named = [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
     hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
     chosen = {name for name, _ in hidden}
@@ -40,14 +40,19 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> MuonOptimizer:
     )
 
 
-def _by_recipe(model: nn.Module, name: str, cuda_graph: bool | None) -> MuonOptimizer:
+def _by_recipe(model: nn.Module, name: str, config: TrainConfig) -> MuonOptimizer:
     """Make the optimizer of a published recipe. Its overrides call the embedding "*embed*", and this model "wte"."""
-    options = dict(recipes[name].options)
+    options = {**recipes[name].options, **_storage(config)}
     named = {pattern.replace("embed", "wte"): given for pattern, given in options.pop("overrides", {}).items()}
     names = [clean_name(each) for each, _ in model.named_parameters()]  # without a head of its own if it is tied
     overrides = {pattern: given for pattern, given in named.items() if any(fnmatchcase(n, pattern) for n in names)}
-    graph: CudaGraph = "auto" if cuda_graph is None else cuda_graph
+    graph: CudaGraph = "auto" if config.cuda_graph is None else config.cuda_graph
     return MuonOptimizer(model, **options, overrides=overrides or None, cuda_graph=graph)
+
+
+def _storage(config: TrainConfig) -> dict[str, Any]:
+    """Return how state is stored and weights are rounded, for all parameters."""
+    return {"state_dtype": config.state_dtype, "rounding": config.rounding}
 
 
 def _rest_groups(named: Sequence[tuple[str, nn.Parameter]], config: TrainConfig) -> list[dict[str, Any]]:
@@ -58,7 +63,7 @@ def _rest_groups(named: Sequence[tuple[str, nn.Parameter]], config: TrainConfig)
     """
     options = {name: option.default for name, option in RULES[DEFAULT_OTHER_RULE].all_options.items()}
     options |= {"lr": DEFAULT_REST_LR if config.rest_lr is None else config.rest_lr, "weight_decay": 0.0}
-    options["state_dtype"] = config.state_dtype
+    options |= _storage(config)
     if config.rest_betas is not None:
         options["betas"] = tuple(config.rest_betas)
     decay = {"weight_decay": config.rest_weight_decay}

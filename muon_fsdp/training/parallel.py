@@ -87,7 +87,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
     if size % per_replica:
         raise ConfigError(f"{size} process(es) cannot be divided into --replicas {config.replicas} x --tp "
                           f"{config.tensor_parallel}; start a multiple of {per_replica}")  # fmt: skip
-    is_half = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    is_half = "bfloat16" in (config.precision, config.weights)
+    is_half = is_half or (config.precision == "auto" and device.type == "cuda")
     precision = torch.bfloat16 if is_half else torch.float32
     if config.parallel == "none":
         yield World(device, precision)
@@ -157,9 +158,12 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
 def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """Place a model, which every rank has built with the same weights, on its device or shard it over the ranks.
 
+    Its weights get their precision first.
+
     Returns:
         The model, wrapped in DistributedDataParallel for `--ddp`.
     """
+    model.to(getattr(torch, config.weights))
     if world.mesh is None:
         model.to(world.device)
     if config.tensor_parallel > 1:

@@ -105,7 +105,8 @@ def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
     matters = (
         "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "rest_weight_decay",
         "rest_betas", "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "qk_clip",
-        "precision", "recipe",
+        "precision", "recipe", "weights", "rounding",
+        "state_dtype",
     )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     defaults = json_value(default_options(config.rule))
