@@ -12,8 +12,9 @@ The plan of AdamW has at most 12 runs, those of Muon and NorMuon three each:
 So all that matrices do not see is tuned for AdamW. Every search uses the same seed; the chosen settings are then run
 with other seeds.
 
-The plan of rules has three runs for each rule of matrices, over its learning rate. Everything else is as `TUNED` has
-it, which an earlier search has found for AdamW.
+The plan of rules has three runs for each rule of matrices, over its learning rate, and as many for Muon and NorMuon per
+head, and for AdamW and Muon with cautious weight decay. Everything else is as `TUNED` has it, which an earlier search
+has found for AdamW.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Setting:
     beta2: float = 0.95
     warmup: float = 0.1
     attention: str = "split"
+    cautious: bool = False  # whether the weight decay of the matrices is cautious
 
     @property
     def name(self) -> str:
-        """Return the name of the optimizer in tables, which says whether heads are matrices of their own."""
-        return f"{self.optimizer}-per-head" if self.attention == "per_head" else self.optimizer
+        """Return the name in tables: the optimizer, and whether heads are matrices or decay is cautious."""
+        per_head = "-per-head" if self.attention == "per_head" else ""
+        return f"{self.optimizer}{per_head}{'-cautious' if self.cautious else ''}"
 
     @property
     def has_one_lr(self) -> bool:
@@ -66,6 +69,7 @@ class Setting:
         flags += ["--weight-decay", f"{self.weight_decay:g}", "--rest-weight-decay", f"{self.rest_weight_decay:g}"]
         flags += ["--rest-betas", betas, "--warmup-fraction", f"{self.warmup:g}"]
         flags += ["--attention", self.attention] if self.attention != "split" else []
+        flags += ["--set", "cautious_weight_decay=true"] if self.cautious else []
         return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
 
 
@@ -88,6 +92,7 @@ STARTS = {
 # What AdamW's best run had at 10.8M parameters (docs/experiments/search_small.csv).
 TUNED = {"small": Setting("adamw", 0.002, 0.008, weight_decay=0.5, warmup=0.25)}
 PER_HEAD = ("muon", "normuon")  # these rules are compared with heads as matrices of their own too
+CAUTIOUS = ("adamw", "muon")  # and these with cautious weight decay
 # The middle of the learning rates of the other rules, which do not have the scale of Muon's updates, and their decay.
 OTHER_LRS = {"hyperball": 0.02, "spectral_sphere": 0.02}
 Losses = Mapping[Setting, float]  # of the runs with `SEARCH_SEED`; infinite for a run that diverged
@@ -231,7 +236,9 @@ def rules_to_compare(model: str) -> dict[str, Setting]:
     tuned = TUNED.get(model, Setting("adamw", start.adamw_lr, start.rest_lr))
     muons = [replace(tuned, optimizer=each, lr=start.muon_lr, weight_decay=OTHER_WEIGHT_DECAY) for each in PER_HEAD]
     others = [replace(tuned, optimizer=each, lr=lr, weight_decay=0.0) for each, lr in OTHER_LRS.items()]
-    settings = [tuned, *muons, *(replace(each, attention="per_head") for each in muons), *others]
+    heads = [replace(each, attention="per_head") for each in muons]
+    cautious = [replace(each, cautious=True) for each in (tuned, *muons) if each.optimizer in CAUTIOUS]
+    settings = [tuned, *muons, *heads, *cautious, *others]
     return {setting.name: setting for setting in settings}
 
 
