@@ -10,13 +10,13 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from experiments.plots import COLOURS, Curve, draw_curves
+from experiments.plots import Curve, draw_curves
 from experiments.search_plan import ONE_LR, SEARCH_SEED, Outlook, Setting, place_of
 
 TITLES = {
     "adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon", "muon-per-head": "Muon per head",
-    "normuon-per-head": "NorMuon per head", "adamw-cautious": "AdamW, cautious decay",
-    "muon-cautious": "Muon, cautious decay", "hyperball": "Hyperball", "spectral_sphere": "SSO",
+    "normuon-per-head": "NorMuon per head", "adamw-cautious": "AdamW with cautious decay",
+    "muon-cautious": "Muon with cautious decay", "hyperball": "Hyperball", "spectral_sphere": "SSO",
 }  # fmt: skip
 COLUMNS = {
     "lr": "lr of matrices", "rest_lr": "lr of others", "weight_decay": "weight decay", "beta2": "beta2",
@@ -142,7 +142,7 @@ def write_plot(stem: Path, title: str) -> None:
     for name in dict.fromkeys(line["run"] for line in lines):
         of_run = [line for line in lines if line["run"] == name]
         columns = [[float(line[column]) for line in of_run] for column in ("step", "mean", "lowest", "highest")]
-        curves[name] = (name if name in COLOURS else name.partition(",")[0], *columns)
+        curves[name] = (name.partition(",")[0], *columns)
     seeds = max(int(line["seeds"]) for line in lines)
     baseline = curves.get(TITLES["adamw"])
     labels = {name: f"{name}: {curve[2][-1]:.3f}" for name, curve in curves.items()}

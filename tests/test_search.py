@@ -262,7 +262,7 @@ def test_the_plan_of_rules_compares_all_of_them(folder: Path) -> None:
     text = (folder / "found.md").read_text()
     assert "The lowest mean is that of NorMuon per head. No other range overlaps." in text
     assert "| Muon per head | " in text
-    assert "| Muon, cautious decay | " in text
+    assert "| Muon with cautious decay | " in text
     assert text.count("\n- ") == 10  # a line for the learning rate of each, and a second one for AdamW's
     assert search.main(rules) == 0
     assert max(times_started(folder).values()) <= 2  # one that was stopped; nothing is run again
