@@ -23,6 +23,8 @@ COLOURS = {
     "Muon, spectral": "#b3261e",
     "Muon, match_rms_adamw": "#c2a200",
     "Muon per head": "#f2b15c",
+    "Muon with cautious decay": "#b3261e",
+    "AdamW with cautious decay": "#5aa9c7",
     "NorMuon": "#1f9d72",
     "NorMuon per head": "#7fcbb0",
     "Hyperball": "#5e6ad2",

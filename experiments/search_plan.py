@@ -12,9 +12,9 @@ The plan of AdamW has at most 12 runs, those of Muon and NorMuon three each:
 So all that matrices do not see is tuned for AdamW. Every search uses the same seed; the chosen settings are then run
 with other seeds.
 
-The plan of rules has three runs for each rule of matrices, over its learning rate. Everything else is as `TUNED` has
-it, which an earlier search has found for AdamW. The plan of chains has three runs for each chain of Newton-Schulz
-steps, over the learning rate of the matrices.
+The plan of rules has three runs for each rule of matrices, over its learning rate, and as many for Muon and NorMuon per
+head, and for AdamW and Muon with cautious weight decay. Everything else is as `TUNED` has it, which an earlier search
+has found for AdamW. The plan of chains has three runs for each chain of Newton-Schulz steps.
 
 The plan of storage has no search: Muon at the settings that an earlier search has found, with each way to store moments
 and to round weights.
@@ -58,15 +58,20 @@ class Setting:
     warmup: float = 0.1
     attention: str = "split"
     orthogonalization: str = "default"
+    cautious: bool = False  # whether the weight decay of the matrices is cautious
     storage: str = ""  # a key of STORAGE, in the plan of storage
 
     @property
     def name(self) -> str:
-        """Return the optimizer, with "per-head" if heads are matrices of their own, and its chain or storage if set."""
+        """Return the name in tables: the optimizer, and what else differs from the other settings of its plan."""
         if self.storage:
             return self.storage
-        parts = [self.optimizer, *(["per-head"] if self.attention == "per_head" else [])]
-        return "-".join([*parts, *([self.orthogonalization] if self.orthogonalization != "default" else [])])
+        parts = {
+            "per-head": self.attention == "per_head",
+            self.orthogonalization: self.orthogonalization != "default",
+            "cautious": self.cautious,
+        }
+        return "-".join([self.optimizer, *(part for part, is_set in parts.items() if is_set)])
 
     @property
     def has_one_lr(self) -> bool:
@@ -98,6 +103,7 @@ class Setting:
         chain = f"orthogonalization={self.orthogonalization}"
         flags += ["--set", chain] if self.orthogonalization != "default" else []
         flags += STORAGE[self.storage] if self.storage else []
+        flags += ["--set", "cautious_weight_decay=true"] if self.cautious else []
         return flags + (["--betas", betas] if self.optimizer == "adamw" else [])
 
 
@@ -120,6 +126,7 @@ STARTS = {
 # What AdamW's best run had at 10.8M parameters (docs/experiments/search_small.csv).
 TUNED = {"small": Setting("adamw", 0.002, 0.008, weight_decay=0.5, warmup=0.25)}
 PER_HEAD = ("muon", "normuon")  # these rules are compared with heads as matrices of their own too
+CAUTIOUS = ("adamw", "muon")  # and these with cautious weight decay
 # The middle of the learning rates of the other rules, which do not have the scale of Muon's updates, and their decay.
 OTHER_LRS = {"hyperball": 0.02, "spectral_sphere": 0.02}
 # The chains that are compared. Those of the plugin are points of docs/experiments/frontier.csv that the package lacks.
@@ -271,7 +278,9 @@ def rules_to_compare(model: str) -> dict[str, Setting]:
     tuned = TUNED.get(model, Setting("adamw", start.adamw_lr, start.rest_lr))
     muons = [replace(tuned, optimizer=each, lr=start.muon_lr, weight_decay=OTHER_WEIGHT_DECAY) for each in PER_HEAD]
     others = [replace(tuned, optimizer=each, lr=lr, weight_decay=0.0) for each, lr in OTHER_LRS.items()]
-    settings = [tuned, *muons, *(replace(each, attention="per_head") for each in muons), *others]
+    heads = [replace(each, attention="per_head") for each in muons]
+    cautious = [replace(each, cautious=True) for each in (tuned, *muons) if each.optimizer in CAUTIOUS]
+    settings = [tuned, *muons, *heads, *cautious, *others]
     return {setting.name: setting for setting in settings}
 
 

@@ -17,7 +17,8 @@ from experiments.search_plan import CHAINS, ONE_LR, SEARCH_SEED, Outlook, Settin
 
 TITLES = {
     "adamw": "AdamW", ONE_LR: "AdamW, one lr", "muon": "Muon", "normuon": "NorMuon", "muon-per-head": "Muon per head",
-    "normuon-per-head": "NorMuon per head", "hyperball": "Hyperball", "spectral_sphere": "SSO",
+    "normuon-per-head": "NorMuon per head", "adamw-cautious": "AdamW with cautious decay",
+    "muon-cautious": "Muon with cautious decay", "hyperball": "Hyperball", "spectral_sphere": "SSO",
     "float32": "float32 state", "bfloat16": "bfloat16 state", "int8": "int8 state", "nearest": "bf16 weights, nearest",
     "stochastic": "bf16 weights, stochastic", "remainder": "bf16 weights, remainder",
     "int8-stochastic": "int8 state, bf16 weights, stochastic",

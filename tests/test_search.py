@@ -264,11 +264,15 @@ def test_the_plan_of_rules_compares_all_of_them(folder: Path) -> None:
     names = ("adamw", "muon", "normuon", "hyperball", "spectral_sphere")
     whole = {(name, "split", str(seed)): 1 if seed else 3 for name in names for seed in range(4)}
     heads = {(name, "per_head", str(seed)): 1 if seed else 3 for name in names[1:3] for seed in range(4)}
-    assert runs == whole | heads
+    assert runs == whole | heads | {key: 2 * count for key, count in whole.items() if key[0] in ("adamw", "muon")}
+    cautious = Counter((row["optimizer"], row["cautious"], row["seed"]) for row in rows)
+    assert [cautious[name, "True", seed] for name in ("adamw", "muon") for seed in "0123"] == 2 * [3, 1, 1, 1]
     assert {row["rest_lr"] for row in rows} == {"0.004"}  # that of AdamW's start, in every run
     text = (folder / "found.md").read_text()
     assert "The lowest mean is that of NorMuon per head. No other range overlaps." in text
     assert "| Muon per head | " in text
+    assert "| Muon with cautious decay | " in text
+    assert text.count("\n- ") == 10  # a line for the learning rate of each, and a second one for AdamW's
     assert search.main(rules) == 0
     assert max(times_started(folder).values()) <= 2  # one that was stopped; nothing is run again
     with pytest.raises(SystemExit):
@@ -377,6 +381,7 @@ def test_the_training_program_accepts_the_rules() -> None:
         config, _ = parse(["--model", "small", *setting.flags()], "test")
         assert (config.optimizer, config.attention) == (setting.optimizer, setting.attention)
         assert (setting.rest_lr, setting.warmup) == (0.008, 0.25)
+        assert config.matrix_options.get("cautious_weight_decay", False) == setting.cautious
 
 
 def test_the_plan_of_storage_runs_every_way_with_three_seeds(folder: Path) -> None:
