@@ -311,7 +311,7 @@ def test_the_plan_of_chains_compares_them_over_seeds(folder: Path) -> None:
         "The lowest mean is that of Muon, Polar Express. A tie, within 2 standard errors of the difference over the "
         in text
     )
-    assert r": Muon, accurate, Muon, fast (33 \| 33), Muon, 65 \| 65." in text
+    assert r": Muon, accurate, Muon, fast (33 \| 33), Muon, 33 \| 17, Muon, 65 \| 65." in text
     assert "17 | 17" in (folder / "found-dark.svg").read_text()
     assert search.main(chains) == 0
     assert calls(folder)[len(names) :] == []  # nothing is run again
