@@ -45,7 +45,7 @@ class Counter(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def no_samples(monkeypatch):
     """Take no samples for `metrics()`, as in most steps on a GPU."""
-    monkeypatch.setattr(Samples, "start", lambda self, device_type, *, rarely: None)
+    monkeypatch.setattr(Samples, "start", lambda self, device_type, **options: None)
 
 
 def launches(monkeypatch, rule: str, **options) -> list[str]:
