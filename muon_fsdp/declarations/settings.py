@@ -87,6 +87,14 @@ SETTINGS = (
         check=flag,
     ),
     Option(
+        "offload_state",
+        False,
+        "keep moments in the memory of the host, page-locked for a GPU, and copy those of at most three stages of the "
+        "step to the device at a time, while other stages compute. `step()` returns when the host has them again, and "
+        "is not captured as a CUDA graph",
+        check=flag,
+    ),
+    Option(
         "overlap",
         "step",
         'when matrices are gathered and orthogonalized: in "step", or in "backward" once the gradients of a stage have '
@@ -136,6 +144,7 @@ class Settings:
     shard_state: bool = False
     overlap: Overlap = "step"
     attention: Attention = "split"
+    offload_state: bool = False
 
     def __post_init__(self) -> None:
         for option in SETTINGS:
@@ -149,6 +158,11 @@ class Settings:
             raise ValueError(
                 "overlap='backward' can't be combined with cuda_graph=True: a part of the step runs in backward and is "
                 "not captured. Leave one of them out"
+            )
+        if self.offload_state and self.cuda_graph is True:
+            raise ValueError(
+                "offload_state=True can't be combined with cuda_graph=True: a step that waits for copies from the host "
+                "is not captured. Leave one of them out"
             )
 
     @property

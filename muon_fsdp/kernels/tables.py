@@ -110,6 +110,7 @@ class TensorList:
     # list need neither blocks nor random bits.
     places: Tensor | None = None
     one_run: bool = True
+    starts: Sequence[int] = ()  # for every tensor, the element of parameter and gradient where it begins; () if all at 0
     # With codes of 8 bits: (num_chunks, 4) int64: tensor, first block, number of blocks, index of the partial norm; and
     # whether all blocks begin and end at multiples of `ALIGNMENT`.
     block_chunks: tuple[Tensor, bool] | None = None
@@ -173,7 +174,7 @@ class Tables:
         self,
         parameters: Sequence[Tensor],
         gradients: Mapping[int, Tensor],
-        states: Mapping[int, Sequence[Tensor]],
+        states: Sequence[Sequence[Sequence[Tensor]]],
         updated: Collection[int],
         scalars: Mapping[int, Mapping[str, Any]],
         step: int = 0,
@@ -183,7 +184,7 @@ class Tables:
         Args:
             parameters: the local part of every parameter, by position like all tensors here.
             gradients: the gradients; a missing one stands for zeros.
-            states: the state of each parameter, in the order of its layout.
+            states: for every list, the state of each of its tensors, in the order of its layout.
             updated: the parameters that are updated.
             scalars: by number of a group, all scalars of its layout by name. lr may be a tensor.
             step: the number of the step, for random bits.
@@ -191,11 +192,15 @@ class Tables:
         refuse_capture(self.device)
         ints: list[int] = []
         floats: list[float] = []
-        for each in self.lists:
+        for each, of_list in zip(self.lists, states, strict=True):
             positions, named = each.positions, scalars[each.group]
             addresses = [gradients[i].data_ptr() if i in gradients else 0 for i in positions]
             addresses += [parameters[i].data_ptr() for i in positions]
-            addresses += [states[i][row].data_ptr() for row in range(len(each.layout.states)) for i in positions]
+            for number, start in enumerate(each.starts):
+                gradient, parameter = number, len(positions) + number
+                addresses[gradient] += start * each.gradient_dtype.itemsize if addresses[gradient] else 0
+                addresses[parameter] += start * each.parameter_dtype.itemsize
+            addresses += [state[row].data_ptr() for row in range(len(each.layout.states)) for state in of_list]
             each.aligned_addresses = reduce(or_, addresses, 0) % 16 == 0
             each.aligned = each.aligned_chunks and each.aligned_addresses
             ints += addresses

@@ -370,9 +370,9 @@ class _FusedPart:
         }
         shards = [item.shard for item in items]
         gradients = {position: item.grad for position, item in enumerate(items)}
-        states = {position: (item.first, item.second) for position, item in enumerate(items)}
+        states = [(item.first, item.second) for item in items]
         with on_device(self.device):
-            self.tables.fill(shards, gradients, states, gradients, {0: scalars})
+            self.tables.fill(shards, gradients, [states], gradients, {0: scalars})
 
     def sums_of_squares(self) -> Tensor:
         from muon_fsdp.kernels import triton_pair

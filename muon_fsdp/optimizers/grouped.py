@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from muon_fsdp.declarations.encoding import check_storage
 from muon_fsdp.declarations.option import canonical
-from muon_fsdp.declarations.settings import MICRO_STEP, NUM_UPDATES, PROGRESS, SCHEDULED_LRS, STARTED, Attention
+from muon_fsdp.declarations.settings import (
+    MICRO_STEP,
+    NUM_UPDATES,
+    PROGRESS,
+    SCHEDULED_LRS,
+    STARTED,
+    Attention,
+    Settings,
+)
 from muon_fsdp.parameters.groups import (
     INDEPENDENT_LR,
     Group,
@@ -55,6 +63,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         attention: how fused weights of attention and others are read.
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
+
+    _settings: Settings  # of the whole optimizer, set before this constructor is called
 
     def __init__(
         self,
@@ -479,7 +489,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _records(self) -> list[ParameterRecord]:
         """Return one record per parameter, for the parameters and options that groups have now."""
         self._follow_groups()
-        return make_records(self.param_groups, self._routes, self._replicas)
+        return make_records(
+            self.param_groups, self._routes, self._replicas, offloads_state=self._settings.offload_state
+        )
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -119,6 +119,7 @@ class MuonOptimizer(GroupedOptimizer):
         max_stage_bytes: int | None = None,
         cuda_graph: CudaGraph = "auto",
         shard_state: bool = False,
+        offload_state: bool = False,
         overlap: Overlap = "step",
         attention: Attention = "split",
         strict: bool = False,
@@ -129,7 +130,16 @@ class MuonOptimizer(GroupedOptimizer):
         **options: Any,
     ) -> None:
         self._settings = Settings(
-            nonfinite, max_stage_bytes, strict, strategy, comm_dtype, cuda_graph, shard_state, overlap, attention
+            nonfinite=nonfinite,
+            max_stage_bytes=max_stage_bytes,
+            strict=strict,
+            strategy=strategy,
+            comm_dtype=comm_dtype,
+            cuda_graph=cuda_graph,
+            shard_state=shard_state,
+            overlap=overlap,
+            attention=attention,
+            offload_state=offload_state,
         )
         ranks_of_agreement(agreement_group)  # raises if it is of no use
         if replicate_group is None:
@@ -656,6 +666,7 @@ class MuonOptimizer(GroupedOptimizer):
         never shares memory with `state_dict`. To load the state of another optimizer, use `muon_fsdp.migrate`.
         """
         incoming: StateDict = {}
+        present = dict(self.state)
 
         def before(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
             own = {id(value) for state in self.state.values() for value in state.values()}
@@ -664,10 +675,10 @@ class MuonOptimizer(GroupedOptimizer):
                 return id(value) in own or self._given_state.has_made(value)
 
             incoming.update(check_and_complete(optimizer, self._records(), state_dict, given))
-            return incoming
+            return {**incoming, "state": {}}  # torch would copy all of it to the devices of the parameters
 
         def after(optimizer: torch.optim.Optimizer) -> None:
-            optimizer.state.update(fitting_state(self._records(), incoming))
+            optimizer.state.update(fitting_state(self._records(), incoming, present))
             for group in optimizer.param_groups:  # saved while accumulating, and resumed with fewer accumulation steps
                 if group[MICRO_STEP] >= self._accumulation_steps:
                     group[MICRO_STEP] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -46,6 +46,8 @@ class ParameterRecord:
             replica whose state is sharded.
         repeated_over: the ranks of `replicate_mesh`, if that adds ranks to the parameter's own; else None.
         state_mesh: the ranks over which the state of a replica is sharded; None if its layout is the parameter's.
+        offloads_state: whether its moments are kept in the memory of the host, and copied to its device in a step.
+        rows: the rows of its shard that are meant, if a step updates these alone; None for all.
     """
 
     position: int
@@ -59,6 +61,8 @@ class ParameterRecord:
     step_layout: Layout
     repeated_over: Ranks | None = None
     state_mesh: DeviceMesh | None = None
+    offloads_state: bool = False
+    rows: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -84,6 +88,10 @@ class ParameterRecord:
     def number_in_layout(self) -> int:
         """Return the index of this rank among the ranks that hold the parameter."""
         return self.layout.index_of[my_rank()]
+
+    def cut(self, rows: tuple[int, int] | None) -> ParameterRecord:
+        """Return the record of some rows of its shard; the same record if there are none."""
+        return self if rows is None else replace(self, rows=rows)
 
     @cached_property
     def _rows(self) -> slice:
@@ -120,9 +128,13 @@ class ParameterRecord:
     def _box(self) -> Box | None:
         """Return the box that this rank updates; None if it has several ranges, as element-wise rules allow."""
         try:
-            return self.step_layout.boxes(self.shape)[self.number_in_layout]
+            box = self.step_layout.boxes(self.shape)[self.number_in_layout]
         except LayoutError:
             return None
+        if self.rows is None:
+            return box
+        start, stop = self.rows
+        return Box((box.offset[0] + start, *box.offset[1:]), (stop - start, *box.shape[1:]))
 
     @cached_property
     def runs(self) -> Runs | None:
@@ -146,8 +158,10 @@ class ParameterRecord:
     def part(self) -> Tensor:
         """Return the local tensor that this rank updates: a shard, some rows of a replica, or the parameter itself."""
         if self.shards_state:  # cut out anew each time: others may replace the data of the parameter
-            return self.tensor.detach()[self._rows]
-        return self.tensor if self.is_plain else local(self.tensor)
+            part = self.tensor.detach()[self._rows]
+        else:
+            part = self.tensor if self.is_plain else local(self.tensor)
+        return part if self.rows is None else part[slice(*self.rows)]
 
     def rows_of(self, part: Tensor) -> Tensor:
         """Return the rows of a local gradient that this rank updates: all, unless the state is sharded."""
@@ -164,7 +178,7 @@ class ParameterRecord:
 
 
 def make_records(
-    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas
+    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas, *, offloads_state: bool
 ) -> list[ParameterRecord]:
     """Make the records from the groups as they are now and the routes that were decided when parameters were added.
 
@@ -172,6 +186,7 @@ def make_records(
         groups: the parameter groups of an optimizer.
         routes: for every group, the route of each of its parameters.
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
+        offloads_state: whether moments are kept in the memory of the host.
     """
     layouts = iter(layouts_of_groups(groups, routes, replicas))
     shards_state = replicas.check_state([tensor for group in groups for tensor in group["params"]])
@@ -186,7 +201,18 @@ def make_records(
                 step_layout, mesh = replicas.state_layout, replicas.state_mesh(tensor.device.type)
             records.append(
                 ParameterRecord(
-                    len(records), tensor, index, group, rule, route, view, layout, step_layout, repeated_over, mesh
+                    position=len(records),
+                    tensor=tensor,
+                    group_index=index,
+                    group=group,
+                    rule=rule,
+                    route=route,
+                    view=view,
+                    layout=layout,
+                    step_layout=step_layout,
+                    repeated_over=repeated_over,
+                    state_mesh=mesh,
+                    offloads_state=offloads_state,
                 )
             )
     return records

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muon_fsdp.comm.dtensors import can_take_part, like, local, local_part, own_box
+from muon_fsdp.comm.host_memory import HostArena
 from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import canonical
 from muon_fsdp.declarations.settings import STARTED
@@ -22,7 +23,15 @@ from muon_fsdp.kernels.tables import REMAINDER
 from muon_fsdp.parameters.groups import Group, keys_of_others
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
-from muon_fsdp.parameters.stored_state import create_state, decode_state, encode_state, is_stored
+from muon_fsdp.parameters.stored_state import (
+    create_state,
+    decode_state,
+    encode_state,
+    host_bytes,
+    in_place,
+    is_offloaded,
+    is_stored,
+)
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.rules import RULES
 from muon_fsdp.text import first_names, format_shape, warn_user
@@ -60,6 +69,7 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
     State that no longer fits, because the rule, view or shape of its parameter was changed, is replaced with a warning.
     State that is stored in another form than its group asks for is converted.
     """
+    arena = _arena(records, lambda record, spec: spec.name not in states[record.tensor])
     for record in records:
         state, parameter = states[record.tensor], record.tensor
         template: Tensor | None = None
@@ -73,13 +83,23 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             # State created on the meta device does not follow a parameter that was materialised since.
             if spec.name not in state or state[spec.name].is_meta != parameter.is_meta:
                 template = record.state_template() if template is None else template
-                state.update(create_state(record, spec, template))
+                state.update(create_state(record, spec, template, arena))
         if not is_stored(record, state):
             working = decode_state(record, state)
             for name in [name for name in state if name not in working]:
                 del state[name]  # scales
             for spec in record.all_state:
-                state.update(encode_state(record, spec, working[spec.name]))
+                stored = encode_state(record, spec, working[spec.name])
+                state.update(in_place(record, spec, stored, {}, arena))
+
+
+def _arena(
+    records: Sequence[ParameterRecord], is_wanted: Callable[[ParameterRecord, StateSpec], bool] = lambda *_: True
+) -> HostArena:
+    """Return memory of the host for all state that is kept there, or for the kinds that are wanted."""
+    sizes = [host_bytes(record, spec) for record in records for spec in record.all_state if is_wanted(record, spec)]
+    devices = (record.part().device for record in records)
+    return HostArena(sum(sizes), next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
@@ -216,13 +236,17 @@ def _with_saved(
         yield record, key, group
 
 
-def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> dict[Any, Any]:
-    """Return the saved state by parameter, copied to the parameter's device in the precision its rule declares.
+def fitting_state(
+    records: Sequence[ParameterRecord], state_dict: StateDict, present: Mapping[Any, State]
+) -> dict[Any, Any]:
+    """Return the saved state by parameter, copied to where it is kept in the precision its rule declares.
 
-    What other programs keep there is copied too, under the parameter or under a key of its own.
+    State in the memory of the host is copied to the tensors of the `present` state, because there may be no room for
+    both. What other programs keep there is copied too, under the parameter or under a key of its own.
     """
     saved = dict(state_dict["state"])
     result: dict[Any, Any] = {}
+    arena = _arena(records, lambda record, spec: spec.name not in present.get(record.tensor, {}))
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         values = saved.pop(key, None)
         if values:
@@ -230,9 +254,12 @@ def fitting_state(records: Sequence[ParameterRecord], state_dict: StateDict) -> 
             own: State = {}
             for spec in record.all_state:
                 if spec.name in values:
-                    own |= encode_state(record, spec, _fit(torch.as_tensor(values[spec.name]).detach(), spec, template))
+                    device = torch.device("cpu") if is_offloaded(record, spec) else record.tensor.device
+                    value = _fit(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
+                    stored, kept = encode_state(record, spec, value), present.get(record.tensor, {})
+                    own |= in_place(record, spec, stored, kept, arena)
                 else:  # the remainder of weights that were rounded otherwise when they were saved
-                    own |= create_state(record, spec, template)
+                    own |= create_state(record, spec, template, arena)
             known = {*own, REMAINDER}
             others = {name: _copy(value, record.tensor.device) for name, value in values.items() if name not in known}
             result[record.tensor] = {**own, **others}
@@ -251,10 +278,10 @@ def _copy(value: Any, device: torch.device) -> Any:
     return type(value)(_copy(each, device) for each in value) if type(value) in (list, tuple) else deepcopy(value)
 
 
-def _fit(value: Tensor, spec: StateSpec, parameter: Tensor) -> Tensor:
-    """Return a copy of the value on the device of the parameter, or of a template of its state, and in its layout."""
+def _fit(value: Tensor, spec: StateSpec, parameter: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of the value on a device, in the layout of the parameter or of a template of its state."""
     part = local_part(value, parameter) if spec.is_sharded else value
-    part = part.to(device=parameter.device, dtype=spec.dtype(parameter), copy=True)
+    part = part.to(device=device, dtype=spec.dtype(parameter), copy=True)
     return like(parameter, part) if spec.is_sharded else part
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.comm.dtensors import like, local
+from muon_fsdp.comm.host_memory import HostArena
 from muon_fsdp.declarations.encoding import Encoding
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec
 from muon_fsdp.kernels.tables import SCALES
@@ -41,9 +42,31 @@ def is_stored(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
     return True
 
 
-def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor) -> State:
+def host_bytes(record: ParameterRecord, spec: StateSpec) -> int:
+    """Return the bytes that state of one kind takes in the memory of the host; 0 if it is kept on the device."""
+    if not is_offloaded(record, spec):
+        return 0
+    return sum(HostArena.bytes_of(shape, dtype) for _, shape, dtype in stored_forms(record, spec))
+
+
+def is_offloaded(record: ParameterRecord, spec: StateSpec) -> bool:
+    """Return whether state of one kind is kept in the memory of the host, and copied to the device in a step."""
+    return record.offloads_state and spec.is_moment and not record.tensor.is_meta
+
+
+def stored_forms(record: ParameterRecord, spec: StateSpec) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Return the names, local shapes and dtypes of the tensors in which a moment is stored."""
+    shape = record.part().shape
+    shapes = [shape, *([record.encoding.scales_shape(shape)] if record.encoding and record.encoding.has_scales else [])]
+    return list(zip(_names(spec, record.encoding), shapes, _dtypes(spec, record), strict=True))
+
+
+def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, arena: HostArena) -> State:
     """Return new state of one kind, zeros: DTensors if the template is one and the state is sharded."""
     encoding = record.encoding
+    if is_offloaded(record, spec):
+        stored = {name: arena.zeros(shape, dtype) for name, shape, dtype in stored_forms(record, spec)}
+        return {**stored, spec.name: like(template, stored[spec.name])}
     if encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
         return {spec.name: spec.create(template, record.view)}
     dtype = encoding.dtypes(spec, template)[0]
@@ -60,6 +83,31 @@ def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> Sta
         return {spec.name: value}
     stored = record.encoding.encode(spec, local(value).float())
     return {**stored, spec.name: like(value, stored[spec.name])}
+
+
+def in_place(
+    record: ParameterRecord, spec: StateSpec, stored: State, known: Mapping[str, Any], arena: HostArena
+) -> State:
+    """Return state of one kind where it is kept: if it is offloaded, copied to the tensors that hold it already.
+
+    Args:
+        record: the parameter.
+        spec: the kind of state.
+        stored: the state in the form in which it is stored, on any device.
+        known: the state that the parameter has.
+        arena: where tensors that fit come from if there are none.
+    """
+    if not is_offloaded(record, spec):
+        return stored
+    found = {}
+    for name, shape, dtype in stored_forms(record, spec):
+        part = known.get(name)
+        part = local(part) if isinstance(part, Tensor) else None
+        if part is None or (part.shape, part.dtype, part.device.type) != (shape, dtype, "cpu"):
+            part = arena.zeros(shape, dtype)
+        part.copy_(local(stored[name]))
+        found[name] = like(stored[name], part)
+    return found
 
 
 def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:

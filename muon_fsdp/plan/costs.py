@@ -18,6 +18,10 @@ from muon_fsdp.plan.units import ParameterSpec, Unit
 
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
 SCRATCH_STAGES = 4
+# With `offload_state=True` the device holds the state of so many stages, and element-wise rules get stages with at most
+# so many bytes of it.
+NUM_SLOTS = 3
+STREAMED_BYTES = 64 * 2**20
 
 
 class UnitLoad(NamedTuple):

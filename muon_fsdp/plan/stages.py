@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from muon_fsdp.plan.costs import SCRATCH_STAGES, StageLimits, matrices_at_once, 
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import StageOutline
 from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, make_packing
-from muon_fsdp.plan.slices import UpdateSlices, aligned
+from muon_fsdp.plan.slices import SLOT_ALIGNMENT, UpdateSlices, aligned
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec, Unit
 
 # Larger sets of ranks gather and scatter in one process group: every group has connections between all of its ranks.
@@ -129,6 +130,13 @@ class Stage:
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # of the units it computes; batches lie together
     together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
     in_flight: int = 3  # how far it overlaps with other stages, as in `StageLimits`
+    # By position, the first row and the end of what it updates of a shard that several stages update, one after another.
+    rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+    def cut(self, position: int, shard: Tensor) -> Tensor:
+        """Return the part of a shard, or of a tensor of its shape, that this stage updates."""
+        rows = self.rows.get(position)
+        return shard if rows is None else shard[slice(*rows)]
 
     @cached_property
     def label(self) -> str:
@@ -235,6 +243,49 @@ def make_plan(outlines: Iterable[StageOutline], rank: int) -> Plan:
     """Return the stages of one rank, in the order of the outlines; outlines without this rank are left out."""
     own = (outline for outline in outlines if rank in outline.ranks)
     return Plan(tuple(_localize(number, outline, rank) for number, outline in enumerate(own)))
+
+
+def cut_elementwise(plan: Plan, num_rows: Mapping[int, int], num_bytes: Mapping[int, int], limit: int) -> Plan:
+    """Cut the stages of element-wise rules, of which nothing travels, so that none has more than `limit` bytes.
+
+    Args:
+        plan: the plan of this rank.
+        num_rows: by position, the rows of the shard between which it may be cut; 1 if it must stay whole.
+        num_bytes: by position, the bytes that count.
+        limit: the most bytes of a stage; a shard that must stay whole, or one row, may have more.
+    """
+    cut = [[stage] if stage.units else _cut_stage(stage, num_rows, num_bytes, limit) for stage in plan.stages]
+    return Plan(tuple(replace(stage, number=number) for number, stage in enumerate(chain.from_iterable(cut))))
+
+
+def _cut_stage(
+    stage: Stage, num_rows: Mapping[int, int], num_bytes: Mapping[int, int], limit: int
+) -> Iterator[Stage]:
+    whole: list[tuple[int, int]] = []  # the groups and positions of shards that share a stage
+    used = 0
+    for group, positions in stage.positions_by_group:
+        for position in positions:
+            count, size = num_rows[position], num_bytes[position]
+            if used + size > limit and whole:
+                yield _part_of(stage, whole, {})
+                whole, used = [], 0
+            at_once = max(1, limit * count // max(1, size))
+            if at_once >= count:
+                whole.append((group, position))
+                used += size
+                continue
+            at_once -= at_once % SLOT_ALIGNMENT if at_once > SLOT_ALIGNMENT else 0
+            for start in range(0, count, at_once):
+                yield _part_of(stage, [(group, position)], {position: (start, min(count, start + at_once))})
+    if whole:
+        yield _part_of(stage, whole, {})
+
+
+def _part_of(stage: Stage, members: Sequence[tuple[int, int]], rows: Mapping[int, tuple[int, int]]) -> Stage:
+    by_group: dict[int, list[int]] = defaultdict(list)
+    for group, position in members:
+        by_group[group].append(position)
+    return replace(stage, positions_by_group=tuple((g, tuple(many)) for g, many in by_group.items()), rows=rows)
 
 
 def make_gather_stage(shape: tuple[int, ...], layout: Layout, rank: int) -> Stage:

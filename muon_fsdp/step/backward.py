@@ -144,7 +144,8 @@ class CopiesSource:
         context, rule, number = self._context, RULES[stage.rule], stage.number
         store, positions = context.store, sorted(stage.positions)
         # Noted before it is copied: a change between would go unnoticed.
-        state = NotedState({i: store.stored(i, context.inputs.states[i]) for i in positions})
+        stored = {i: store.stored(i, context.inputs.states[i]) for i in positions}
+        state = NotedState(stored, by_values=context.stream is None)
         fused = {position for position in positions if context.fused.signature[position] is not None}
         listed = [position for position in positions if position not in fused]
         copies = store.copies(stage, context.inputs.states, listed, fused)

@@ -149,12 +149,17 @@ def _event(part: Tensor) -> Any:
 
 
 class _Seen:
-    """A tensor of state or an option, as it was. As for gradients, its values are compared later on a CPU."""
+    """A tensor of state or an option, as it was. As for gradients, its values are compared later on a CPU.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Args:
+        tensor: the tensor.
+        by_values: whether they are, if it is on a CPU. State of a parameter on a GPU is large, and kept on the host.
+    """
+
+    def __init__(self, tensor: Tensor, *, by_values: bool = True) -> None:
         self._tensor, self._stamp = ref(tensor), _stamp(tensor)  # weak: state that is moved to the CPU frees its memory
         part = local(tensor)
-        self._values = part.clone() if part.device.type == "cpu" else None
+        self._values = part.clone() if by_values and part.device.type == "cpu" else None
 
     def is_unchanged(self, now: object) -> bool:
         """Return whether `now` is this tensor, with the values that it had."""
@@ -168,12 +173,17 @@ class NotedState:
 
     Args:
         states: the stored tensors of each parameter by position.
+        by_values: as in `_Seen`.
     """
 
-    def __init__(self, states: Mapping[int, State]) -> None:
+    def __init__(self, states: Mapping[int, State], *, by_values: bool = True) -> None:
         self._noted = {
             # A copy of the dict: the user may clear it in another thread.
-            position: {name: _Seen(value) for name, value in dict(state).items() if isinstance(value, Tensor)}
+            position: {
+                name: _Seen(value, by_values=by_values)
+                for name, value in dict(state).items()
+                if isinstance(value, Tensor)
+            }
             for position, state in states.items()
         }
 

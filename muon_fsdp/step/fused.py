@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import unusable
 from muon_fsdp.kernels.launch import is_aligned
 from muon_fsdp.kernels.tables import (
@@ -72,10 +73,20 @@ class FusedStep:
                 return False
         return True
 
-    def fill_tables(self, inputs: StepInputs) -> None:
-        """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device."""
+    def fill_tables(self, inputs: StepInputs, addressed: Callable[[int, int], State]) -> None:
+        """Write the addresses and numbers of this step into the tables of the kernels; never waits for the device.
+
+        Args:
+            inputs: the tensors and options of the step.
+            addressed: returns the state that kernels read and write, given the numbers of a stage and of a parameter.
+        """
         if self.tables is not None:
-            _fill(self.tables, inputs)
+            states = [
+                [_in_order(each, addressed(number, position)) for position in each.positions]
+                for number, lists in enumerate(self.stages)
+                for each in lists
+            ]
+            _fill(self.tables, inputs, states)
 
     def with_tables(self, stage: Stage, inputs: StepInputs) -> Sequence[TensorList]:
         """Return the lists of one stage with tables of their own, filled from the inputs of the stage alone."""
@@ -85,7 +96,7 @@ class FusedStep:
         if stage.number not in self._own_tables:
             self._own_tables[stage.number] = Tables(lists)
         tables = self._own_tables[stage.number]
-        _fill(tables, inputs)
+        _fill(tables, inputs, [[_in_order(each, inputs.states[i]) for i in each.positions] for each in tables.lists])
         return tables.lists
 
     @property
@@ -94,12 +105,11 @@ class FusedStep:
         return tuple(each.aligned for each in self.lists)
 
 
-def _fill(tables: Tables, inputs: StepInputs) -> None:
-    states = {
-        position: [local(inputs.states[position][name]) for name in each.layout.states]
-        for each in tables.lists
-        for position in each.positions
-    }
+def _in_order(each: TensorList, state: State) -> list[Tensor]:
+    return [local(state[name]) for name in each.layout.states]
+
+
+def _fill(tables: Tables, inputs: StepInputs, states: Sequence[Sequence[Sequence[Tensor]]]) -> None:
     scalars = {each.group: _scalars(inputs.groups[each.group], inputs.divisor) for each in tables.lists}
     tables.fill(inputs.shards, inputs.gradients, states, inputs.updated, scalars, inputs.num_updates)
 
@@ -197,17 +207,19 @@ def make_fused_step(
 
 def _make_lists(
     stage: Stage,
-    records: Sequence[ParameterRecord],
+    all_records: Sequence[ParameterRecord],
     inputs: StepInputs,
     signature: Signature,
     matrices: MatrixStates | None,
 ) -> list[TensorList]:
     """Sort the parameters of a stage that can be fused into lists; each has one group, alignment and precisions."""
-    kernels, shards = RULES[stage.rule].fused, inputs.shards
+    kernels = RULES[stage.rule].fused
     fusable = [(group, i) for group, positions in stage.positions_by_group for i in positions if signature[i]]
     if not fusable:
         return []
     assert kernels is not None
+    records = {i: all_records[i].cut(stage.rows.get(i)) for _, i in fusable}
+    shards = {i: stage.cut(i, inputs.shards[i]) for _, i in fusable}
     device = shards[fusable[0][1]].device
     rows_of = {position: _row_blocks(records[position], shards[position]) for _, position in fusable}
     partials, starts = _partials(stage, rows_of)
@@ -217,7 +229,10 @@ def _make_lists(
     for group, position in fusable:
         # One tensor of another alignment would make its whole list load single elements.
         _, numel = partials[position]
-        aligned = numel % ALIGNMENT == 0 and all(is_aligned(shards[position], inputs.gradients.get(position)))
+        grad = inputs.gradients.get(position)
+        aligned = numel % ALIGNMENT == 0 and all(
+            is_aligned(shards[position], stage.cut(position, grad) if grad is not None else None)
+        )
         by_kind[(group, signature[position], aligned)].append(position)
     lists = []
     for (group, (parameter_dtype, gradient_dtype, state_dtype), _), positions in by_kind.items():
@@ -256,12 +271,18 @@ def _make_lists(
                 first_partials=first_partials,
                 state_dtype=state_dtype,
                 rounding=rounding,
+                starts=[_start(stage, i, shards[i]) for i in positions] if stage.rows else (),
                 places=places,
                 one_run=places is None or not bool(places[:, PLACE.index("stride")].any()),
                 block_chunks=block_chunks,
             )
         )
     return lists
+
+
+def _start(stage: Stage, position: int, part: Tensor) -> int:
+    """Return the element of a shard at which the part begins that a stage updates."""
+    return stage.rows[position][0] * part.stride(0) if position in stage.rows else 0
 
 
 def _row_blocks(record: ParameterRecord, shard: Tensor) -> tuple[int, int]:

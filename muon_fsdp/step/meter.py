@@ -7,7 +7,7 @@ weight decay, factors, masks, and rounding to the precision of the weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from math import isfinite
@@ -23,6 +23,7 @@ from muon_fsdp.declarations.state import working_dtype
 from muon_fsdp.declarations.views import matrix_view
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.plan.matrix_sets import Block, MatrixSet, make_sets
+from muon_fsdp.plan.stages import Stage
 from muon_fsdp.plan.units import ParameterSpec
 
 MOVED, TURNED = "relative_update", "update_angle"  # the metrics, each followed by "/" and a rule or a matrix
@@ -113,6 +114,7 @@ class MeasuredStep:
             torch.zeros(3, sum(k.count for k in own.classes), dtype=torch.float64, device=own.classes[0].device)
             for own in sets
         ]
+        self._before: dict[int, Tensor] = {}  # copies of shards, by position
         self._blocks: dict[int, list[tuple[Block, Tensor]]] = defaultdict(list)  # by position, with their sums
         for own, sums in zip(sets, self.sums, strict=True):
             of_classes = torch.split(sums, [kind.count for kind in own.classes], dim=1)
@@ -121,13 +123,18 @@ class MeasuredStep:
                 if block.position in updated and own.classes[block.kind].weights[block.matrices.start]:
                     self._blocks[block.position].append((block, of_classes[block.kind][:, block.matrices]))
 
-    def copies(self, positions: Collection[int]) -> Mapping[int, Tensor]:
-        """Return copies of the shards of these parameters, which a stage is about to update."""
-        return {position: self._shards[position].clone() for position in positions if position in self._blocks}
+    def before(self, stage: Stage) -> None:
+        """Copy the shards that a stage is about to update; one that several stages update is copied for the first."""
+        for position in stage.positions & self._blocks.keys():
+            if stage.rows.get(position, (0, 0))[0] == 0:
+                self._before[position] = self._shards[position].clone()
 
-    def add(self, copies: Mapping[int, Tensor]) -> None:
-        """Add the squares of the shards of a stage, given what they were before."""
-        for position, before in copies.items():
+    def after(self, stage: Stage) -> None:
+        """Add the squares of the shards of a stage before and after it."""
+        for position in stage.positions & self._before.keys():
+            if position in stage.rows and stage.rows[position][1] < len(self._shards[position]):
+                continue  # another stage updates further rows
+            before = self._before.pop(position)
             if position in self._rounded:
                 self.unchanged.append((before == self._shards[position]).sum())
                 self.num_elements += before.numel()

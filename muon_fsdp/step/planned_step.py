@@ -22,10 +22,12 @@ from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.stored_state import host_bytes
+from muon_fsdp.plan.costs import STREAMED_BYTES
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
-from muon_fsdp.plan.stages import Plan, Stage, make_plan
+from muon_fsdp.plan.stages import Plan, Stage, cut_elementwise, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
@@ -44,7 +46,8 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
-from muon_fsdp.step.sources import StageResult, StepSource, make_store
+from muon_fsdp.step.sources import StageResult, StepSource, StateStore, make_store
+from muon_fsdp.step.streaming import StreamedStore
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.weights import Weights
 from muon_fsdp.step.written_state import WrittenState
@@ -102,13 +105,16 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
+        self.store: StateStore = make_store(records)
+        if settings.offload_state:
+            self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
+            self.store = StreamedStore(records, self.plan.stages, self.store)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
         self.samples = Samples(self.plan.stages)
         self._specs = specs
         self._meter: Meter | None = None  # made by the first step that is measured
         self.random = RandomNumbers(records)
-        self.store = make_store(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -256,10 +262,10 @@ class PlannedStep:
         """
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
         self.random.fill(inputs.num_updates)
-        stored = replace(inputs, states={i: self.store.stored(i, state) for i, state in inputs.states.items()})
+        addressed = replace(inputs, states={i: self.store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         if self.matrices is not None:
-            self.matrices.fill(stored)
+            self.matrices.fill(inputs)
             are_known = self.matrices.factors.are_known
             # Whether weights can be fused depends on the kinds of factors. Values that must not be zero are read once.
             if not are_known or self.matrices.checks_zeros:
@@ -267,13 +273,13 @@ class PlannedStep:
                 has_begun = True
                 if not are_known:
                     self._fused = None
-        fused = self._fuse(inputs, stored)
+        fused = self._fuse(inputs, addressed)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
         }
         inputs = replace(inputs, gradients=gradients)
-        fused.fill_tables(replace(stored, gradients=gradients))
+        fused.fill_tables(inputs, lambda stage, i: self.store.addressed(i, inputs.states[i], stage))
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
         taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
@@ -302,13 +308,17 @@ class PlannedStep:
             kept_weights, is_cold = [*kept_weights, *self.matrices.observed(inputs.shards)], self.matrices.is_cold
         of_matrices = self.matrices.addresses if self.matrices is not None else ()
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
-        self.captured.run(
-            StepKey((addresses_of(kept_weights), of_matrices), launches),
-            run,
-            device=lambda: fused.device,
-            # A captured step takes no samples and is not measured.
-            eager=measures or (taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
-        )
+        self.store.begin(stages, inputs.states, inputs.updated)
+        try:
+            self.captured.run(
+                StepKey((addresses_of(kept_weights), of_matrices), launches),
+                run,
+                device=lambda: fused.device,
+                # A captured step takes no samples and is not measured.
+                eager=measures or (taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
+            )
+        finally:
+            self.store.end()
         if taken is not None and self.overlap is not None:
             taken.has_residuals &= self.overlap.took_residuals
         self.samples.end_step(inputs.groups, taken, measures=measures)
@@ -329,17 +339,24 @@ class PlannedStep:
         """Return the positions whose weights kernels can't multiply by factors, and why."""
         return self.matrices.factors.unfusable if self.matrices is not None else {}
 
-    def _fuse(self, inputs: StepInputs, stored: StepInputs) -> FusedStep:
-        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
+    def _fuse(self, inputs: StepInputs, addressed: StepInputs) -> FusedStep:
+        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed.
+
+        Args:
+            inputs: the tensors and options of the step.
+            addressed: the same with the state that kernels read and write.
+        """
         if self._fused is None or not self._fused.fits(inputs) or self.state_tensors.have_changed(inputs.states):
             self.store.check(inputs.states, inputs.shards)
-            signature = signature_of(self.records, stored, self._fused, self._unfusable())
+            signature = signature_of(self.records, addressed, self._fused, self._unfusable())
             self.state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
-                self._fused = make_fused_step(self.plan, self.records, stored, signature, self.matrices)
-                obstacle = capture_obstacle(self.records, stored, self._unfusable())
+                self._fused = make_fused_step(self.plan, self.records, addressed, signature, self.matrices)
+                obstacle = capture_obstacle(self.records, addressed, self._unfusable())
                 if self.overlap is not None:
                     obstacle = "overlap='backward' runs a part of the step in backward"
+                elif self._settings.offload_state:
+                    obstacle = "offload_state=True copies state from the host while stages run"
                 self.captured.start_over(obstacle)
         return self._fused
 
@@ -396,6 +413,17 @@ def parameter_specs(
             )
         )
     return specs
+
+
+def _rows_and_bytes(records: Sequence[ParameterRecord]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return, by position, the rows between which a shard can be cut, and the bytes of its state on the host."""
+    rows, sizes = {}, {}
+    for record in records:
+        part = record.part()
+        in_blocks = part.ndim == 1 and record.encoding is not None and record.encoding.has_scales
+        rows[record.position] = len(part) if part.ndim > 0 and not in_blocks else 1
+        sizes[record.position] = sum(host_bytes(record, spec) for spec in record.all_state)
+    return rows, sizes
 
 
 def _elementwise_is_local(spec: ParameterSpec, record: ParameterRecord) -> ParameterSpec:

@@ -142,10 +142,11 @@ class StepSink:
         sums = reduction.finish() if reduction is not None else None
         if matrices is not None and sums is not None:
             self._attempt(stage, "factors", inputs, lambda: self._take_sums(stage, matrices, sums))
-        before = self._measured.copies(stage.positions) if self._measured is not None else {}
+        if self._measured is not None:
+            self._measured.before(stage)
         self._attempt(stage, "apply", inputs, lambda: self._apply(stage, inputs, buffer, updates, states, matrices))
         if self._measured is not None:
-            self._measured.add(before)
+            self._measured.after(stage)
         if self.has_failed(stage) and matrices is not None:
             matrices.restore(stage)
 

@@ -19,7 +19,7 @@ from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import PerParameter, State
 from muon_fsdp.kernels.tables import SCALES, TensorList
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.stored_state import decode_state
+from muon_fsdp.parameters.stored_state import decode_state, is_offloaded
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions
@@ -38,6 +38,7 @@ class ListedShard(NamedTuple):  # a dataclass takes three times as long to make,
     dtype: torch.dtype  # working precision
     grad: Tensor | None  # None if only other ranks have a gradient; it counts as zero here
     divisor: int
+    rows: tuple[int, int] | None = None  # those of the shard, if the stage updates these alone
 
     def working_gradient(self) -> Tensor:
         """Return the gradient in working precision. Call it per stage, so that few converted copies exist at once."""
@@ -89,6 +90,8 @@ def stage_inputs(
             for i in positions
             if i in inputs.updated and i not in by_kernels
         ]
+        if stage.rows:
+            shards = [_rows_of(stage, each) for each in shards]
         if shards:
             lists.append((group, shards))
     if stage.exchange is not None:
@@ -96,6 +99,13 @@ def stage_inputs(
     else:
         takes_part = by_kernels.union(each.position for _, shards in lists for each in shards)
     return StageInputs(inputs.groups, lists, fused, inputs.updated, takes_part)
+
+
+def _rows_of(stage: Stage, each: ListedShard) -> ListedShard:
+    """Return the rows of a shard that a stage updates."""
+    shard, grad = stage.cut(each.position, each.shard), each.grad
+    grad = stage.cut(each.position, grad) if grad is not None else None
+    return each._replace(shard=shard, grad=grad, rows=stage.rows.get(each.position))
 
 
 # --------------------------------------------------------------------------------------------------------------- state
@@ -116,11 +126,18 @@ class StateStore:
         self._records = records
 
     def stored(self, position: int, state: State) -> State:
-        """Return the tensors that are stored for a parameter, given its `optimizer.state`.
-
-        Kernels read and write them, and whoever looks for changes looks there.
-        """
+        """Return the tensors that are stored for a parameter, given its `optimizer.state`: changes show there."""
         return state
+
+    def addressed(self, position: int, state: State, stage: int | None = None) -> State:
+        """Return the tensors that kernels read and write for a parameter in a stage, or in any one, if it is None."""
+        return self.stored(position, state)
+
+    def begin(self, stages: Sequence[Stage], states: Mapping[int, State], updated: Collection[int]) -> None:
+        """Begin a step with these stages, in this order, that updates some of the parameters."""
+
+    def end(self) -> None:
+        """End a step: what was lent is stored when this returns, also if the step has failed."""
 
     def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
         """Raise if state is not on the device of its shard or has another shape; kernels would write elsewhere."""
@@ -133,7 +150,7 @@ class StateStore:
                         f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
                         f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
                     )
-                if state.device != shard.device and state.ndim > 0:  # PyTorch accepts a number on the CPU anywhere
+                if state.device != shard.device and state.ndim > 0 and not is_offloaded(record, spec):  # PyTorch accepts a number on the CPU anywhere
                     raise RuntimeError(
                         f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
                         f"{shard.device}: move the state back before step()"
@@ -185,7 +202,8 @@ class EncodedStore(StateStore):
             for spec in record.rule.state:
                 scales = states[record.position].get(spec.name + SCALES)
                 expected = record.encoding.scales_shape(shard.shape)
-                if scales is not None and (scales.shape != expected or scales.device != shard.device):
+                is_elsewhere = scales is not None and scales.device != shard.device and not is_offloaded(record, spec)
+                if scales is not None and (scales.shape != expected or is_elsewhere):
                     raise RuntimeError(
                         f"state {spec.name + SCALES!r} of parameter {record.name!r} has shape {tuple(scales.shape)} on "
                         f"{scales.device} instead of {tuple(expected)} on {shard.device}: restore it together with "
@@ -199,7 +217,7 @@ class EncodedStore(StateStore):
 
     def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
         for position, working in lent.items():
-            record = self._records[position]
+            record = self._records[position].cut(stage.rows.get(position))
             if record.encoding is None:
                 continue
             for spec in record.rule.all_state:

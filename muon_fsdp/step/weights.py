@@ -35,7 +35,7 @@ class Weights:
         for each, weight in zip(listed, weights, strict=True):
             if weight is each.shard:
                 continue
-            record, shard = self._records[each.position], each.shard
+            record, shard = self._record(each), each.shard
             if record.rounding == "stochastic":
                 shard.copy_(round_at_random(weight, random_bits(record) & 0xFFFF, shard.dtype))
             else:
@@ -49,4 +49,8 @@ class Weights:
         return each.shard.float() if rounding == "stochastic" else with_remainder(each.shard, self._remainder(each))
 
     def _remainder(self, each: ListedShard) -> Tensor:
-        return local(self._states[each.position][REMAINDER])
+        remainder = local(self._states[each.position][REMAINDER])
+        return remainder if each.rows is None else remainder[slice(*each.rows)]
+
+    def _record(self, each: ListedShard) -> ParameterRecord:
+        return self._records[each.position].cut(each.rows)
