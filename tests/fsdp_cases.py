@@ -226,15 +226,19 @@ def variant(kind: str) -> tuple[list[float], list[float]]:
         if special and kind == "compile":
             for block in model.blocks:
                 block.compile(backend="eager")
-        keep = special and kind == "keep unsharded"
+        options: dict[str, Any] = {
+            "mesh": world_mesh(),
+            "reshard_after_forward": not (special and kind == "keep unsharded"),
+        }
+        if special and kind == "cpu offload":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for block in model.blocks:
-            fully_shard(block, mesh=world_mesh(), reshard_after_forward=not keep)
-        fully_shard(model, mesh=world_mesh(), reshard_after_forward=not keep)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
         if special and kind == "meta":
             optimizer = FSDPMuonOptimizer(model, **OPTIONS)  # before the weights exist
             model.to_empty(device="cpu")
-            options = StateDictOptions(full_state_dict=True)
-            set_model_state_dict(model, reference.state_dict(), options=options)
+            set_model_state_dict(model, reference.state_dict(), options=StateDictOptions(full_state_dict=True))
         else:
             optimizer = FSDPMuonOptimizer(model, **OPTIONS)
         after = clip if special and kind == "clip" else None
@@ -250,13 +254,10 @@ def clip(module: nn.Module) -> None:
 
 
 def refusals() -> list[str]:
-    """Return the error messages for CPU offload, and for FSDP1 given as a model and as parameters."""
+    """Return the error messages for FSDP1 given as a model and as parameters."""
     texts = []
-    offloaded = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(offloaded, mesh=world_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     for build in (
-        lambda: FSDPMuonOptimizer(offloaded),
         lambda: FSDPMuonOptimizer(flat),
         lambda: MuonOptimizer(flat.parameters()),
     ):

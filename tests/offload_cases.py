@@ -14,8 +14,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.dtensors import local
+from muon_fsdp.optimizers import grouped
+from muon_fsdp.parameters import records
 from muon_fsdp.plan.costs import NUM_SLOTS
 from muon_fsdp.step import planned_step, streaming
+from muon_fsdp.step.sources import ListedShard
 from tests.distributed_cases import train
 from tests.storage_cases import build, small_blocks
 
@@ -97,6 +100,34 @@ def check_same(layout: str | None, dtype: torch.dtype, options: dict[str, Any]) 
         assert store.pieces > 1
         assert 1 <= store.most <= NUM_SLOTS
     assert len(set(losses)) > 1
+
+
+@contextmanager
+def weights_elsewhere() -> Iterator[None]:
+    """Treat the CPU as a device that is not the host: what moves between the two is a copy."""
+    make = records.make_records
+
+    def made(*args: Any, offloads_state: bool) -> list[records.ParameterRecord]:
+        return make(*args, offloads_state=True)
+
+    with (
+        patch.object(grouped, "make_records", made),
+        patch.object(records.ParameterRecord, "is_on_host", True),
+        patch.object(ListedShard, "on_device", lambda self, tensor: tensor.clone()),
+    ):
+        yield
+
+
+def check_weights_on_host(layout: str | None, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Check that weights and gradients on the host, as FSDP2's `CPUOffloadPolicy` leaves them, give the same bits."""
+    with watched():
+        losses, expected = run(layout, dtype, options)
+        with weights_elsewhere():
+            same_losses, found = run(layout, dtype, options)
+        assert WatchedStore.made
+        assert same_losses == losses
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
 
 
 def save_and_load(first: dict[str, Any], second: dict[str, Any]) -> None:

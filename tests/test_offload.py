@@ -1,4 +1,4 @@
-"""State in the memory of the host: the bits of state on the device, on every layout, and what the plan says about it."""
+"""State in the memory of the host: the bits of state on the device, on every layout; weights there, too."""
 
 from __future__ import annotations
 
@@ -63,6 +63,17 @@ def test_every_layout(ranks: RankPool, layout, world_size, number):
 
 
 @pytest.mark.parametrize(
+    ("layout", "world_size", "number"), [(None, 1, 7), (None, 1, 4), (None, 1, 9), ("fsdp", 2, 10), ("hsdp", 4, 5)]
+)
+def test_weights_on_the_host(ranks: RankPool, layout, world_size, number):
+    """With overlap in backward nothing starts there: gradients are complete when backward ends."""
+    if layout is None:
+        cases.check_weights_on_host(layout, *DEALT[number])
+    else:
+        ranks.run(world_size, cases.check_weights_on_host, layout, *DEALT[number], timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
     ("first", "second"),
     [
         ({"offload_state": True}, {"offload_state": False}),
@@ -93,7 +104,12 @@ def test_rows_of_one_parameter_count_steps_once():
 
 @pytest.mark.parametrize(
     ("dtype", "state_dtype", "rounded"),
-    [(FLOAT, "float32", "nearest"), (FLOAT, "int8", "nearest"), (HALF, "int8", "stochastic"), (HALF, "float32", "remainder")],
+    [
+        (FLOAT, "float32", "nearest"),
+        (FLOAT, "int8", "nearest"),
+        (HALF, "int8", "stochastic"),
+        (HALF, "float32", "remainder"),
+    ],
 )
 def test_kernels_work_on_slots(request, monkeypatch, dtype, state_dtype, rounded):
     """Kernels find state in the slots, and the rows of a stage in parameters and gradients."""
@@ -188,8 +204,9 @@ def test_a_copy_of_the_optimizer_works():
 
 
 def test_state_shares_few_blocks():
-    arena = HostArena(sum(HostArena.bytes_of(shape, FLOAT) for shape in [(1000,), (30, 30), (7,), ()]), torch.device("cpu"))
-    tensors = [arena.zeros(torch.Size(shape), FLOAT) for shape in [(1000,), (30, 30), (7,), ()]]
+    shapes = [(1000,), (30, 30), (7,), ()]
+    arena = HostArena(sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes), torch.device("cpu"))
+    tensors = [arena.zeros(torch.Size(shape), FLOAT) for shape in shapes]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     for number, tensor in enumerate(tensors):
         assert not tensor.any()

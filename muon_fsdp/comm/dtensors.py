@@ -21,6 +21,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
 
+def device_of(parameter: Tensor) -> torch.device:
+    """Return the device that updates a parameter: its own, or its mesh's if FSDP2 keeps its shards on the host."""
+    if isinstance(parameter, DTensor) and parameter.device.type == "cpu":
+        mesh_type = parameter.device_mesh.device_type
+        if mesh_type != "cpu":
+            return torch.device(mesh_type, torch.get_device_module(mesh_type).current_device())
+    return parameter.device
+
+
 def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
     """Return the layout of a parameter: its ranks, the shape of its mesh, and its placements.
 

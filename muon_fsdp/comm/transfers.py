@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.dtensors import layout_of, local, local_part
+from muon_fsdp.comm.dtensors import device_of, layout_of, local, local_part
 from muon_fsdp.comm.process_groups import Ranks, group_like, group_of, make_group, my_rank
 from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.plan.packing import Copies, Packing
@@ -274,12 +274,13 @@ def gather_full(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return shard.clone()
     layout = layout_of(parameter, None)
+    device = device_of(parameter)
     if len(layout.ranks) > 1:
-        make_group(tuple(sorted(layout.ranks)), shard.device, group_like(parameter, None))
+        make_group(tuple(sorted(layout.ranks)), device, group_like(parameter, None))
     stage = make_gather_stage(tuple(parameter.shape), layout, my_rank())
-    exchange = StageExchange(stage, shard.reshape(-1))
+    exchange = StageExchange(stage, shard.to(device).reshape(-1))
     exchange.start_gather()
-    return stage.unit_slots[0].of(exchange.finish_gather())
+    return stage.unit_slots[0].of(exchange.finish_gather()).to(shard.device)
 
 
 def scatter_full(parameter: Tensor, whole: Tensor) -> None:

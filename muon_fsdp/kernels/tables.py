@@ -110,7 +110,9 @@ class TensorList:
     # list need neither blocks nor random bits.
     places: Tensor | None = None
     one_run: bool = True
-    starts: Sequence[int] = ()  # for every tensor, the element of parameter and gradient where it begins; () if all at 0
+    starts: Sequence[
+        int
+    ] = ()  # for every tensor, the element of parameter and gradient where it begins; () if all at 0
     # With codes of 8 bits: (num_chunks, 4) int64: tensor, first block, number of blocks, index of the partial norm; and
     # whether all blocks begin and end at multiples of `ALIGNMENT`.
     block_chunks: tuple[Tensor, bool] | None = None

@@ -191,18 +191,3 @@ def _refuse_unsupported(model: nn.Module) -> None:
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, FullyShardedDataParallel):
             raise RuntimeError(f"FSDP1 is not supported: {where} is wrapped by it. Use fully_shard (FSDP2).")
-        if isinstance(module, FSDPModule) and _offloads_to_cpu(module):
-            raise RuntimeError(
-                f"CPU offload is not supported: {where} has an offload policy. Leave out offload_policy in "
-                "fully_shard; training wholly on the CPU is fine."
-            )
-
-
-def _offloads_to_cpu(module: FSDPModule) -> bool:
-    """Return whether an FSDP2 module has an offload policy.
-
-    Only private state of FSDP2 shows it; tests/test_fsdp.py fails if that moves.
-    """
-    state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return any(parameter.offload_to_cpu for group in groups if group is not None for parameter in group.fsdp_params)

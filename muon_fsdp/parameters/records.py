@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from muon_fsdp.comm.dtensors import is_replica, local
+from muon_fsdp.comm.dtensors import device_of, is_replica, local
 from muon_fsdp.comm.process_groups import Ranks, my_rank
 from muon_fsdp.declarations.encoding import HALF_DTYPES, Encoding, encoding_for
-from muon_fsdp.declarations.state import Remainder, StateSpec
+from muon_fsdp.declarations.state import Remainder, StateSpec, working_dtype
 from muon_fsdp.declarations.views import MatrixView, can_be_transposed, matrix_view
 from muon_fsdp.kernels.tables import Rounding
 from muon_fsdp.linalg.philox import parameter_key
@@ -78,6 +78,21 @@ class ParameterRecord:
     def is_plain(self) -> bool:
         """Return whether the parameter is a plain tensor, not a DTensor."""
         return not isinstance(self.tensor, DTensor)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Return the device that updates it: its own, or its mesh's if FSDP2 keeps its shards on the host."""
+        return device_of(self.tensor)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Return its working precision."""
+        return working_dtype(self.tensor.dtype)
+
+    @cached_property
+    def is_on_host(self) -> bool:
+        """Return whether its shard and its gradient are on the host, and another device updates it."""
+        return self.device.type != self.tensor.device.type
 
     @property
     def shards_state(self) -> bool:
@@ -145,9 +160,9 @@ class ParameterRecord:
         """Return the numbers of the elements that this rank updates in the whole parameter, of the shape of `part`."""
         part = self.part()
         offset = self._box.offset if self._box is not None else (0,) * part.ndim
-        numbers = torch.zeros((), dtype=torch.int64, device=part.device)
+        numbers = torch.zeros((), dtype=torch.int64, device=self.device)
         for start, size, whole in zip(offset, part.shape, self.shape, strict=True):
-            numbers = numbers.unsqueeze(-1) * whole + torch.arange(start, start + size, device=part.device)
+            numbers = numbers.unsqueeze(-1) * whole + torch.arange(start, start + size, device=self.device)
         return numbers
 
     @cached_property
@@ -212,7 +227,7 @@ def make_records(
                     step_layout=step_layout,
                     repeated_over=repeated_over,
                     state_mesh=mesh,
-                    offloads_state=offloads_state,
+                    offloads_state=offloads_state or device_of(tensor) != tensor.device,
                 )
             )
     return records

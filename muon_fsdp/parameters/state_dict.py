@@ -98,7 +98,7 @@ def _arena(
 ) -> HostArena:
     """Return memory of the host for all state that is kept there, or for the kinds that are wanted."""
     sizes = [host_bytes(record, spec) for record in records for spec in record.all_state if is_wanted(record, spec)]
-    devices = (record.part().device for record in records)
+    devices = (record.device for record in records)
     return HostArena(sum(sizes), next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
@@ -254,7 +254,8 @@ def fitting_state(
             own: State = {}
             for spec in record.all_state:
                 if spec.name in values:
-                    device = torch.device("cpu") if is_offloaded(record, spec) else record.tensor.device
+                    device = record.tensor.device if spec.is_sharded else record.device
+                    device = torch.device("cpu") if is_offloaded(record, spec) else device
                     value = _fit(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
                     stored, kept = encode_state(record, spec, value), present.get(record.tensor, {})
                     own |= in_place(record, spec, stored, kept, arena)

@@ -68,7 +68,8 @@ def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, are
         stored = {name: arena.zeros(shape, dtype) for name, shape, dtype in stored_forms(record, spec)}
         return {**stored, spec.name: like(template, stored[spec.name])}
     if encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
-        return {spec.name: spec.create(template, record.view)}
+        value = spec.create(template, record.view)
+        return {spec.name: value if spec.is_sharded else value.to(record.device)}
     dtype = encoding.dtypes(spec, template)[0]
     found = {spec.name: torch.zeros_like(template, dtype=dtype, memory_format=torch.preserve_format)}
     if encoding.has_scales:

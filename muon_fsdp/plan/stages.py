@@ -130,7 +130,7 @@ class Stage:
     unit_slots: Mapping[int, Slot] = field(default_factory=dict)  # of the units it computes; batches lie together
     together: tuple[tuple[int, ...], ...] = ()  # numbers of the batches that are computed together
     in_flight: int = 3  # how far it overlaps with other stages, as in `StageLimits`
-    # By position, the first row and the end of what it updates of a shard that several stages update, one after another.
+    # By position, for a shard that several stages update in turn: the first row of this one's part, and its end.
     rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def cut(self, position: int, shard: Tensor) -> Tensor:
@@ -258,9 +258,7 @@ def cut_elementwise(plan: Plan, num_rows: Mapping[int, int], num_bytes: Mapping[
     return Plan(tuple(replace(stage, number=number) for number, stage in enumerate(chain.from_iterable(cut))))
 
 
-def _cut_stage(
-    stage: Stage, num_rows: Mapping[int, int], num_bytes: Mapping[int, int], limit: int
-) -> Iterator[Stage]:
+def _cut_stage(stage: Stage, num_rows: Mapping[int, int], num_bytes: Mapping[int, int], limit: int) -> Iterator[Stage]:
     whole: list[tuple[int, int]] = []  # the groups and positions of shards that share a stage
     used = 0
     for group, positions in stage.positions_by_group:

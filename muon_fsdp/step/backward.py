@@ -51,7 +51,6 @@ class RoundContext:
 
     Args:
         records: one per parameter.
-        dtypes: the working precision of every parameter.
         settings: the settings of the whole optimizer.
         samples: takes samples of updates for `metrics()`.
         random: draws the random numbers of rules.
@@ -64,7 +63,6 @@ class RoundContext:
     """
 
     records: Sequence[ParameterRecord]
-    dtypes: Sequence[torch.dtype]
     settings: Settings
     samples: Samples
     random: RandomNumbers
@@ -159,7 +157,7 @@ class CopiesSource:
         found = {position: self._arrivals.read(position) for position in positions}
         gradients = {i: grad.contiguous() if i in fused else grad for i, grad in found.items() if grad is not None}
         inputs = replace(context.inputs, groups=options, states=copies, gradients=gradients, updated=stage.positions)
-        inputs_of_stage = stage_inputs(stage, inputs, context.fused.with_tables(stage, inputs), context.dtypes)
+        inputs_of_stage = stage_inputs(stage, inputs, context.fused.with_tables(stage, inputs), context.records)
         for noted in options.values():
             # The tables have them too, and the kernels of `prepare` do not read them.
             noted.forget("lr", "weight_decay")
@@ -176,7 +174,7 @@ class CopiesSource:
         self._sink.fail(stage, "prepare", error, stage.positions)
         inputs = replace(context.inputs, gradients={}, updated=stage.positions)
         # Without fused lists: their tables are those of `step()`, so that kernels would write the state.
-        return stage_inputs(stage, inputs, (), context.dtypes)
+        return stage_inputs(stage, inputs, (), context.records)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
         return self._copies[stage.number][0]

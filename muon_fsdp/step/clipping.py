@@ -142,7 +142,7 @@ def clip_gradients(
             whole.index_add_(0, _index(tuple(number_of_part[r.position] for r in members), device), counted)
     if len(siblings.ranks) > 1:
         (whole,) = add_up([whole], siblings.ranks, Recorder())
-    own_devices = [record.tensor.device for record in records if record.tensor.device.type != "cpu"]
+    own_devices = [record.device for record in records if record.device.type != "cpu"]
     norms = whole.sqrt().to(own_devices[0] if own_devices else "cpu")
     for norm, members in zip(norms, parts.values(), strict=True):
         _scale(members, (max_norm / (norm + EPS)).clamp(max=1.0))

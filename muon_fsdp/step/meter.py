@@ -127,7 +127,8 @@ class MeasuredStep:
         """Copy the shards that a stage is about to update; one that several stages update is copied for the first."""
         for position in stage.positions & self._blocks.keys():
             if stage.rows.get(position, (0, 0))[0] == 0:
-                self._before[position] = self._shards[position].clone()
+                (_, sums), *_ = self._blocks[position]  # the shard may be on the host
+                self._before[position] = self._shards[position].to(sums.device, copy=True)
 
     def after(self, stage: Stage) -> None:
         """Add the squares of the shards of a stage before and after it."""
@@ -135,11 +136,12 @@ class MeasuredStep:
             if position in stage.rows and stage.rows[position][1] < len(self._shards[position]):
                 continue  # another stage updates further rows
             before = self._before.pop(position)
+            after = self._shards[position].to(before.device)
             if position in self._rounded:
-                self.unchanged.append((before == self._shards[position]).sum())
+                self.unchanged.append((before == after).sum())
                 self.num_elements += before.numel()
             for block, sums in self._blocks[position]:
-                old, new = block.of(before), block.of(self._shards[position])
+                old, new = block.of(before), block.of(after)
                 precise = working_dtype(old.dtype)  # bfloat16 would round the difference
                 for row, part in enumerate((old, new, new.to(precise) - old.to(precise))):
                     # In float64, because the square of 1e20 overflows in float32.

@@ -54,7 +54,6 @@ class BackwardOverlap:
         samples: takes samples of updates for `metrics()`.
         random: draws the random numbers of rules.
         store: keeps the state.
-        dtypes: the working precision of every parameter.
         counts: counts the stages whose results are used, and those that are discarded, for `metrics()`.
     """
 
@@ -66,10 +65,9 @@ class BackwardOverlap:
         samples: Samples,
         random: RandomNumbers,
         store: StateStore,
-        dtypes: Sequence[torch.dtype],
         counts: Counter[str],
     ) -> None:
-        self._records, self._settings, self._samples, self._dtypes = records, settings, samples, dtypes
+        self._records, self._settings, self._samples = records, settings, samples
         self._random, self._store = random, store
         self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
         replicas = [record for record in records if record.view is not None and record.is_plain and num_ranks() > 1]
@@ -265,7 +263,6 @@ class BackwardOverlap:
             written = torch.cuda.current_stream(device).record_event()
         context = RoundContext(
             self._records,
-            self._dtypes,
             self._settings,
             self._samples,
             self._random,
@@ -403,6 +400,8 @@ def obstacle_of(stage: Stage, records: Sequence[ParameterRecord], unheard: Mappi
     for record in members:
         if record.position in unheard:
             return unheard[record.position]
+        if record.is_on_host:
+            return "FSDP2 keeps its parameters on the host, where gradients are complete when backward ends"
     if not all(record.tensor.requires_grad and record.tensor.is_leaf for record in members):
         return "a parameter is frozen or not a leaf"
     return None
@@ -419,7 +418,7 @@ def _any_travels(stages: Sequence[Stage]) -> bool:
 
 
 def _device_of(stage: Stage, records: Sequence[ParameterRecord]) -> torch.device:
-    return next((records[position].tensor.device for position in stage.positions), torch.device("cpu"))
+    return next((records[position].device for position in stage.positions), torch.device("cpu"))
 
 
 def refuse_grad_scaler() -> None:

@@ -372,8 +372,8 @@ class _StageRun:
         if self._inputs.fused:  # all shards of a stage have one device and one working precision
             device, dtype = self._inputs.fused[0].chunks.device, self._inputs.fused[0].parameter_dtype
         else:
-            shard = self._inputs.lists[0][1][0].shard
-            device, dtype = shard.device, shard.dtype
+            listed = self._inputs.lists[0][1][0]
+            device, dtype = listed.device, listed.shard.dtype
         staging_dtype = self._source.settings.staging_dtype(device.type, working_dtype(dtype))
         return torch.empty(self.stage.shard_numel, dtype=staging_dtype, device=device)
 

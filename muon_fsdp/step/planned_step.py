@@ -46,7 +46,7 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
-from muon_fsdp.step.sources import StageResult, StepSource, StateStore, make_store
+from muon_fsdp.step.sources import StageResult, StateStore, StepSource, make_store
 from muon_fsdp.step.streaming import StreamedStore
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.weights import Weights
@@ -98,7 +98,6 @@ class PlannedStep:
         for record in records:
             if record.view is not None:
                 _check_live(record)
-        self._dtypes: list[torch.dtype] = [spec.dtype for spec in specs]
         self.outlines: list[StageOutline] = make_outline(
             [_elementwise_is_local(spec, record) for spec, record in zip(specs, records, strict=True)],
             max_stage_bytes=settings.max_stage_bytes,
@@ -106,7 +105,7 @@ class PlannedStep:
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
         self.store: StateStore = make_store(records)
-        if settings.offload_state:
+        if any(record.offloads_state for record in records):
             self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
             self.store = StreamedStore(records, self.plan.stages, self.store)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
@@ -123,7 +122,7 @@ class PlannedStep:
         self.overlap: BackwardOverlap | None = None
         if settings.overlap == "backward":
             self.overlap = BackwardOverlap(
-                records, self.plan.stages, settings, self.samples, self.random, self.store, self._dtypes, stage_counts
+                records, self.plan.stages, settings, self.samples, self.random, self.store, stage_counts
             )
         self.written = WrittenState(records)
         self._names = [record.name for record in records]
@@ -134,6 +133,12 @@ class PlannedStep:
     def graph(self) -> GraphRecorder | None:
         """Return the CUDA graph of the step, once it has been captured."""
         return self.captured.graph
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which kernels launch: the first that is no CPU, if there is one."""
+        devices = (record.device for record in self.records)
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas, if there are any."""
@@ -231,7 +236,7 @@ class PlannedStep:
         for stage in self.plan.stages:
             exchange = stage.exchange
             if exchange is not None:
-                device = local(self.records[stage.units[0].position].tensor).device
+                device = self.records[stage.units[0].position].device
                 sums = (SUMS,) if RULES[stage.rule].update_statistics else ()
                 for purpose in ("", exchange.scatter_purpose, *sums):
                     found[(exchange.ranks, device.type, purpose)] = device, exchange.ranks
@@ -264,12 +269,13 @@ class PlannedStep:
         self.random.fill(inputs.num_updates)
         addressed = replace(inputs, states={i: self.store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
+        observed = self._observed(inputs.shards)
         if self.matrices is not None:
             self.matrices.fill(inputs)
             are_known = self.matrices.factors.are_known
             # Whether weights can be fused depends on the kinds of factors. Values that must not be zero are read once.
             if not are_known or self.matrices.checks_zeros:
-                self.matrices.begin(inputs.shards, Recorder(), failures)
+                self.matrices.begin(observed, Recorder(), failures)
                 has_begun = True
                 if not are_known:
                     self._fused = None
@@ -289,9 +295,9 @@ class PlannedStep:
             is_recorded = isinstance(recorder, GraphRecorder)
             found = Failures(self._names, is_recorded=True) if is_recorded else failures
             if self.matrices is not None and not has_begun:
-                self.matrices.begin(inputs.shards, recorder, found)
+                self.matrices.begin(observed, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
-            shared = (self._dtypes, settings, recorder, random, matrices, kept)
+            shared = (self.records, settings, recorder, random, matrices, kept)
             source = StepSource(inputs, fused, self.store, *shared)
             weights = Weights(self.records, inputs.states)
             sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights, measured)
@@ -305,7 +311,7 @@ class PlannedStep:
 
         kept_weights, is_cold = self.weights.tensors(), False
         if self.matrices is not None:
-            kept_weights, is_cold = [*kept_weights, *self.matrices.observed(inputs.shards)], self.matrices.is_cold
+            kept_weights, is_cold = [*kept_weights, *self.matrices.observed(observed)], self.matrices.is_cold
         of_matrices = self.matrices.addresses if self.matrices is not None else ()
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
         self.store.begin(stages, inputs.states, inputs.updated)
@@ -327,6 +333,13 @@ class PlannedStep:
         if self.overlap is not None:
             self.overlap.begin(inputs, fused)
         return failures
+
+    def _observed(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the shards that statistics are taken of; those on the host are copied to their device for the step."""
+        return [
+            shard.to(record.device) if spec.is_observed and record.is_on_host else shard
+            for shard, spec, record in zip(shards, self._specs, self.records, strict=True)
+        ]
 
     def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
         """Return the stages with a parameter to update.
@@ -389,7 +402,7 @@ def parameter_specs(
                     costs[key] = record.rule.flops(options[record.group_index], rows, cols)
                 block_flops.append(costs[key])
         dtype = working_dtype(record.tensor.dtype)
-        staging = settings.staging_dtype(record.tensor.device.type, dtype)
+        staging = settings.staging_dtype(record.device.type, dtype)
         settled = record.rule.matrix_state if record.view is not None else ()
         specs.append(
             ParameterSpec(
@@ -399,7 +412,7 @@ def parameter_specs(
                 shape=record.shape,
                 layout=record.step_layout,
                 bytes_per_element=(dtype if record.view is None else staging).itemsize,
-                device=record.tensor.device,
+                device=record.device,
                 dtype=dtype,
                 view=record.view,
                 options=options[record.group_index],
@@ -473,15 +486,10 @@ def _check_layout(record: ParameterRecord) -> None:
 
 
 def _check_live(record: ParameterRecord) -> None:
-    """Raise if FSDP2 offloads the parameter to the CPU, or its local tensor is not the box that its layout says."""
+    """Raise if the local tensor of a parameter is not the box that its layout says."""
     parameter = record.tensor
     if not isinstance(parameter, DTensor):
         return
-    if parameter.device.type not in (parameter.device_mesh.device_type, "meta"):
-        raise RuntimeError(
-            f"CPU offload is not supported: {_where(record)} lies on {parameter.device.type} and its mesh on "
-            f"{parameter.device_mesh.device_type}. Leave out offload_policy in fully_shard."
-        )
     held = tuple(local(parameter).shape)
     expected = record.layout.box_on(my_rank(), record.shape).shape
     if held != expected:

@@ -99,9 +99,9 @@ def compare_replicas(
             peers = tuple(layout.ranks[index] for index in layout.peers[record.number_in_layout])
             # The process group that forwards updates to the peers.
             purpose = "" if len(peers) == len(layout.ranks) else "peers"
-            by_peers[(peers, record.tensor.device.type, purpose)].append(record)
+            by_peers[(peers, record.device.type, purpose)].append(record)
     for (peers, _, purpose), members in sorted(by_peers.items(), key=lambda item: item[0]):
-        make_group(peers, members[0].tensor.device, like(tuple(sorted(members[0].layout.ranks))), purpose)
+        make_group(peers, members[0].device, like(tuple(sorted(members[0].layout.ranks))), purpose)
     errors: list[tuple[tuple[int, int], str]] = []
     for (peers, _, purpose), members in sorted(by_peers.items(), key=lambda item: item[0]):
         # Ranks agree on the order of the parameters of every set of ranks, and of no others.
@@ -114,7 +114,7 @@ def compare_replicas(
         different = _different(facts, peers, purpose)
         if different:
             fact = min(different, key=lambda fact: fact.order)
-            first, others = fact.differing(of_all(fact.numbers, peers, purpose).cpu())
+            first, others = fact.differing(of_all(fact.numbers.to(fact.record.device), peers, purpose).cpu())
             errors.append((fact.order, _message(fact, peers[first], [peers[i] for i in others])))
             errors += [(other.order, "") for other in different if other is not fact]
     if errors:
@@ -125,7 +125,7 @@ def compare_replicas(
 
 def _different(facts: Sequence[_Fact], peers: Ranks, purpose: str) -> list[_Fact]:
     """Return the facts that are not the same on all peers; one reduction."""
-    device = facts[0].numbers.device  # of several of one type
+    device = facts[0].record.device  # of several of one type
     numbers = torch.cat([fact.numbers.to(device) for fact in facts])
     # One maximum finds the smallest numbers too; -inf on a rank leaves both to the others.
     both = torch.stack([numbers, torch.where(numbers.isfinite(), -numbers, numbers)])

@@ -88,8 +88,8 @@ class SharedSets:
         self._options: list[tuple[object, ...]] = []  # the options of all groups at the last call of `hashes`
         self._with_options: dict[Ranks, int] = {}
         self.counts = {ranks: len(positions) for ranks, positions in self.positions.items()}
-        shared = [records[i].tensor.device for positions in self.positions.values() for i in positions]
-        devices = [device for device in shared or [r.tensor.device for r in records] if device.type != "cpu"]
+        shared = [records[i].device for positions in self.positions.values() for i in positions]
+        devices = [device for device in shared or [r.device for r in records] if device.type != "cpu"]
         self.device = devices[0] if devices else torch.device("cpu")  # where numbers are reduced
 
     def __bool__(self) -> bool:
@@ -311,7 +311,7 @@ class StepAgreement:
 def own_memory(records: Sequence[ParameterRecord]) -> dict[Ranks, int]:
     """Return, for every set of ranks that shares parameters, the total bytes of this rank's smallest device."""
     return {
-        ranks: min(total_memory(device) for device in {records[i].tensor.device for i in positions})
+        ranks: min(total_memory(device) for device in {records[i].device for i in positions})
         for ranks, positions in _positions(records).items()
     }
 

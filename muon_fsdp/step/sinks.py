@@ -182,7 +182,7 @@ class StepSink:
             tensors = each if factors is None else each.with_factor_chunks()
             rule.fused.apply(inputs.groups[each.group], tensors, buffer, None if factors is None else factors.flat())
         for group, listed in inputs.lists:
-            positions, shards = [each.position for each in listed], [each.shard for each in listed]
+            positions = [each.position for each in listed]
             if rule.needs_matrices:
                 of_shards = stage.shards_in(buffer, positions)
                 found = [in_precision(u, each.dtype) for u, each in zip(of_shards, listed, strict=True)]
@@ -191,7 +191,7 @@ class StepSink:
             weights = self._weights.lend(listed)
             given: list[Any] = [inputs.groups[group], weights, found]
             if factors is not None:
-                given.append(list(map(factors.of, positions, shards)))
+                given.append(list(map(factors.of, positions, weights)))
             named: dict[str, Any] = {}
             if rule.state_in_apply:
                 of_lists = GivenStates(rule, "apply", [states[position] for position in positions])

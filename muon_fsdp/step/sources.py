@@ -38,14 +38,19 @@ class ListedShard(NamedTuple):  # a dataclass takes three times as long to make,
     dtype: torch.dtype  # working precision
     grad: Tensor | None  # None if only other ranks have a gradient; it counts as zero here
     divisor: int
+    device: torch.device  # that updates it; the shard and the gradient may be on the host
     rows: tuple[int, int] | None = None  # those of the shard, if the stage updates these alone
 
     def working_gradient(self) -> Tensor:
         """Return the gradient in working precision. Call it per stage, so that few converted copies exist at once."""
         if self.grad is None:
-            return torch.zeros_like(self.shard, dtype=self.dtype)
-        grad = in_precision(self.grad, self.dtype)
+            return torch.zeros_like(self.shard, dtype=self.dtype, device=self.device)
+        grad = in_precision(self.on_device(self.grad), self.dtype)
         return grad / self.divisor if self.divisor > 1 else grad
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is on the host, or on the device, on the device."""
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,16 @@ class StageInputs:
 
 
 def stage_inputs(
-    stage: Stage, inputs: StepInputs, fused: Sequence[TensorList], dtypes: Sequence[torch.dtype]
+    stage: Stage, inputs: StepInputs, fused: Sequence[TensorList], records: Sequence[ParameterRecord]
 ) -> StageInputs:
-    """Return the inputs of one stage, given those of a step and the working precision of every parameter."""
+    """Return the inputs of one stage, given those of a step."""
     by_kernels = frozenset(position for each in fused for position in each.positions)
     lists = []
     for group, positions in stage.positions_by_group:
         shards = [
-            ListedShard(i, inputs.shards[i], dtypes[i], inputs.gradients.get(i), inputs.divisor)
+            ListedShard(
+                i, inputs.shards[i], records[i].dtype, inputs.gradients.get(i), inputs.divisor, records[i].device
+            )
             for i in positions
             if i in inputs.updated and i not in by_kernels
         ]
@@ -150,10 +157,13 @@ class StateStore:
                         f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
                         f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
                     )
-                if state.device != shard.device and state.ndim > 0 and not is_offloaded(record, spec):  # PyTorch accepts a number on the CPU anywhere
+                if is_offloaded(record, spec) or state.ndim == 0:  # PyTorch accepts a number on the CPU anywhere
+                    continue
+                device = shard.device if spec.is_sharded else record.device
+                if state.device != device:
                     raise RuntimeError(
                         f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
-                        f"{shard.device}: move the state back before step()"
+                        f"{device}: move the state back before step()"
                     )
 
     def lend(
@@ -183,7 +193,7 @@ class StateStore:
         for position in (*listed, *fused):
             # A copy of the dict: the user may clear it in another thread.
             state = {n: value for n, value in dict(states[position]).items() if isinstance(value, Tensor)}
-            device = local(self._records[position].tensor).device
+            device = self._records[position].device
             found[position] = {name: _copied(local(value), device) for name, value in state.items()}
         return found
 
@@ -320,7 +330,7 @@ class StepSource:
         inputs: the tensors and options of the step.
         fused: the fused lists of every stage; their tables are filled.
         store: keeps the state.
-        dtypes: the working precision of every parameter.
+        records: one per parameter.
         settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches.
         random: draws the random numbers of rules.
@@ -333,7 +343,7 @@ class StepSource:
         inputs: StepInputs,
         fused: FusedStep,
         store: StateStore,
-        dtypes: Sequence[torch.dtype],
+        records: Sequence[ParameterRecord],
         settings: Settings,
         recorder: Recorder,
         random: RandomNumbers,
@@ -341,14 +351,14 @@ class StepSource:
         kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
         self.settings, self.recorder = settings, recorder
-        self._inputs, self._fused, self._store, self._dtypes = inputs, fused, store, dtypes
+        self._inputs, self._fused, self._store, self._records = inputs, fused, store, records
         self._random, self._matrices, self._kept = random, matrices, kept
 
     def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
         return self._kept.get(stage.number)
 
     def open(self, stage: Stage) -> StageInputs:
-        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._dtypes)
+        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._records)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
         return self._store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)

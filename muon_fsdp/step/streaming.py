@@ -1,6 +1,6 @@
 """Keep moments in the memory of the host, and copy those of a few stages to the device at a time.
 
-A stage computes on one of three slots on the device. Meanwhile the state of the next stage is copied to the second slot,
+A stage computes on one of three slots on the device. Meanwhile the state of the next stage is copied to another slot,
 and that of the stage before is copied back from the third, each on a stream of its own.
 """
 
@@ -67,6 +67,7 @@ class StreamedStore(StateStore):
     def __init__(self, records: Sequence[ParameterRecord], stages: Sequence[Stage], inner: StateStore) -> None:
         super().__init__(records)
         self._inner = inner
+        self._has_weights = any(record.is_on_host for record in records)
         self._stages = {stage.number: stage for stage in stages}
         self._stage_of = {position: stage.number for stage in stages for position in stage.positions}  # one of them
         # By number of the stage: what it has in a slot, by position, and which slot that is.
@@ -76,7 +77,7 @@ class StreamedStore(StateStore):
         for stage in stages:
             self._places[stage.number], size = self._lay_out(stage)
             if size:
-                device = records[min(stage.positions)].part().device
+                device = records[min(stage.positions)].device
                 slot = self._slot_of[stage.number] = (device, stage.number % NUM_SLOTS)
                 self._sizes[slot] = max(self._sizes[slot], size)
         self._slots: dict[tuple[torch.device, int], _Slot] = {}  # made by the first step
@@ -120,8 +121,10 @@ class StreamedStore(StateStore):
             slot.holds = None  # state may have been loaded since
 
     def end(self) -> None:
-        for streams in self._streams.values():
+        for device, streams in self._streams.items():
             streams["out"].synchronize()
+            if self._has_weights:
+                torch.cuda.current_stream(device).synchronize()  # `Weights` copies them
         self._next, self._states, self._updated = {}, {}, ()
 
     def lend(
@@ -220,7 +223,7 @@ class StreamedStore(StateStore):
     ) -> dict[int, State]:
         on_device: dict[int, State] = {}
         for position in (*listed, *fused):
-            device, state = self._records[position].part().device, dict(states[position])
+            device, state = self._records[position].device, dict(states[position])
             places = self._places[stage.number].get(position, ())
             on_device[position] = state | {p.name: local(state[p.name]).to(device) for p in places}
         return self._inner.copies(stage, on_device, listed, fused)

@@ -1,4 +1,4 @@
-"""Lend `apply` the weights of shards, and round what it leaves in half-precision weights as their group asks for."""
+"""Lend `apply` the weights of shards where it computes, and round what it leaves as their group asks for."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ class Weights:
         self._records, self._states = records, states
 
     def lend(self, listed: Sequence[ListedShard]) -> list[Tensor]:
-        """Return tensors for `apply` to change: the shards, or float32 copies of those that are not rounded by it."""
+        """Return tensors for `apply` to change: the shards, or copies of those that are not rounded by it or not here.
+
+        Copies are float32 if their group asks for another rounding than to the nearest.
+        """
         return [self._working(each) for each in listed]
 
     def take_back(self, listed: Sequence[ListedShard], weights: Sequence[Tensor]) -> None:
-        """Round what `apply` has left in copies into the shards."""
+        """Round what `apply` has left in copies, and store it in the shards."""
         for each, weight in zip(listed, weights, strict=True):
             if weight is each.shard:
                 continue
-            record, shard = self._record(each), each.shard
+            record, rounded = self._record(each), weight
             if record.rounding == "stochastic":
-                shard.copy_(round_at_random(weight, random_bits(record) & 0xFFFF, shard.dtype))
-            else:
-                shard.copy_(weight)
-                self._remainder(each).copy_(remainder_of(weight, shard))
+                rounded = round_at_random(weight, random_bits(record) & 0xFFFF, each.shard.dtype)
+            elif record.rounding == "remainder":
+                rounded = weight.to(each.shard.dtype)
+                self._remainder(each).copy_(remainder_of(weight, rounded), non_blocking=True)
+            each.shard.copy_(rounded, non_blocking=True)
 
     def _working(self, each: ListedShard) -> Tensor:
-        rounding = self._records[each.position].rounding
-        if rounding == "nearest":
-            return each.shard
-        return each.shard.float() if rounding == "stochastic" else with_remainder(each.shard, self._remainder(each))
+        shard, rounding = each.on_device(each.shard), self._records[each.position].rounding
+        if rounding == "remainder":
+            return with_remainder(shard, each.on_device(self._remainder(each)))
+        return shard.float() if rounding == "stochastic" else shard
 
     def _remainder(self, each: ListedShard) -> Tensor:
         remainder = local(self._states[each.position][REMAINDER])
