@@ -157,6 +157,7 @@ def test_bytes_and_time_by_hand(folder):
         ("llama-3-8b", ["--mesh", "8", "--max-stage-bytes", "256MiB"]),
         ("llama-3-70b", ["--mesh", "8,64"]),
         ("llama-3-8b", ["--mesh", "2,4", "--strategy", "replicate"]),
+        ("llama-3-8b", ["--mesh", "8", "--offload-state"]),
         ("gpt-oss-20b", ["--mesh", "3,7"]),
         ("demo", ["--mesh", "1"]),
         ("demo", ["--mesh", "4", "--rule", "adamw"]),
@@ -164,7 +165,8 @@ def test_bytes_and_time_by_hand(folder):
 )
 def test_the_parts_of_a_step_add_up(name, args):
     time = plan(name, *args)["time"]
-    parts = sum(time[part] for part in ("orthogonalize", "elementwise", "gather", "scatter", "weights", "waiting"))
+    lines = ("orthogonalize", "elementwise", "gather", "scatter", "weights", "waiting", "host")
+    parts = sum(time[line] for line in lines)
     assert parts - time["overlapped"] == pytest.approx(time["step"], rel=1e-12)
     assert time["waiting"] >= -1e-12
     assert 0 <= time["overlapped"] <= time["orthogonalize"] + 1e-12
@@ -527,3 +529,15 @@ def test_every_line_fits_the_terminal_and_no_word_is_cut(name, mesh, rule, monke
         assert max(map(len, text.splitlines())) <= columns
         whole = whole or words_of(text)
         assert words_of(text) == whole, (columns, stream)
+
+
+def test_state_on_the_host_is_counted_apart():
+    """The device has the state of three stages; copies take as long as their bytes at the assumed speed."""
+    args = ("llama-3-8b", "--mesh", "1", "--dtype", "bfloat16")
+    whole, streamed = plan(*args), plan(*args, "--offload-state")
+    assert whole["memory"]["host_state"] == 0
+    assert streamed["memory"]["host_state"] == pytest.approx(whole["memory"]["state"], rel=1e-6)
+    assert streamed["memory"]["state"] < 0.05 * whole["memory"]["state"]
+    saved = whole["memory"]["state"] - streamed["memory"]["state"]
+    assert whole["memory"]["total"] - streamed["memory"]["total"] == saved
+    assert streamed["time"]["step"] == pytest.approx(max(whole["time"]["step"], whole["memory"]["state"] / 5e10))

@@ -107,6 +107,7 @@ class PlanFlags:
         "at most 5% of it.",
     )
     shard_state: bool = option(False, None, "DDP with shard_state=True; needs --mesh REPLICAS,1.")
+    offload_state: bool = option(False, None, "Keep moments in the memory of the host, as offload_state=True does.")
     state_dtype: str | None = option(None, "NAME", "How moments are stored: float32, bfloat16 or int8.")
     rounding: str | None = option(
         None, "NAME", "How half-precision weights are rounded: nearest, stochastic or remainder."

@@ -16,10 +16,10 @@ from muon_fsdp.cli.loading import load_model
 from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.parameters.records import held_elements, state_bytes
 from muon_fsdp.parameters.routing_report import RoutingRow
-from muon_fsdp.plan.costs import run_timeline
+from muon_fsdp.plan.costs import NUM_SLOTS, run_timeline
 from muon_fsdp.plan.layout import Layout, fsdp_layout, state_layout
 from muon_fsdp.plan.report import PlanReport, PlanRow
-from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
+from muon_fsdp.plan.speeds import FIXED_SECONDS, HOST_BYTES_PER_SECOND, Speeds
 from muon_fsdp.plan.stage_limits import SCRATCH_SHARE, scratch_limit
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.text import format_bytes, format_count, format_seconds, format_shape
@@ -58,7 +58,8 @@ def count_memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport,
     return {
         "weights": weights,
         "gradients": gradients,
-        "state": report.state_bytes,
+        "state": report.device_state_bytes,
+        "host_state": report.host_bytes,
         "scratch": report.scratch_bytes,  # an upper bound
         "least_scratch": report.least_scratch_bytes,  # of the parameter that needs the most, in a stage of its own
         # Of the copy that state_dict() makes.
@@ -66,7 +67,7 @@ def count_memory(model: nn.Module, optimizer: MuonOptimizer, report: PlanReport,
         "adamw_state": adamw_state,
         "adamw_8bit_state": adamw_in_8_bits,
         "mean_weights": everywhere / len(layout.ranks),  # over all ranks
-        "total": weights + gradients + report.state_bytes + report.scratch_bytes,
+        "total": weights + gradients + report.device_state_bytes + report.scratch_bytes,
         "adamw_total": weights + gradients + adamw_state,
         "adamw_8bit_total": weights + gradients + adamw_in_8_bits,
     }
@@ -100,6 +101,9 @@ def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout
     timeline = run_timeline(report.stages, speeds)
     busiest = max(report.flops_by_rank, key=report.flops_by_rank.__getitem__, default=0)
     overlapped = timeline.overlap(report.stages, speeds, busiest)
+    step = elementwise + timeline.seconds + weights
+    waiting = timeline.seconds + overlapped - orthogonalize - gather - scatter
+    host = max(0.0, report.host_bytes / HOST_BYTES_PER_SECOND - step)  # state is copied while everything else runs
     return {
         "orthogonalize": orthogonalize,
         "elementwise": elementwise,  # momentum, AdamW and weights, limited by device memory
@@ -107,9 +111,10 @@ def estimate_time(optimizer: MuonOptimizer, report: PlanReport, of_state: Layout
         "scatter": scatter,
         "weights": weights,  # all-gather of the weights that other ranks have updated
         # For other ranks that compute, send or receive more, and for transfers to start.
-        "waiting": timeline.seconds + overlapped - orthogonalize - gather - scatter,
+        "waiting": waiting if abs(waiting) > 1e-9 else 0.0,
+        "host": host,
         "overlapped": overlapped,  # the time of transfers in which the rank computes
-        "step": elementwise + timeline.seconds + weights,
+        "step": step + host,
         "num_stages": report.num_stages,
     }
 
@@ -155,6 +160,7 @@ class PlannedStep:
             max_stage_bytes=max_stage_bytes,
             comm_dtype=_dtype(flags.comm_dtype),
             shard_state=flags.shard_state,
+            offload_state=flags.offload_state,
             **{name: value for name, value in self._storage(flags).items() if value is not None},
         )
         self.report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=device_memory)
@@ -212,6 +218,7 @@ class PlannedStep:
             "attention": self.flags.attention,
             "max_stage_bytes": self.max_stage_bytes,
             "shard_state": self.flags.shard_state,
+            "offload_state": self.flags.offload_state,
             **self._storage(self.flags),
             "assumed": self.assumed,
             "routing": routing_summary(self.routes.rows),
@@ -332,6 +339,12 @@ class PlannedStep:
         everywhere = RULES[DEFAULT_OTHER_RULE].display_name
         print_table("Memory of the fullest rank", ("", "as planned", everywhere, f"{everywhere}, 8 bits"), rows)
         notes = []
+        if memory["host_state"]:
+            notes.append(
+                f"the memory of the host holds {format_bytes(memory['host_state'])} of state for every rank, and the "
+                f"device that of up to {NUM_SLOTS} stages at a time. Copies are estimated at "
+                f"{HOST_BYTES_PER_SECOND / 1e9:g} GB/s each way."
+            )
         if memory["state_dict"]:
             notes.append(f"state_dict() makes a copy of the state in float32, {format_bytes(memory['state_dict'])}.")
         if memory["total"] > memory["adamw_total"]:
@@ -365,6 +378,7 @@ class PlannedStep:
             "scatter": time["scatter"],
             "all-gather of weights": time["weights"] or None,
             "waiting": time["waiting"],
+            "waiting for the host": time["host"] or None,
             "transfers during computation": -time["overlapped"] or None,
             "step": time["step"],
         }

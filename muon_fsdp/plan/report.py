@@ -11,7 +11,17 @@ from itertools import pairwise
 import torch
 
 from muon_fsdp.declarations.settings import Settings
-from muon_fsdp.plan.costs import Load, StageCost, StageLimits, Traffic, load_of, peak_bytes, stage_cost
+from muon_fsdp.plan.costs import (
+    NUM_SLOTS,
+    STREAMED_BYTES,
+    Load,
+    StageCost,
+    StageLimits,
+    Traffic,
+    load_of,
+    peak_bytes,
+    stage_cost,
+)
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.slices import UpdateSlices, make_buckets
@@ -90,6 +100,8 @@ class PlanReport:
         overlap: how many stages start in backward; empty with `overlap="step"`.
         state_bytes: bytes of state as it is stored, on a rank with the largest shard of every parameter.
         state_dict_bytes: those of the state that `state_dict()` returns, in working precision.
+        host_bytes: those of the state that is in the memory of the host; 0 without `offload_state`.
+        slot_bytes: bytes of the device for the part of it that a step works on at a time.
     """
 
     num_ranks: int
@@ -109,6 +121,13 @@ class PlanReport:
     overlap: str = ""
     state_bytes: int = 0
     state_dict_bytes: int = 0
+    host_bytes: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Return the bytes of state on a device: all but what is on the host, and the slots for that."""
+        return self.state_bytes - self.host_bytes + self.slot_bytes
 
     @property
     def num_matrices(self) -> int:
@@ -176,9 +195,10 @@ class PlanReport:
         repeated = f"\n{self.repeated}" if self.repeated is not None else ""
         settled = f"\n{self.large_state_warning}" if self.large_state else ""
         overlap = f"\nOverlap with backward: {self.overlap}" if self.overlap else ""
+        host = f" and {format_bytes(self.host_bytes)} on the host" if self.host_bytes else ""
         memory = (
-            f"\nMemory of a rank beside weights and gradients: state {format_bytes(self.state_bytes)}, scratch at most "
-            f"{format_bytes(self.scratch_bytes)}"
+            f"\nMemory of a rank beside weights and gradients: state {format_bytes(self.device_state_bytes)}{host}, "
+            f"scratch at most {format_bytes(self.scratch_bytes)}"
         )
         return f"{plain_table(header, rows)}\n{totals}{memory}{gathered}{settled}{repeated}{graph}{overlap}"
 
@@ -225,7 +245,18 @@ def make_report(specs: Sequence[ParameterSpec], settings: Settings) -> PlanRepor
         settled_bytes=sum(spec.settled_bytes for spec in matrices if len(spec.layout.ranks) > 1),
         large_state=tuple(sorted({spec.rule for spec in matrices if spec.has_large_state})),
         repeated=_repeated(specs, matrices),
+        host_bytes=sum(spec.streamed_bytes for spec in specs),
+        slot_bytes=_slot_bytes(specs, outlines),
     )
+
+
+def _slot_bytes(specs: Sequence[ParameterSpec], outlines: Sequence[StageOutline]) -> int:
+    """Return an upper bound of the bytes of all slots: each holds the state of the largest of its stages."""
+    stages = [sum(spec.streamed_bytes for spec in outline.specs) for outline in outlines]
+    elementwise = sum(spec.streamed_bytes for spec in specs if spec.view is None)
+    whole, rest = divmod(elementwise, STREAMED_BYTES)
+    stages += [STREAMED_BYTES] * min(whole, NUM_SLOTS) + [rest]
+    return sum(sorted(stages)[-NUM_SLOTS:])
 
 
 def _exact_cost(outline: StageOutline) -> tuple[Sequence[Load], StageCost]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 FLOPS_PER_SECOND = 9e14
 BYTES_PER_SECOND = 5e10  # sent, and also received: one 400 Gb/s network card per rank
 MEMORY_BYTES_PER_SECOND = 4.2e12  # device memory: a copy on an H200
+HOST_BYTES_PER_SECOND = 5e10  # to a GPU, and from it at the same time: PCIe 5.0 with 16 lanes
 FIXED_SECONDS = 1e-4  # of any transfer
 DEVICE_MEMORY = 80 * 2**30  # bytes of a device that is only planned for: an A100 or H100
 

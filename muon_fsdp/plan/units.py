@@ -34,6 +34,7 @@ class ParameterSpec:
     settled_bytes: int = 0  # of per-matrix state that its rule may change, which ranks add up after a step
     has_large_state: bool = False  # whether some of it is as large as a matrix
     weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
+    streamed_bytes: int = 0  # of its state on the host, for the largest shard, which a step copies to the device
     device_memory: int = DEVICE_MEMORY  # total bytes of the smallest device among its ranks
 
     @property

@@ -21,7 +21,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State, working_dtype
 from muon_fsdp.parameters.groups import Group
-from muon_fsdp.parameters.records import ParameterRecord
+from muon_fsdp.parameters.records import ParameterRecord, state_bytes
 from muon_fsdp.parameters.stored_state import host_bytes
 from muon_fsdp.plan.costs import STREAMED_BYTES
 from muon_fsdp.plan.layout import LayoutError, local_layout
@@ -404,6 +404,8 @@ def parameter_specs(
         dtype = working_dtype(record.tensor.dtype)
         staging = settings.staging_dtype(record.device.type, dtype)
         settled = record.rule.matrix_state if record.view is not None else ()
+        moments = [spec for spec in record.rule.all_state if spec.is_moment] if record.offloads_state else []
+        stored = (record.step_layout, record.group.get("state_dtype", "float32"))
         specs.append(
             ParameterSpec(
                 position=record.position,
@@ -422,6 +424,7 @@ def parameter_specs(
                 settled_bytes=sum(s.shape(record.tensor, record.view).numel() * dtype.itemsize for s in settled),
                 has_large_state=any(s.is_large for s in settled),
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
+                streamed_bytes=state_bytes(moments, record.tensor, record.view, *stored),
                 device_memory=memory[id(record.layout)],
             )
         )

@@ -98,6 +98,8 @@ class TrainConfig:
         "its own (per_head); split and whole are the same for this model")  # fmt: skip
     state_dtype: Literal["float32", "bfloat16", "int8"] = _flag("float32", "how moments are stored, those of all "
         "parameters; int8 takes a quarter of the memory")  # fmt: skip
+    offload_state: bool = _flag(False, "keep moments in the memory of the host, and copy them to the device while it "
+        "computes")  # fmt: skip
     weights: Literal["float32", "bfloat16"] = _flag("float32", "precision of the weights themselves; bfloat16 keeps no "
         "float32 copy, and the forward pass is bfloat16 too")  # fmt: skip
     rounding: Literal["nearest", "stochastic", "remainder"] = _flag("nearest", "how --weights bfloat16 are rounded "

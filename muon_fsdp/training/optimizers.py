@@ -36,8 +36,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> MuonOptimizer:
         groups,
         rule=config.optimizer,
         attention=config.attention,
-        cuda_graph="auto" if config.cuda_graph is None else config.cuda_graph,
+        **_settings(config),
     )
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings of the whole optimizer that flags choose."""
+    graph: CudaGraph = "auto" if config.cuda_graph is None else config.cuda_graph
+    return {"cuda_graph": graph, "offload_state": config.offload_state}
 
 
 def _by_recipe(model: nn.Module, name: str, config: TrainConfig) -> MuonOptimizer:
@@ -46,8 +52,7 @@ def _by_recipe(model: nn.Module, name: str, config: TrainConfig) -> MuonOptimize
     named = {pattern.replace("embed", "wte"): given for pattern, given in options.pop("overrides", {}).items()}
     names = [clean_name(each) for each, _ in model.named_parameters()]  # without a head of its own if it is tied
     overrides = {pattern: given for pattern, given in named.items() if any(fnmatchcase(n, pattern) for n in names)}
-    graph: CudaGraph = "auto" if config.cuda_graph is None else config.cuda_graph
-    return MuonOptimizer(model, **options, overrides=overrides or None, cuda_graph=graph)
+    return MuonOptimizer(model, **options, overrides=overrides or None, **_settings(config))
 
 
 def _storage(config: TrainConfig) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -56,14 +57,14 @@ class Net(nn.Module):
         return self.lm_head(x)
 
 
-def sharded_net(width: int = 128, num_blocks: int = 4) -> Net:
+def sharded_net(width: int = 128, num_blocks: int = 4, **options: Any) -> Net:
     torch.manual_seed(0)
     model = Net(width, num_blocks).cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, **options)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **options)
     return model
 
 
@@ -93,6 +94,47 @@ def curve(strategy: str, cuda_graph: CudaGraph = False) -> list[float]:
     assert (planned.graph is not None) == bool(cuda_graph), planned.captured.status
     _alive.append(optimizer)  # the process group is destroyed while the graph is still there
     return losses
+
+
+def offloaded(where: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train, save in the middle, and resume with a new optimizer.
+
+    Args:
+        where: what is on the host: "nothing", "state", or weights too, in "pinned" or in "pageable" memory.
+        options: of the optimizer.
+
+    Returns:
+        The losses, and the weights of this rank.
+    """
+    policy = {}
+    if where in ("pinned", "pageable"):
+        policy = {"offload_policy": CPUOffloadPolicy(pin_memory=where == "pinned")}
+    model = sharded_net(**policy)
+    options = {"adamw_lr": 0.01, "max_stage_bytes": 2**17, "cuda_graph": False, **options}
+
+    def build() -> FSDPMuonOptimizer:
+        return FSDPMuonOptimizer(model, offload_state=where == "state", **options)
+
+    optimizer, losses = build(), []
+    for step in range(12):
+        if step == 6:
+            saved = get_optimizer_state_dict(model, optimizer)
+            optimizer = build()
+            set_optimizer_state_dict(model, optimizer, saved)
+        optimizer.zero_grad()
+        loss = backward(model, step)
+        optimizer.clip_grad_norm_(10.0)
+        optimizer.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    on_host = {local(p).device.type for p in model.parameters()}
+    assert on_host == {"cpu" if policy else "cuda"}
+    for record in optimizer._records():
+        if record.part().numel():
+            kept = local(optimizer.state[record.tensor]["momentum_buffer"])
+            assert kept.device.type == ("cuda" if where == "nothing" else "cpu")
+            assert kept.is_pinned() == (where != "nothing")
+    return losses, {name: local(p).detach().cpu() for name, p in model.named_parameters()}
 
 
 def once(cuda_graph: CudaGraph) -> tuple[list[float], int, dict[str, Tensor]]:

@@ -73,7 +73,7 @@ def measure(model: nn.Module, timed: int = TIMED_STEPS, **options: Any) -> Measu
         state=sum(value.numel() * value.itemsize for value in tensors),
         peak=torch.cuda.max_memory_allocated() - before,
         predicted_state=report.state_bytes,
-        predicted_peak=report.state_bytes + report.scratch_bytes,
+        predicted_peak=report.device_state_bytes + report.scratch_bytes,
         milliseconds=start.elapsed_time(end) / max(1, timed),
     )
 
