@@ -141,7 +141,7 @@ class StateStore:
         return self.stored(position, state)
 
     def begin(self, stages: Sequence[Stage], states: Mapping[int, State], updated: Collection[int]) -> None:
-        """Begin a step with these stages, in this order, that updates some of the parameters."""
+        """Prepare for a step with these stages, in this order, that updates some of the parameters."""
 
     def end(self) -> None:
         """End a step: what was lent is stored when this returns, also if the step has failed."""
