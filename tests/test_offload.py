@@ -181,14 +181,16 @@ def test_loading_copies_into_the_memory_that_is_there():
     train(model, optimizer, range(2))
     weight = model[1].weight
     address = optimizer.state[weight]["momentum_buffer"].data_ptr()
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, range(2, 4))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    losses = train(model, optimizer, range(2, 4))
     kept = weakref.ref(saved["state"][1]["momentum_buffer"])
     optimizer.load_state_dict(saved)
     assert optimizer.state[weight]["momentum_buffer"].data_ptr() == address
     for key, state in saved["state"].items():
         for name, value in state.items():
             assert torch.equal(optimizer.state_dict()["state"][key][name], value)
+    model.load_state_dict(weights)
+    assert train(model, optimizer, range(2, 4)) == losses  # and not from what a slot still has
     del saved, state, value
     gc.collect()
     assert kept() is None
