@@ -538,6 +538,6 @@ def test_state_on_the_host_is_counted_apart():
     assert whole["memory"]["host_state"] == 0
     assert streamed["memory"]["host_state"] == pytest.approx(whole["memory"]["state"], rel=1e-6)
     assert streamed["memory"]["state"] < 0.05 * whole["memory"]["state"]
-    saved = whole["memory"]["state"] - streamed["memory"]["state"]
+    saved = sum(whole["memory"][part] - streamed["memory"][part] for part in ("state", "scratch"))
     assert whole["memory"]["total"] - streamed["memory"]["total"] == saved
     assert streamed["time"]["step"] == pytest.approx(max(whole["time"]["step"], whole["memory"]["state"] / 5e10))

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from muon_fsdp.plan.outline import make_outline
 from muon_fsdp.plan.report import balance_bound, make_report
 from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
 from muon_fsdp.plan.stage_limits import LEAST_LIMIT, scratch_limit
-from muon_fsdp.plan.stages import Plan, make_plan
+from muon_fsdp.plan.stages import Plan, Stage, cut_elementwise, make_plan
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec
 from tests.pool import RankPool
 
@@ -256,6 +257,30 @@ def test_one_device_keeps_its_bound():
     outlines = make_outline(specs, max_stage_bytes=None)
     assert {outline.limits.max_bytes for outline in outlines} == {ONE_DEVICE_BYTES}
     assert [len(outline.specs) for outline in outlines] == [4, 4, 1]
+
+
+def test_stages_with_state_on_the_host_are_half_as_large():
+    """Nothing overlaps with the copies of the first and of the last stage."""
+    specs = [replace(spec(i, 0, "muon", (1, 4096, 4096)), streamed_bytes=2**26) for i in range(9)]
+    outlines = make_outline(specs, max_stage_bytes=None)
+    assert [len(outline.specs) for outline in outlines] == [2, 2, 2, 2, 1]
+
+
+def test_stages_of_elementwise_rules_are_cut_to_a_bound():
+    """Small shards share a stage, a large one is cut by rows, and one that must stay whole may exceed the bound."""
+    sizes, rows = {0: 30, 1: 60, 2: 1000, 3: 500, 4: 20, 5: 20}, {0: 3, 1: 60, 2: 100, 3: 1, 4: 2, 5: 2}
+    whole = Stage(0, "adamw", ((0, (0, 1)), (1, (2, 3, 4, 5))), (), (), None)
+    plan = cut_elementwise(Plan((whole,)), rows, sizes, 100)
+    assert [stage.number for stage in plan.stages] == list(range(len(plan.stages)))
+    cut = [stage for stage in plan.stages if stage.rows]
+    assert {position for stage in cut for position in stage.rows} == {2}
+    spans = [stage.rows[2] for stage in cut]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == 100
+    assert all(first[1] == second[0] for first, second in pairwise(spans))
+    assert all(1000 * (stop - start) // 100 <= 100 for start, stop in spans)
+    others = [sorted(stage.positions) for stage in plan.stages if not stage.rows]
+    assert others == [[0, 1], [3], [4, 5]]
 
 
 def test_small_matrices_share_a_stage():

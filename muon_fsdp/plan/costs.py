@@ -51,6 +51,7 @@ class Load(NamedTuple):
         largest: bytes that it needs on a rank: those of its shard, or of the units that one rank computes.
         gathered: bytes that all ranks together receive in the gather.
         scattered: bytes of results that all ranks together send in the scatter and then to their peers.
+        is_streamed: whether its state is on the host.
     """
 
     shard: int
@@ -65,6 +66,7 @@ class Load(NamedTuple):
     largest: int
     gathered: int
     scattered: int
+    is_streamed: bool = False
 
     @property
     def is_replicated(self) -> bool:
@@ -108,6 +110,7 @@ def load_of(spec: ParameterSpec, units: Sequence[Unit], kept: Sequence[int] | No
         largest=max((shard, *(size for _, size in by_owner))),
         gathered=gathered,
         scattered=scattered,
+        is_streamed=spec.streamed_bytes > 0,
     )
 
 

@@ -20,6 +20,9 @@ SCRATCH_SHARE = 0.05
 LEAST_LIMIT = 64 * 2**20
 # A step may take this much longer than the fastest one to save memory.
 HARDLY_LONGER = 1.02
+# On one device, stages whose state is on the host are smaller: nothing overlaps with the copies of the first and the
+# last one.
+STREAMED_STAGE_BYTES = ONE_DEVICE_BYTES // 2
 # No larger stage is tried, unless a parameter is larger: planning takes seconds for models of that size.
 LARGEST_STAGE = 4 * 2**30
 # With this many stages, all but a few percent of the transfers are hidden. More are tried only to save memory.
@@ -48,7 +51,7 @@ def choose_limits(loads: Sequence[Load], num_ranks: int, limit: int) -> StageLim
         limit: bytes that scratch may take on a rank, as `scratch_limit` returns them.
     """
     if num_ranks == 1 or not any(load.units for load in loads):
-        return StageLimits(ONE_DEVICE_BYTES)
+        return StageLimits(STREAMED_STAGE_BYTES if any(load.is_streamed for load in loads) else ONE_DEVICE_BYTES)
     least = smallest_bound(loads)
     if not any(unit.received or unit.sent for load in loads for unit in load.units):
         bound = ONE_DEVICE_BYTES

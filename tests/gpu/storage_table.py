@@ -2,8 +2,8 @@
 
 Every mode takes steps on the parameters of a model, Llama-3 8B by default, with gradients that stay as they are. Steps
 are eager. Memory is what `torch.cuda.max_memory_allocated` counts beyond weights and gradients, beside the plan's
-prediction. `--model` takes another name of `muon-fsdp plan --list`, or 1.3b. The last column is the time of copying as much as
-the state on the host from and to the device, both at once.
+prediction. `--model` takes another name of `muon-fsdp plan --list`, or 1.3b. The last column is the time of copying as
+much as the state on the host from and to the device, both at once.
 """
 
 from __future__ import annotations
