@@ -293,7 +293,15 @@ def looks_fused(group: Group, route: Route) -> Fused | None:
 
 def held_elements(parameter: Tensor, layout: Layout) -> int:
     """Return the number of elements in the largest shard of a parameter."""
-    return layout.largest_box(tuple(parameter.shape)) if parameter.ndim and parameter.numel() else parameter.numel()
+    return _largest_shard(parameter, layout).numel() if parameter.numel() else 0
+
+
+def _largest_shard(parameter: Tensor, layout: Layout) -> torch.Size:
+    """Return the shape of the largest shard of a parameter."""
+    try:
+        return torch.Size(layout.largest_shape(tuple(parameter.shape))) if parameter.ndim else parameter.shape
+    except LayoutError:  # its shards are not boxes, but an element-wise rule updates them: this rank's stands for all
+        return local(parameter).shape
 
 
 def state_bytes(
@@ -304,7 +312,7 @@ def state_bytes(
     state_dtype: str = "float32",
 ) -> int:
     """Return the bytes of some state of a parameter, stored in this form, on the rank with the largest shard."""
-    shard = torch.Size(layout.largest_shape(tuple(parameter.shape))) if parameter.ndim else parameter.shape
+    shard = _largest_shard(parameter, layout)
     encoding = encoding_for(state_dtype, parameter, shard)
     total = 0
     for spec in specs:
