@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.comm.dtensors import local
+from muon_fsdp.comm.dtensors import from_local, like, local
 from muon_fsdp.optimizers import grouped
 from muon_fsdp.parameters import records
 from muon_fsdp.plan.costs import NUM_SLOTS
@@ -154,3 +156,15 @@ def embedding_and_vectors() -> tuple[list[nn.Parameter], MuonOptimizer]:
     shapes = [(50, 16), (300,), (7,), (), (0, 4), (3, 5, 16)]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     return parameters, MuonOptimizer(parameters, rule="adamw", adamw_lr=0.1, offload_state=True)
+
+
+def check_like_on_the_host() -> None:
+    """Check that a DTensor on a mesh of GPUs can be made of a tensor on the host; the mesh needs no GPU for that."""
+    mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
+    parameter = from_local(torch.zeros(3, 5), mesh, (Shard(0),), torch.Size((3 * mesh.size(), 5)), (5, 1))
+    state = like(parameter, torch.ones(3, 5, dtype=torch.int8))
+    assert (state.shape, state.dtype, state.placements) == (parameter.shape, torch.int8, parameter.placements)
+    assert state.device == local(state).device == torch.device("cpu")
+    memory = local(state)
+    state.add_(1)
+    assert torch.equal(memory, torch.full_like(memory, 2))

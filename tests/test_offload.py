@@ -205,6 +205,10 @@ def test_a_copy_of_the_optimizer_works():
     assert len(set(losses)) == 3
 
 
+def test_a_mesh_of_gpus_leaves_on_the_host_what_is_there(ranks: RankPool):
+    ranks.run(2, cases.check_like_on_the_host, timeout=LIMIT)
+
+
 def test_state_shares_few_blocks():
     shapes = [(1000,), (30, 30), (7,), ()]
     arena = HostArena(sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes), torch.device("cpu"))

@@ -382,7 +382,7 @@ def test_a_rule_of_a_user_is_stored_and_rounded_too(monkeypatch, overlap):
     class Plain(Rule):
         name = "plain_average"
         options = Rule.options
-        state = AdamW.state[:1]
+        state = (AdamW.state[0], AdamW.state[2])  # the momentum, and a number that is never stored otherwise
 
         def direction(self, batch):
             batch.update.copy_(batch.matrices / batch.matrices.norm())
@@ -390,6 +390,7 @@ def test_a_rule_of_a_user_is_stored_and_rounded_too(monkeypatch, overlap):
         def prepare(self, group, grads, states):
             for grad, state in zip(grads, states, strict=True):
                 state["momentum_buffer"].lerp_(grad, 0.1)
+                state["step"].add_(1)
             return [state["momentum_buffer"] for state in states]
 
         def apply(self, group, params, updates, factors=None, states=None):
@@ -402,6 +403,7 @@ def test_a_rule_of_a_user_is_stored_and_rounded_too(monkeypatch, overlap):
     optimizer = MuonOptimizer(model, rule="plain_average", lr=0.1, adamw_lr=3e-3, **options)
     losses = train(model, optimizer, range(8))
     assert optimizer.state[model[1].weight]["momentum_buffer"].dtype == torch.int8
+    assert optimizer.state[model[1].weight]["step"] == 8
     assert losses[-1] < losses[0]
 
 

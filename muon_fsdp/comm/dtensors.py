@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from muon_fsdp.comm.process_groups import Ranks, my_rank
 from muon_fsdp.declarations.state import working_dtype
@@ -78,14 +79,20 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return from_local(part, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def from_local(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """Return a DTensor whose local tensor is `part`, without communication.
+
+    Unlike `DTensor.from_local`, this leaves `part` where it is: what a mesh of GPUs keeps on the host stays there.
+    """
+    if part.device.type == mesh.device_type:
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    described = DTensor.from_local(part.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor(part, described._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def can_take_part(value: Tensor, parameter: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from muon_fsdp.comm.dtensors import device_of, is_replica, local
+from muon_fsdp.comm.dtensors import device_of, from_local, is_replica, local
 from muon_fsdp.comm.process_groups import Ranks, my_rank
 from muon_fsdp.declarations.encoding import HALF_DTYPES, Encoding, encoding_for
 from muon_fsdp.declarations.state import Remainder, StateSpec, working_dtype
@@ -186,10 +186,7 @@ class ParameterRecord:
         """Return a tensor with the layout of the state: the parameter, or a DTensor of the rows of a replica."""
         if self.state_mesh is None:
             return self.tensor
-        shape, stride = self.tensor.shape, self.tensor.stride()
-        return DTensor.from_local(
-            self.part(), self.state_mesh, (Shard(0),), run_check=False, shape=shape, stride=stride
-        )
+        return from_local(self.part(), self.state_mesh, (Shard(0),), self.tensor.shape, self.tensor.stride())
 
 
 def make_records(

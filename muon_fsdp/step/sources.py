@@ -239,9 +239,8 @@ class EncodedStore(StateStore):
     def copies(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
     ) -> dict[int, State]:
-        plain = [i for i in listed if self._records[i].encoding is None]
-        found = super().copies(stage, states, plain, fused)
-        return found | {i: self._working(i, dict(states[i])) for i in listed if i not in found}
+        found = super().copies(stage, states, listed, fused)
+        return found | {i: self._working(i, found[i]) for i in listed}
 
     def _working(self, position: int, state: State) -> State:
         """Return local tensors of state; those that are stored in another form are decoded."""
