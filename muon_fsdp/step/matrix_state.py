@@ -120,6 +120,8 @@ class MatrixStates:
         self._set_states = [_SetState(own) for own in self.sets]
         self.addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step; a captured step keeps them
         self._times = 0  # steps with these tensors
+        # The classes with matrices that take part for the first time and whose state must not start from zero.
+        self._unchecked: set[int] = set()
         self._now: list[_ClassValues] = []
         self._finished: list[_ClassValues] = []  # of the last step that has ended
         self._stream = self._own_stream(stages)
@@ -159,8 +161,10 @@ class MatrixStates:
             for state in self._set_states:
                 state.bind(lambda kind, spec: self._slices_of(kind, spec, inputs.states))
         self._times += 1
-        for state in self._set_states:
-            state.fill(inputs.updated)
+        has_new_flags = any([state.fill(inputs.updated) for state in self._set_states])
+        if self._times == 1 or has_new_flags:
+            rules = enumerate(self._rules)
+            self._unchecked = {i for i, rule in rules if any(spec.zero_error for spec in rule.matrix_state)}
         for values in self._per_step:
             values.fill(inputs.groups)
 
@@ -225,8 +229,9 @@ class MatrixStates:
         factors = None
         if rule.multiplies_weights:
             try:
-                if self.checks_zeros:
+                if index in self._unchecked:
                     self._check_zeros(index, current, failures)
+                    self._unchecked.remove(index)  # not if it raised: the next step must not go on with zeros
                 if rule.update_statistics:
                     current.before = {name: value.clone() for name, value in current.state.items()}
                     current.after = {name: value.clone() for name, value in current.state.items()}
@@ -276,8 +281,7 @@ class MatrixStates:
     @property
     def checks_zeros(self) -> bool:
         """Return whether matrices take part for the first time whose state must not start from zero."""
-        has_zero_errors = any(spec.zero_error for rule in self._rules for spec in rule.matrix_state)
-        return has_zero_errors and (self._times == 1 or any(state.has_new_flags for state in self._set_states))
+        return bool(self._unchecked)
 
     def _check_zeros(self, index: int, current: _ClassValues, failures: Failures) -> None:
         """Raise if state that must not start from zero does; the host waits for the device."""
@@ -589,7 +593,6 @@ class _SetState:
         self._matrix_of = torch.cat([torch.empty(0, dtype=torch.int64), *matrices]).to(device)  # of every element
         self._elements = torch.ones(len(self._matrix_of), dtype=torch.bool, device=device)
         self._flags: tuple[bool, ...] = ()
-        self.has_new_flags = False  # whether other matrices are updated than in the step before
         self._slices: list[list[Tensor]] = []  # of the rules' state, then of the observed state
         self._before = self._flat = torch.empty(0)
 
@@ -597,15 +600,20 @@ class _SetState:
         """Read and write these state tensors from now on: for a class, the parts of the parameters' state."""
         self._slices = [slices_of(entry.kind, entry.spec) for entry in (*self.of_rules, *self.observed)]
 
-    def fill(self, updated: Collection[int]) -> None:
-        """Write which matrices are updated, given the positions of parameters, to where a captured step reads it."""
+    def fill(self, updated: Collection[int]) -> bool:
+        """Write which matrices are updated, given the positions of parameters, to where a captured step reads it.
+
+        Returns:
+            Whether these are others than in the step before.
+        """
         flags = tuple([member.position in updated for kind in self._classes for member in kind.members])
         if flags != self._flags:
             counts = [member.count for kind in self._classes for member in kind.members]
             each = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
             self._updated.copy_(pinned(each, torch.bool, self._updated.device), non_blocking=True)
             torch.index_select(self._updated, 0, self._matrix_of, out=self._elements)
-        self.has_new_flags, self._flags = flags != self._flags, flags
+        are_new, self._flags = flags != self._flags, flags
+        return are_new
 
     def read(self) -> list[tuple[State, State]]:
         """Return, for every class, copies of its rule's state and of the observed state that statistics start from."""

@@ -122,7 +122,8 @@ class StreamedStore(StateStore):
 
     def end(self) -> None:
         for device, streams in self._streams.items():
-            streams["out"].synchronize()
+            for stream in streams.values():  # a step that fails may leave a slot that is still being filled
+                stream.synchronize()
             if self._has_weights:
                 torch.cuda.current_stream(device).synchronize()  # `Weights` copies them
         self._next, self._states, self._updated = {}, {}, ()
