@@ -47,7 +47,12 @@ def layout_of(parameter: Tensor, replica_ranks: Ranks | None) -> Layout:
 
 def is_replica(parameter: Tensor) -> bool:
     """Return whether a replicate group, if there is one, holds replicas of a parameter."""
-    return not isinstance(parameter, DTensor) and not getattr(parameter, "_ddp_ignored", False)
+    return not isinstance(parameter, DTensor) and not is_ignored_by_ddp(parameter)
+
+
+def is_ignored_by_ddp(parameter: Tensor) -> bool:
+    """Return whether DistributedDataParallel was told to ignore a parameter, which then belongs to this rank alone."""
+    return bool(getattr(parameter, "_ddp_ignored", False))
 
 
 def layouts_of(parameters: Sequence[Tensor], replica_ranks: Ranks | None) -> list[Layout]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from muon_fsdp.comm.dtensors import layouts_of
+from muon_fsdp.comm.dtensors import is_ignored_by_ddp, layouts_of
 from muon_fsdp.comm.process_groups import Ranks, is_destroyed
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
@@ -120,8 +120,7 @@ class Replicas:
         own = layouts_of(parameters, self._plain_ranks)
         same = {layout: layout for layout in own}
         for parameter, layout, route, is_matrix in zip(parameters, own, routes, are_matrices, strict=True):
-            # A parameter that DDP ignores belongs to this rank alone on purpose.
-            ranks = self.over(route.name) if is_matrix and not getattr(parameter, "_ddp_ignored", False) else None
+            ranks = self.over(route.name) if is_matrix and not is_ignored_by_ddp(parameter) else None
             if ranks is None:
                 found.append((layout, None))
                 continue
