@@ -55,7 +55,7 @@ def test_a_shard_is_the_parts_of_matrices_that_it_says(shape_and_view, mesh_shap
     for box in layout.boxes(shape):
         shard = whole[box.within(Box((0,) * len(shape), shape))]
         for block in blocks_of(0, view, box, base):
-            target = found[block.kind][block.matrices, block.rows, block.cols]
+            target = found[block.class_index][block.matrices, block.rows, block.cols]
             assert torch.isnan(target).all()  # every element is in one part
             target.copy_(block.of(shard))
         segments = segments_of(view, box)

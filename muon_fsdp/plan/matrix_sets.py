@@ -97,16 +97,16 @@ class Block:
     """Parts of the same size of consecutive matrices of one class, which this rank holds in one parameter."""
 
     position: int
-    kind: int  # index of the class
+    class_index: int
     matrices: slice  # which matrices of the class
     rows: slice  # which rows of each of these matrices
     cols: slice
     part: LocalPart
     part_rows: slice
 
-    def of_class(self, kind: int) -> Block:
+    def of_class(self, class_index: int) -> Block:
         """Return the same block under another class index."""
-        return replace(self, kind=kind)
+        return replace(self, class_index=class_index)
 
     def of(self, shard: Tensor) -> Tensor:
         """Return this block of a shard, (count, rows, cols)."""
@@ -134,19 +134,21 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
     matrix_of, row_of = view.row_numbers()
     counts = [count for count, _, _ in view.block_shapes]
     place = [  # for every matrix of the parameter, its class and its index in that class
-        (kind, first + index) for (kind, first), count in zip(base, counts, strict=True) for index in range(count)
+        (class_index, first + index)
+        for (class_index, first), count in zip(base, counts, strict=True)
+        for index in range(count)
     ]
     blocks: list[Block] = []
     for part in local_parts(view, box):
         numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
         at = 0
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
-            kind, matrix = place[number]
+            class_index, matrix = place[number]
             rows = row_of[part.rows[at : at + length]]
             step = int(rows[1] - rows[0]) if length > 1 else 1
             block = Block(
                 position,
-                kind,
+                class_index,
                 slice(matrix, matrix + 1),
                 slice(int(rows[0]), int(rows[-1]) + 1, step),
                 slice(part.first_col, part.first_col + part.width),
@@ -166,12 +168,12 @@ def _merged(blocks: Sequence[Block]) -> list[Block]:
         if (
             last is not None
             and last.part is block.part
-            and (last.kind, last.rows, last.cols) == (block.kind, block.rows, block.cols)
+            and (last.class_index, last.rows, last.cols) == (block.class_index, block.rows, block.cols)
             and last.matrices.stop == block.matrices.start
         ):
             merged[-1] = Block(
                 last.position,
-                last.kind,
+                last.class_index,
                 slice(last.matrices.start, block.matrices.stop),
                 last.rows,
                 last.cols,
@@ -253,7 +255,9 @@ class MatrixSet:
     def only(self, chosen: list[int]) -> MatrixSet:
         """Return a set with only these classes, renumbered in this order."""
         renumbered = {old: new for new, old in enumerate(chosen)}
-        blocks = tuple(block.of_class(renumbered[block.kind]) for block in self.blocks if block.kind in renumbered)
+        blocks = tuple(
+            block.of_class(renumbered[block.class_index]) for block in self.blocks if block.class_index in renumbered
+        )
         classes = tuple(self.classes[index] for index in chosen)
         return MatrixSet(self.ranks, classes, blocks, self.is_split, self.cuts_rows)
 

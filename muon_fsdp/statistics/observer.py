@@ -139,9 +139,9 @@ class Observer:
         self._matrices = matrices
         self._summed = [[s for name in each if isinstance(s := STATISTICS[name], SummedStatistic)] for each in names]
         by_steps: dict[int, list[int]] = defaultdict(list)
-        for index, (kind, each) in enumerate(zip(matrices.classes, names, strict=True)):
+        for index, (class_, each) in enumerate(zip(matrices.classes, names, strict=True)):
             if _TopSingular.name in each:
-                by_steps[kind.options["power_iteration_steps"]].append(index)
+                by_steps[class_.options["power_iteration_steps"]].append(index)
         # Sorted, because every survey has its own collectives and all ranks must issue them in the same order.
         self._surveys = [
             (indices, Survey(matrices.only(indices), steps)) for steps, indices in sorted(by_steps.items())
@@ -184,18 +184,18 @@ class Observer:
         sums = [
             {
                 each.name: torch.zeros(
-                    kind.count, *each.shape(kind.rows, kind.cols), dtype=torch.float64, device=kind.device
+                    class_.count, *each.shape(class_.rows, class_.cols), dtype=torch.float64, device=class_.device
                 )
                 for each in summed
             }
-            for kind, summed in zip(matrices.classes, self._summed, strict=True)
+            for class_, summed in zip(matrices.classes, self._summed, strict=True)
         ]
         for block in matrices.blocks:
-            kind = matrices.classes[block.kind]
-            if self._summed[block.kind] and kind.weights[block.matrices.start]:
+            class_ = matrices.classes[block.class_index]
+            if self._summed[block.class_index] and class_.weights[block.matrices.start]:
                 part = block.of(shards[block.position])
-                for each in self._summed[block.kind]:
-                    each.add(sums[block.kind][each.name], part, block.matrices, block.rows, block.cols)
+                for each in self._summed[block.class_index]:
+                    each.add(sums[block.class_index][each.name], part, block.matrices, block.rows, block.cols)
         flat = [(index, each, sums[index][each.name]) for index, many in enumerate(self._summed) for each in many]
         totals = [value for _, _, value in flat]
         # Necessary even if every rank holds all of W, because only the first of these ranks has added its terms.

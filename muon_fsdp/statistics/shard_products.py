@@ -44,7 +44,7 @@ class ShardProducts:
         num_whole = sum(
             block.matrices.stop - block.matrices.start
             for block in blocks
-            for _, rows, cols in [shapes[block.kind]]
+            for _, rows, cols in [shapes[block.class_index]]
             if range(rows)[block.rows] == range(rows) and range(cols)[block.cols] == range(cols)
         )
         self._is_whole = num_whole == sum(count for count, _, _ in shapes)
@@ -110,9 +110,9 @@ class ShardProducts:
     ) -> None:
         for block in blocks:
             source, target = (block.rows, block.cols) if transposed else (block.cols, block.rows)
-            vector = vectors[block.kind][block.matrices, :, source]
+            vector = vectors[block.class_index][block.matrices, :, source]
             weights = block.of(self._shards[block.position]).to(vector.dtype)
-            result[block.kind][block.matrices, :, target] += vector @ (weights if transposed else weights.mT)
+            result[block.class_index][block.matrices, :, target] += vector @ (weights if transposed else weights.mT)
 
     def _launches_for(
         self, num_vectors: tuple[int, ...], device: torch.device
@@ -139,20 +139,20 @@ class ShardProducts:
                 others.append(block)
                 continue
             for index in range(block.matrices.start, block.matrices.stop):
-                turn = times[(block.kind, index)]
-                times[(block.kind, index)] += 1
+                turn = times[(block.class_index, index)]
+                times[(block.class_index, index)] += 1
                 matrix = weights[index - block.matrices.start]
                 operand, swapped = self._operand(block, index, matrix, num_vectors)
-                kind = (turn, shard.dtype, swapped, operand.unit, operand.aligned, operand.aligned_rows)
-                groups[kind].append(operand)
+                key = (turn, shard.dtype, swapped, operand.unit, operand.aligned, operand.aligned_rows)
+                groups[key].append(operand)
         launches: tuple[list[Multiplication], list[Multiplication]] = ([], [])
-        for kind in sorted(
-            groups, key=lambda kind: int(kind[0])
+        for key in sorted(
+            groups, key=lambda key: int(key[0])
         ):  # launches that add to a result come after the one that writes it
-            turn, dtype, swapped = kind[:3]
+            turn, dtype, swapped = key[:3]
             for transposed in (False, True):
                 multiplication = Multiplication.of(
-                    groups[kind], dtype, device, along_rows=swapped != transposed, adds=turn > 0, rounds=not transposed
+                    groups[key], dtype, device, along_rows=swapped != transposed, adds=turn > 0, rounds=not transposed
                 )
                 launches[transposed].append(multiplication)
         return (*launches, others)
@@ -165,9 +165,9 @@ class ShardProducts:
         """
         from muon_fsdp.kernels.triton_spectral import Operand
 
-        _, rows, cols = self._shapes[block.kind]
-        each = num_vectors[block.kind]
-        before = list(zip(self._shapes[: block.kind], num_vectors, strict=False))
+        _, rows, cols = self._shapes[block.class_index]
+        each = num_vectors[block.class_index]
+        before = list(zip(self._shapes[: block.class_index], num_vectors, strict=False))
         first_row = sum(count * number * m for (count, m, _), number in before) + index * each * rows
         first_col = sum(count * number * n for (count, _, n), number in before) + index * each * cols
         row_side = (first_row + block.rows.start, block.rows.step or 1, rows)

@@ -106,7 +106,7 @@ class Survey:
             return [product[:, 0] for product in self._right(products, lefts)]
 
         starts = self._cold_starts
-        steps = min(COLD_STEPS, 1 + max(min(kind.rows, kind.cols) for kind in self.classes))
+        steps = min(COLD_STEPS, 1 + max(min(class_.rows, class_.cols) for class_ in self.classes))
         tops = best_in_krylov_space(gram, [start[:, 0] for start in starts], steps)
         starts = [torch.cat([top[:, None], start[:, 1:]], dim=1) for top, start in zip(tops, starts, strict=True)]
         for _ in range(COLD_ROUNDS):
@@ -135,7 +135,7 @@ class Survey:
             return self._added(cols.split, products.multiply_flat(lefts, each, transposed=True), self._is_split)
 
         def inner(sums: Tensor) -> Tensor:
-            counts = [kind.count for kind in self.classes]
+            counts = [class_.count for class_ in self.classes]
             return _packed(self._add_up(torch.split(sums, counts))).view(sums.shape)
 
         summed = inner if self._shares_rows else None
@@ -185,7 +185,9 @@ class Survey:
         """Return the positions of vectors in flat buffers: along the columns, and along the rows of all matrices."""
         from muon_fsdp.kernels.triton_subspace import Space
 
-        each = [(kind.count, num_vectors(kind.rows, kind.cols), kind.rows, kind.cols) for kind in self.classes]
+        each = [
+            (class_.count, num_vectors(class_.rows, class_.cols), class_.rows, class_.cols) for class_ in self.classes
+        ]
         return (
             Space.of([(count, vectors, cols) for count, vectors, _, cols in each], self._device),
             Space.of([(count, vectors, rows) for count, vectors, rows, _ in each], self._device),
@@ -198,18 +200,18 @@ class Survey:
     @property
     def _cold_starts(self) -> list[Tensor]:
         """Return fixed start vectors, (count, num_vectors, cols) for every class."""
-        shapes = [(kind.count, num_vectors(kind.rows, kind.cols), kind.cols) for kind in self.classes]
+        shapes = [(class_.count, num_vectors(class_.rows, class_.cols), class_.cols) for class_ in self.classes]
         return [start_vectors(torch.empty(shape, dtype=self._dtype, device=self._device)) for shape in shapes]
 
     @cached_property
     def _weights(self) -> list[Tensor]:
         """Return for every class, (count,), 1 if this rank's part of a matrix counts in a sum over ranks, else 0."""
-        return [torch.tensor(kind.weights, dtype=self._dtype, device=self._device) for kind in self.classes]
+        return [torch.tensor(class_.weights, dtype=self._dtype, device=self._device) for class_ in self.classes]
 
     def _products(self, shards: Mapping[int, Tensor]) -> ShardProducts:
         known = self._known_products
         if known is None or known.key != ShardProducts.key_of(self._blocks, shards):
-            shapes = [(kind.count, kind.rows, kind.cols) for kind in self.classes]
+            shapes = [(class_.count, class_.rows, class_.cols) for class_ in self.classes]
             known = self._known_products = ShardProducts(shapes, self._blocks, shards)
         return known
 

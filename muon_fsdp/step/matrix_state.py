@@ -97,18 +97,21 @@ class MatrixStates:
         rank = my_rank()
         self._parameters = {parameter.position: parameter for parameter in parameters}
         self.sets: list[MatrixSet] = make_sets(parameters, rank)
-        self._classes: list[MatrixClass] = [kind for own in self.sets for kind in own.classes]
-        self._rules: list[Rule] = [RULES[kind.rule] for kind in self._classes]
+        self._classes: list[MatrixClass] = [class_ for matrix_set in self.sets for class_ in matrix_set.classes]
+        self._rules: list[Rule] = [RULES[class_.rule] for class_ in self._classes]
         self._specs = [tuple(s for s in rule.all_state if isinstance(s, PerMatrix)) for rule in self._rules]
-        self._observers = [Observer(own, [RULES[kind.rule].statistics for kind in own.classes]) for own in self.sets]
+        self._observers = [
+            Observer(matrix_set, [RULES[class_.rule].statistics for class_ in matrix_set.classes])
+            for matrix_set in self.sets
+        ]
         self._class_of = {  # (position, block of its view): its class, and its first matrix there
             (member.position, member.block): (index, member.first)
-            for index, kind in enumerate(self._classes)
-            for member in kind.members
+            for index, class_ in enumerate(self._classes)
+            for member in class_.members
         }
         boxes = {p.position: p.layout.box_on(rank, p.shape) for p in parameters}
         self.factors = WeightFactors(parameters, boxes, self._classes, self._class_of)
-        self._per_step = [_PerStepValues(rule, kind) for rule, kind in zip(self._rules, self._classes, strict=True)]
+        self._per_step = [_PerStepValues(rule, class_) for rule, class_ in zip(self._rules, self._classes, strict=True)]
         # The matrices of every batch, found once: a captured step keeps the addresses of these tensors.
         self._selections = [
             [self._select(stage, b.members) for b in stage.batches] if RULES[stage.rule].has_matrix_values else []
@@ -117,7 +120,7 @@ class MatrixStates:
         self._stage_sums = {s.number: self._sums_of(s) for s in stages if RULES[s.rule].update_statistics}
         self._num_sums = 0  # that were started
         self._shards: dict[int, Tensor] = {}  # of this step, by position, while stages may sum over them
-        self._set_states = [_SetState(own) for own in self.sets]
+        self._set_states = [_SetState(matrix_set) for matrix_set in self.sets]
         self.addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step; a captured step keeps them
         self._times = 0  # steps with these tensors
         # The classes with matrices that take part for the first time and whose state must not start from zero.
@@ -136,7 +139,7 @@ class MatrixStates:
             None without statistics, which are what takes long, and where ranks communicate: a capture that ends at a
             host call can't contain a second stream that is still at work.
         """
-        devices = {kind.device for kind in self._classes}
+        devices = {class_.device for class_ in self._classes}
         communicates = any(stage.exchange is not None for stage in stages) or any(len(s.ranks) > 1 for s in self.sets)
         if communicates or not any(rule.statistics for rule in self._rules) or len(devices) > 1:
             return None
@@ -149,9 +152,9 @@ class MatrixStates:
         """Find the state tensors of this step, and write flags and options where a captured step reads them."""
         now = [
             inputs.states[member.position][spec.name]
-            for kind, specs in zip(self._classes, self._specs, strict=True)
+            for class_, specs in zip(self._classes, self._specs, strict=True)
             for spec in specs
-            for member in kind.members
+            for member in class_.members
         ]
         # State may be replaced, or moved by assigning to its `data`. The slices keep the old memory allocated, so equal
         # addresses mean the same memory.
@@ -159,7 +162,7 @@ class MatrixStates:
         if not self._times or addresses != self.addresses:
             self.addresses, self._times = addresses, 0
             for state in self._set_states:
-                state.bind(lambda kind, spec: self._slices_of(kind, spec, inputs.states))
+                state.bind(lambda class_, spec: self._slices_of(class_, spec, inputs.states))
         self._times += 1
         have_new_flags = [state.fill(inputs.updated) for state in self._set_states]  # all of them are filled
         if self._times == 1 or any(have_new_flags):
@@ -168,12 +171,12 @@ class MatrixStates:
         for values in self._per_step:
             values.fill(inputs.groups)
 
-    def _slices_of(self, kind: MatrixClass, spec: PerMatrix, states: Mapping[int, State]) -> list[Tensor]:
+    def _slices_of(self, class_: MatrixClass, spec: PerMatrix, states: Mapping[int, State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
-        views = {member.position: self._parameters[member.position].matrices for member in kind.members}
+        views = {member.position: self._parameters[member.position].matrices for member in class_.members}
         return [
             states[member.position][spec.name][spec.span(views[member.position], member.block)]
-            for member in kind.members
+            for member in class_.members
         ]
 
     @property
@@ -221,7 +224,7 @@ class MatrixStates:
 
     def _start(self, index: int, current: _ClassValues, failures: Failures) -> Factors | None:
         """Initialize state from statistics where it is zero, make room for results, and ask the rule for factors."""
-        rule, kind = self._rules[index], self._classes[index]
+        rule, class_ = self._rules[index], self._classes[index]
         for spec in rule.matrix_state:
             if spec.initial is not None:
                 value = current.state[spec.name]
@@ -235,11 +238,11 @@ class MatrixStates:
                 if rule.update_statistics:
                     current.before = {name: value.clone() for name, value in current.state.items()}
                     current.after = {name: value.clone() for name, value in current.state.items()}
-                    factors = as_factor(1.0, kind, kind.count), as_factor(1.0, kind, kind.count)
+                    factors = as_factor(1.0, class_, class_.count), as_factor(1.0, class_, class_.count)
                 else:
                     factors = self._ask(index, current)
             except Exception as error:  # ranks that have no matrix of this rule do not raise it, and wait for transfers
-                failures.add(rule.name, "factors", error, [member.position for member in kind.members])
+                failures.add(rule.name, "factors", error, [member.position for member in class_.members])
                 failures.rules.add(rule.name)
                 current.state = {name: value.clone() for name, value in self._originals(index).items()}
                 current.diagnostics = {}
@@ -248,35 +251,35 @@ class MatrixStates:
         else:
             current.found = {spec.name: torch.zeros_like(current.state[spec.name]) for spec in rule.matrix_state}
             for name in self._own_diagnostics(index):
-                current.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+                current.found[name] = torch.zeros(class_.count, dtype=class_.dtype, device=class_.device)
         return factors
 
     def _ask(self, index: int, current: _ClassValues) -> Factors:
         """Return the factors of a class, and keep the state and the diagnostics that `factors` leaves."""
-        rule, kind = self._rules[index], self._classes[index]
+        rule, class_ = self._rules[index], self._classes[index]
         of_class = MatrixValues(
-            kind.rows,
-            kind.cols,
+            class_.rows,
+            class_.cols,
             NamedValues(rule.name, "state", current.state),
             NamedValues(rule.name, "statistics", current.statistics),
             self._per_step[index].options(),
         )
-        factors, current.state, current.diagnostics = self._answer(index, of_class, kind.count)
+        factors, current.state, current.diagnostics = self._answer(index, of_class, class_.count)
         return self.factors.accept(index, factors)
 
     def _answer(self, index: int, values: MatrixValues, count: int) -> tuple[Factors, State, dict[str, Tensor]]:
         """Call `factors` for some matrices of a class; return its factors, and the state and diagnostics it leaves."""
-        rule, kind = self._rules[index], self._classes[index]
+        rule, class_ = self._rules[index], self._classes[index]
         of_weights, of_updates = checked_factors(rule, rule.factors(values))
         check_names(rule, values.state, values.diagnostics)
         state = {}
         for spec in rule.matrix_state:  # options are float64, and may have promoted state to it
             value = _checked(rule, spec.name, values.state[spec.name], self._shape(index, spec, count))
-            state[spec.name] = value.to(kind.dtype)
+            state[spec.name] = value.to(class_.dtype)
         diagnostics = {
             name: _checked(rule, name, value, torch.Size((count,))) for name, value in values.diagnostics.items()
         }
-        return (as_factor(of_weights, kind, count), as_factor(of_updates, kind, count)), state, diagnostics
+        return (as_factor(of_weights, class_, count), as_factor(of_updates, class_, count)), state, diagnostics
 
     @property
     def checks_zeros(self) -> bool:
@@ -285,31 +288,31 @@ class MatrixStates:
 
     def _check_zeros(self, index: int, current: _ClassValues, failures: Failures) -> None:
         """Raise if state that must not start from zero does; the host waits for the device."""
-        kind = self._classes[index]
+        class_ = self._classes[index]
         updated = torch.cat([updated for state in self._set_states for updated in state.updated])
         first = sum(other.count for other in self._classes[:index])
-        updated = updated[first : first + kind.count]
+        updated = updated[first : first + class_.count]
         for spec in self._rules[index].matrix_state:
             if spec.zero_error is None:
                 continue
-            is_zero = ((current.state[spec.name].view(kind.count, -1) == 0).any(1) & updated).tolist()
-            wrong = [m.position for m in kind.members if any(is_zero[m.first : m.first + m.count])]
+            is_zero = ((current.state[spec.name].view(class_.count, -1) == 0).any(1) & updated).tolist()
+            wrong = [m.position for m in class_.members if any(is_zero[m.first : m.first + m.count])]
             if wrong:
                 names = failures.names_of(wrong)
-                where = f"rule {kind.rule!r}: {spec.initial} of {names}"
+                where = f"rule {class_.rule!r}: {spec.initial} of {names}"
                 raise ValueError(f"{where} must not be zero: {spec.zero_error}")
 
     def _originals(self, index: int) -> State:
         """Return the rule's state of a class before this step."""
-        for own, set_state in zip(self.sets, self._set_states, strict=True):
-            if index < len(own.classes):
+        for matrix_set, set_state in zip(self.sets, self._set_states, strict=True):
+            if index < len(matrix_set.classes):
                 return set_state.originals()[index]
-            index -= len(own.classes)
+            index -= len(matrix_set.classes)
         raise IndexError(index)
 
     def _shape(self, index: int, spec: PerMatrix, count: int | None = None) -> torch.Size:
-        kind = self._classes[index]
-        return torch.Size((kind.count if count is None else count, *spec.shape_of_matrix(kind.rows, kind.cols)))
+        class_ = self._classes[index]
+        return torch.Size((class_.count if count is None else count, *spec.shape_of_matrix(class_.rows, class_.cols)))
 
     def _own_diagnostics(self, index: int) -> list[str]:
         """Return the names of the diagnostics that `direction` writes, not `factors`."""
@@ -372,13 +375,13 @@ class MatrixStates:
             starts[index] = dict(zip(chosen, range(at, at + len(chosen)), strict=True))
             at += len(chosen)
         blocks, first = [], 0
-        for own in self.sets:
-            for block in own.blocks:
-                kind = own.classes[block.kind]
-                if block.position in stage.positions and kind.weights[block.matrices.start]:
-                    start = starts[first + block.kind][block.matrices.start]
+        for matrix_set in self.sets:
+            for block in matrix_set.blocks:
+                class_ = matrix_set.classes[block.class_index]
+                if block.position in stage.positions and class_.weights[block.matrices.start]:
+                    start = starts[first + block.class_index][block.matrices.start]
                     blocks.append((block, slice(start, start + block.matrices.stop - block.matrices.start)))
-            first += len(own.classes)
+            first += len(matrix_set.classes)
         selections = tuple((index, self._indices(index, chosen)) for index, chosen in numbers.items())
         return _StageSums(selections, tuple(map(len, numbers.values())), tuple(blocks))
 
@@ -409,12 +412,12 @@ class MatrixStates:
         of_stage = self._stage_sums[stage.number]
         found = torch.split(sums.view(2, -1), list(of_stage.counts), dim=1)
         for (index, where), count, of_class in zip(of_stage.selections, of_stage.counts, found, strict=True):
-            rule, kind, current = self._rules[index], self._classes[index], self._now[index]
+            rule, class_, current = self._rules[index], self._classes[index], self._now[index]
             state = {spec.name: _rows(current.before[spec.name], where).clone() for spec in rule.matrix_state}
             statistics = {name: _rows(value, where) for name, value in current.statistics.items()}
             values = MatrixValues(
-                kind.rows,
-                kind.cols,
+                class_.rows,
+                class_.cols,
                 NamedValues(rule.name, "state", state),
                 NamedValues(rule.name, "statistics", statistics),
                 self._per_step[index].options(where),
@@ -432,8 +435,10 @@ class MatrixStates:
                 current.after[name][where] = value
             for name, value in diagnostics.items():
                 if name not in current.diagnostics_after:
-                    current.diagnostics_after[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
-                current.diagnostics_after[name][where] = value.to(kind.dtype)
+                    current.diagnostics_after[name] = torch.zeros(
+                        class_.count, dtype=class_.dtype, device=class_.device
+                    )
+                current.diagnostics_after[name][where] = value.to(class_.dtype)
 
     def factor_of_updates(self, selection: Selection) -> Tensor:
         """Return the factors of the updates of a batch."""
@@ -443,12 +448,12 @@ class MatrixStates:
 
     def _keep(self, index: int, name: str, where: Tensor | slice, value: Tensor) -> None:
         """Store the values of some matrices of a class; without a copy if they are in place, or all on one rank."""
-        kind, current = self._classes[index], self._now[index]
-        if current.is_alone and isinstance(where, slice) and len(value) == kind.count:
-            current.found[name] = value.to(kind.dtype)
+        class_, current = self._classes[index], self._now[index]
+        if current.is_alone and isinstance(where, slice) and len(value) == class_.count:
+            current.found[name] = value.to(class_.dtype)
             return
         if name not in current.found:
-            current.found[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+            current.found[name] = torch.zeros(class_.count, dtype=class_.dtype, device=class_.device)
         target = current.found[name]
         is_there = isinstance(where, slice) and target[where].data_ptr() == value.data_ptr()
         if not is_there or target.dtype != value.dtype or not value.is_contiguous():
@@ -487,20 +492,20 @@ class MatrixStates:
         """Settle: sum the contributions over ranks, and store the result for the matrices that were updated."""
         self.wait()
         first = 0
-        for own, set_state in zip(self.sets, self._set_states, strict=True):
-            indices = range(first, first + len(own.classes))
-            first += len(own.classes)
+        for matrix_set, set_state in zip(self.sets, self._set_states, strict=True):
+            indices = range(first, first + len(matrix_set.classes))
+            first += len(matrix_set.classes)
             found = [(index, name, value) for index in indices for name, value in self._now[index].found.items()]
             values = [value for _, _, value in found]
             if values and not set_state.is_alone:
-                values = add_up(values, own.ranks, recorder)
+                values = add_up(values, matrix_set.ranks, recorder)
             for (index, name, _), value in zip(found, values, strict=True):
                 current = self._now[index]
                 (current.state if name in current.state else current.diagnostics)[name] = value
             for index in indices:
-                kind, diagnostics = self._classes[index], self._now[index].diagnostics
+                class_, diagnostics = self._classes[index], self._now[index].diagnostics
                 for name in self._own_diagnostics(index):  # a rule need not write all of them
-                    diagnostics[name] = torch.zeros(kind.count, dtype=kind.dtype, device=kind.device)
+                    diagnostics[name] = torch.zeros(class_.count, dtype=class_.dtype, device=class_.device)
                 self._now[index].take_after()
             set_state.write([(self._now[index].state, self._now[index].observed) for index in indices])
         now, self._shards = self._now, {}
@@ -515,9 +520,9 @@ class MatrixStates:
     def count(self, totals: dict[str, Tensor]) -> None:
         """Add the diagnostics of this step to totals by rule, one number per diagnostic, which stay on the device."""
         first = 0
-        for own, set_state in zip(self.sets, self._set_states, strict=True):
+        for matrix_set, set_state in zip(self.sets, self._set_states, strict=True):
             by_rule: dict[Rule, list[int]] = defaultdict(list)
-            for number in range(len(own.classes)):
+            for number in range(len(matrix_set.classes)):
                 if self._rules[first + number].diagnostics:
                     by_rule[self._rules[first + number]].append(number)
             for rule, numbers in by_rule.items():
@@ -527,7 +532,7 @@ class MatrixStates:
                 sums = torch.where(updated, of_matrices, 0.0).sum(-1, dtype=torch.float64)
                 known = totals.get(rule.name)
                 totals[rule.name] = sums if known is None else known.to(sums.device) + sums
-            first += len(own.classes)
+            first += len(matrix_set.classes)
 
     def metrics(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the rules' metrics of the last step and of all steps; none before the first step with this plan."""
@@ -548,16 +553,16 @@ class _Entry(NamedTuple):
     """One declared state of one class; `number` counts the classes of the set."""
 
     number: int
-    kind: MatrixClass
+    class_: MatrixClass
     spec: PerMatrix
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.kind.count, *self.spec.shape_of_matrix(self.kind.rows, self.kind.cols))
+        return (self.class_.count, *self.spec.shape_of_matrix(self.class_.rows, self.class_.cols))
 
     @property
     def numel(self) -> int:
-        return self.spec.numel(self.kind.count, self.kind.rows, self.kind.cols)
+        return self.spec.numel(self.class_.count, self.class_.rows, self.class_.cols)
 
 
 class _SetState:
@@ -566,28 +571,28 @@ class _SetState:
     Rules change the state that they declare. Statistics replace their own, the observed state, for all matrices.
     """
 
-    def __init__(self, own: MatrixSet) -> None:
-        self._classes = own.classes
-        self.is_alone = len(own.ranks) == 1
+    def __init__(self, matrix_set: MatrixSet) -> None:
+        self._classes = matrix_set.classes
+        self.is_alone = len(matrix_set.ranks) == 1
         entries = [
-            _Entry(number, kind, spec)
-            for number, kind in enumerate(own.classes)
-            for spec in RULES[kind.rule].all_state
+            _Entry(number, class_, spec)
+            for number, class_ in enumerate(matrix_set.classes)
+            for spec in RULES[class_.rule].all_state
             if isinstance(spec, PerMatrix)
         ]
-        of_rules = [entry for entry in entries if entry.spec in RULES[entry.kind.rule].matrix_state]
-        observed = [entry for entry in entries if entry.spec not in RULES[entry.kind.rule].matrix_state]
+        of_rules = [entry for entry in entries if entry.spec in RULES[entry.class_.rule].matrix_state]
+        observed = [entry for entry in entries if entry.spec not in RULES[entry.class_.rule].matrix_state]
         inputs = {name for statistic in STATISTICS.values() for name in statistic.reads}
         self.of_rules = of_rules
         self._read = [entry for entry in observed if entry.spec.name in inputs]
         self.observed = self._read + [entry for entry in observed if entry.spec.name not in inputs]
-        device, counts = own.classes[0].device, [kind.count for kind in own.classes]
+        device, counts = matrix_set.classes[0].device, [class_.count for class_ in matrix_set.classes]
         # A captured step keeps the addresses of these tensors.
         self._updated = torch.ones(sum(counts), dtype=torch.bool, device=device)
         self.updated: list[Tensor] = list(torch.split(self._updated, counts))  # (count,) for every class
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         matrices = [
-            torch.arange(entry.kind.count).repeat_interleave(entry.numel // entry.kind.count) + firsts[entry.number]
+            torch.arange(entry.class_.count).repeat_interleave(entry.numel // entry.class_.count) + firsts[entry.number]
             for entry in of_rules
         ]
         self._matrix_of = torch.cat([torch.empty(0, dtype=torch.int64), *matrices]).to(device)  # of every element
@@ -598,7 +603,7 @@ class _SetState:
 
     def bind(self, slices_of: Callable[[MatrixClass, PerMatrix], list[Tensor]]) -> None:
         """Read and write these state tensors from now on: for a class, the parts of the parameters' state."""
-        self._slices = [slices_of(entry.kind, entry.spec) for entry in (*self.of_rules, *self.observed)]
+        self._slices = [slices_of(entry.class_, entry.spec) for entry in (*self.of_rules, *self.observed)]
 
     def fill(self, updated: Collection[int]) -> bool:
         """Write which matrices are updated, given the positions of parameters, to where a captured step reads it.
@@ -606,9 +611,9 @@ class _SetState:
         Returns:
             Whether these are others than in the step before.
         """
-        flags = tuple([member.position in updated for kind in self._classes for member in kind.members])
+        flags = tuple([member.position in updated for class_ in self._classes for member in class_.members])
         if flags != self._flags:
-            counts = [member.count for kind in self._classes for member in kind.members]
+            counts = [member.count for class_ in self._classes for member in class_.members]
             each = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
             self._updated.copy_(pinned(each, torch.bool, self._updated.device), non_blocking=True)
             torch.index_select(self._updated, 0, self._matrix_of, out=self._elements)
@@ -675,14 +680,14 @@ def _joined(slices: Sequence[Sequence[Tensor]]) -> Tensor:
 class _PerStepValues:
     """Values of one class that differ from step to step, in tensors whose addresses a captured step may keep."""
 
-    def __init__(self, rule: Rule, kind: MatrixClass) -> None:
-        self._kind = kind
-        self._groups = sorted({member.group for member in kind.members})
+    def __init__(self, rule: Rule, class_: MatrixClass) -> None:
+        self._class = class_
+        self._groups = sorted({member.group for member in class_.members})
         self._names = rule.per_step_numbers if rule.multiplies_weights else ()
-        self._table = torch.zeros(len(self._names), len(self._groups), dtype=torch.float64, device=kind.device)
-        group_of = [self._groups.index(member.group) for member in kind.members for _ in range(member.count)]
-        self._group_of = torch.tensor(group_of, dtype=torch.int64).to(kind.device)
-        self._of_matrices = torch.zeros(len(self._names), kind.count, dtype=torch.float64, device=kind.device)
+        self._table = torch.zeros(len(self._names), len(self._groups), dtype=torch.float64, device=class_.device)
+        group_of = [self._groups.index(member.group) for member in class_.members for _ in range(member.count)]
+        self._group_of = torch.tensor(group_of, dtype=torch.int64).to(class_.device)
+        self._of_matrices = torch.zeros(len(self._names), class_.count, dtype=torch.float64, device=class_.device)
         self._values: list[list[float]] = []
         self._had_tensors = False  # whether the table holds values of tensors on the device
 
@@ -706,7 +711,7 @@ class _PerStepValues:
     def options(self, where: Tensor | slice = slice(None)) -> Mapping[str, Any]:
         """Return the planned options, and per-step options as tensors (count,), of some matrices of the class."""
         of_matrices = self._of_matrices[:, where].unbind()
-        return FactorOptions(self._kind.options, dict(zip(self._names, of_matrices, strict=True)))
+        return FactorOptions(self._class.options, dict(zip(self._names, of_matrices, strict=True)))
 
 
 class _Awaited(MutableMapping[str, Any]):

@@ -42,18 +42,18 @@ class Meter:
 
     def __init__(self, specs: Sequence[ParameterSpec], names: Sequence[str], rounded: Collection[int] = ()) -> None:
         self._rounded = rounded
-        observed = [own for spec in specs if (own := _observed(spec)) is not None]
+        observed = [matrix_set for spec in specs if (matrix_set := _observed(spec)) is not None]
         self._sets = make_sets(observed, my_rank())
         of_matrices = {spec.position: _names_of_matrices(spec, names[spec.position]) for spec in observed}
         # For every set, the rule and the name of every matrix, in the order of its sums.
         self._matrices = [
             [
-                (kind.rule, name)
-                for kind in own.classes
-                for member in kind.members
+                (class_.rule, name)
+                for class_ in matrix_set.classes
+                for member in class_.members
                 for name in of_matrices[member.position][member.block]
             ]
-            for own in self._sets
+            for matrix_set in self._sets
         ]
         self._last: list[Tensor] = []
         self._unchanged: list[Tensor] = []
@@ -62,7 +62,11 @@ class Meter:
     @property
     def groups(self) -> list[tuple[Ranks, torch.device]]:
         """Return the ranks and devices over which it sums."""
-        found = [(tuple(sorted(own.ranks)), own.classes[0].device) for own in self._sets if len(own.ranks) > 1]
+        found = [
+            (tuple(sorted(matrix_set.ranks)), matrix_set.classes[0].device)
+            for matrix_set in self._sets
+            if len(matrix_set.ranks) > 1
+        ]
         return sorted(found, key=lambda group: (group[0], group[1].type))
 
     def start(self, shards: Sequence[Tensor], updated: Collection[int]) -> MeasuredStep:
@@ -111,17 +115,19 @@ class MeasuredStep:
         self.num_elements = 0  # of these shards
         # For every set, the sums over the squares of W, of W after the step, and of the difference.
         self.sums = [
-            torch.zeros(3, sum(k.count for k in own.classes), dtype=torch.float64, device=own.classes[0].device)
-            for own in sets
+            torch.zeros(
+                3, sum(k.count for k in matrix_set.classes), dtype=torch.float64, device=matrix_set.classes[0].device
+            )
+            for matrix_set in sets
         ]
         self._before: dict[int, Tensor] = {}  # copies of shards, by position
         self._blocks: dict[int, list[tuple[Block, Tensor]]] = defaultdict(list)  # by position, with their sums
-        for own, sums in zip(sets, self.sums, strict=True):
-            of_classes = torch.split(sums, [kind.count for kind in own.classes], dim=1)
-            for block in own.blocks:
+        for matrix_set, sums in zip(sets, self.sums, strict=True):
+            of_classes = torch.split(sums, [class_.count for class_ in matrix_set.classes], dim=1)
+            for block in matrix_set.blocks:
                 # Of several ranks that hold the same part, one counts it.
-                if block.position in updated and own.classes[block.kind].weights[block.matrices.start]:
-                    self._blocks[block.position].append((block, of_classes[block.kind][:, block.matrices]))
+                if block.position in updated and matrix_set.classes[block.class_index].weights[block.matrices.start]:
+                    self._blocks[block.position].append((block, of_classes[block.class_index][:, block.matrices]))
 
     def before(self, stage: Stage) -> None:
         """Copy the shards that a stage is about to update; one that several stages update is copied for the first."""
@@ -149,9 +155,9 @@ class MeasuredStep:
 
     def finish(self, recorder: Recorder) -> None:
         """Sum over ranks, one reduction per set."""
-        for index, (own, sums) in enumerate(zip(self._sets, self.sums, strict=True)):
-            if len(own.ranks) > 1:
-                self.sums[index] = add_up([sums], own.ranks, recorder)[0]
+        for index, (matrix_set, sums) in enumerate(zip(self._sets, self.sums, strict=True)):
+            if len(matrix_set.ranks) > 1:
+                self.sums[index] = add_up([sums], matrix_set.ranks, recorder)[0]
 
 
 def _observed(spec: ParameterSpec) -> ParameterSpec | None:

@@ -245,9 +245,9 @@ class PlannedStep:
                     found.setdefault(key, (device, exchange.ranks))
         for ranks, device in self.weights.groups:
             found[(tuple(sorted(ranks)), device.type, "")] = device, tuple(sorted(ranks))
-        for own in self.matrices.sets if self.matrices is not None else ():
-            if len(own.ranks) > 1:
-                device, ranks = own.classes[0].device, tuple(sorted(own.ranks))
+        for matrix_set in self.matrices.sets if self.matrices is not None else ():
+            if len(matrix_set.ranks) > 1:
+                device, ranks = matrix_set.classes[0].device, tuple(sorted(matrix_set.ranks))
                 found[(ranks, device.type, "")] = device, ranks
         return [
             (ranks, device, purpose, shared_by)

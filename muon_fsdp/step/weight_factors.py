@@ -33,11 +33,11 @@ class WeightFactors:
         self._parameters = {p.position: p for p in parameters if RULES[p.rule].multiplies_weights}
         self._boxes, self._classes, self._class_of = boxes, classes, class_of
         self._first = _running_sums(
-            [kind.count for kind in classes]
+            [class_.count for class_ in classes]
         )  # the number of each class's first matrix among all
         # By class, as the first call of `factors` shows. Those that depend on the update are of whole matrices.
         self._kinds: dict[int, tuple[FactorKind, FactorKind]] = {
-            index: ("matrix", "matrix") for index, kind in enumerate(classes) if RULES[kind.rule].update_statistics
+            index: ("matrix", "matrix") for index, class_ in enumerate(classes) if RULES[class_.rule].update_statistics
         }
         self._maps: dict[tuple[int, FactorKind], Tensor | None] = {}
         self._now: Sequence[Factors | None] = ()
@@ -46,19 +46,19 @@ class WeightFactors:
     @property
     def are_known(self) -> bool:
         """Return whether the kinds of all factors are known: those of matrices, rows or columns."""
-        return all(i in self._kinds for i, kind in enumerate(self._classes) if RULES[kind.rule].multiplies_weights)
+        return all(i in self._kinds for i, class_ in enumerate(self._classes) if RULES[class_.rule].multiplies_weights)
 
     def accept(self, index: int, factors: Factors) -> Factors:
         """Return the factors of a class; raise if they are of another kind than in the first step."""
-        kind = self._classes[index]
-        shapes = {shape: of_what for of_what, shape in _shapes(kind.count, kind.rows, kind.cols).items()}
+        class_ = self._classes[index]
+        shapes = {shape: of_what for of_what, shape in _shapes(class_.count, class_.rows, class_.cols).items()}
         for factor in factors:
             if tuple(factor.shape) not in shapes:
-                raise _wrong_shape(kind, factor)
+                raise _wrong_shape(class_, factor)
         kinds = shapes[tuple(factors[0].shape)], shapes[tuple(factors[1].shape)]
         for factor, now, known in zip(factors, kinds, self._kinds.setdefault(index, kinds), strict=True):
             if now != known:
-                raise _wrong_shape(kind, factor)
+                raise _wrong_shape(class_, factor)
         return factors
 
     def set(self, factors: Sequence[Factors | None]) -> None:
@@ -116,9 +116,9 @@ class WeightFactors:
         """Return the factors of weights and of updates of all matrices, (2, matrices), as kernels read them."""
         if self._flat is None:
             columns: list[list[Tensor]] = [[], []]
-            for kind, factors in zip(self._classes, self._now, strict=True):
+            for class_, factors in zip(self._classes, self._now, strict=True):
                 if factors is None or factors[0].ndim > 1 or factors[1].ndim > 1:
-                    factors = (torch.ones(kind.count, dtype=torch.float32, device=kind.device),) * 2
+                    factors = (torch.ones(class_.count, dtype=torch.float32, device=class_.device),) * 2
                 for column, values in zip(columns, factors, strict=True):
                     column.append(values.float())
             self._flat = torch.cat([*columns[0], *columns[1]]).view(2, -1)
@@ -192,11 +192,11 @@ class FactorOptions(dict[str, Any]):
         )
 
 
-def as_factor(value: Tensor | float, kind: MatrixClass, count: int) -> Tensor:
+def as_factor(value: Tensor | float, class_: MatrixClass, count: int) -> Tensor:
     """Return a factor in working precision; a single number is repeated for `count` matrices of the class."""
     if not isinstance(value, Tensor):  # filled on the device, because a copy from the host can't be captured
-        return torch.full((count,), float(value), dtype=kind.dtype, device=kind.device)
-    return (value.to(kind.device).expand(count) if value.ndim == 0 else value).to(kind.dtype)
+        return torch.full((count,), float(value), dtype=class_.dtype, device=class_.device)
+    return (value.to(class_.device).expand(count) if value.ndim == 0 else value).to(class_.dtype)
 
 
 def _common(kinds: set[FactorKind]) -> FactorKind:
@@ -221,8 +221,8 @@ def _shapes(count: int, rows: int, cols: int) -> dict[FactorKind, tuple[int, ...
     return {"columns": (count, 1, cols), "rows": (count, rows, 1), "matrix": (count,)}
 
 
-def _wrong_shape(kind: MatrixClass, factor: Tensor) -> ValueError:
+def _wrong_shape(class_: MatrixClass, factor: Tensor) -> ValueError:
     return ValueError(
-        f"rule {kind.rule!r}: factors must return tensors (B,), (B, d_out, 1) or (B, 1, d_in), the same kind at every "
-        f"step; for {kind.count} matrices of {kind.rows} x {kind.cols} it returned {tuple(factor.shape)}"
+        f"rule {class_.rule!r}: factors must return tensors (B,), (B, d_out, 1) or (B, 1, d_in), the same kind at "
+        f"every step; for {class_.count} matrices of {class_.rows} x {class_.cols} it returned {tuple(factor.shape)}"
     )
