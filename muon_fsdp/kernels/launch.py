@@ -82,13 +82,13 @@ def launch(
     programs: int,
     args: tuple[Any, ...],
     constants: Mapping[str, Any],
-    kind: Hashable,
+    variant: Hashable,
     *,
     num_warps: int = 4,
     num_stages: int = 3,
     maxnreg: int | None = None,
 ) -> None:
-    """Launch a Triton kernel on a one-dimensional grid, and compile it at the first launch of its kind.
+    """Launch a Triton kernel on a one-dimensional grid, and compile it at the first launch of a variant.
 
     Args:
         kernel: a function with `@triton.jit` or `@gluon.jit`.
@@ -96,15 +96,15 @@ def launch(
         args: the first arguments of the kernel. The kernel must declare numbers among them `do_not_specialize`, because
             a compiled kernel is reused for other numbers.
         constants: the last arguments of the kernel by name, in the order of its parameters.
-        kind: everything besides the constants that the compiled kernel depends on: the device, dtypes, alignment, and
-            which arguments are None.
+        variant: everything besides the constants that the compiled kernel depends on: the device, dtypes, alignment,
+            and which arguments are None.
         num_warps: warps per program.
         num_stages: depth of Triton's software pipeline.
         maxnreg: most registers per thread; None lets the compiler choose.
     """
     values = tuple(constants.values())
     # id(), because hashing a kernel takes longer; `_compiled` keeps it alive.
-    key = (id(kernel), kind, values, num_warps, num_stages, maxnreg)
+    key = (id(kernel), variant, values, num_warps, num_stages, maxnreg)
     known = _compiled.get(key)
     if known is not None:
         known[1][(programs, 1, 1)](*args, *values)

@@ -408,8 +408,8 @@ def symmetric_product(
     )
     constants = {"SAME": a is b, "HAS_C": c is not None, "HAS_E": e is not None}
     try:
-        kind = (a.device, a.dtype, transposed)
-        launch(_symmetric_hopper_kernel, table.shape[0], args, constants, kind, maxnreg=MAX_REGISTERS)
+        variant = (a.device, a.dtype, transposed)
+        launch(_symmetric_hopper_kernel, table.shape[0], args, constants, variant, maxnreg=MAX_REGISTERS)
     except torch.OutOfMemoryError:  # no fault of the kernel: the next call may work
         raise
     except Exception as error:  # Gluon's interface is not stable

@@ -135,8 +135,8 @@ def inverse_norms_of_partials(
 
 def _combine(partials: Tensor, first_chunk: Tensor | None, count: int, chunks: int) -> Tensor:
     result = torch.empty(count, dtype=torch.float32, device=partials.device)
-    kind = (partials.device, first_chunk is None)
-    launch(_inverse_norms_kernel, count, (partials, first_chunk, result, chunks), {"BLOCK": 1024}, kind)
+    variant = (partials.device, first_chunk is None)
+    launch(_inverse_norms_kernel, count, (partials, first_chunk, result, chunks), {"BLOCK": 1024}, variant)
     return result
 
 

@@ -93,11 +93,11 @@ def rescale_rows(
     aligned = cols % ALIGNMENT == 0 and all(is_aligned(matrices))
     # The widths of most models are multiples of 256, and a block that is partly masked wastes a part of each load.
     tiles = {"ALIGNED": aligned, "ROWS": ROWS, "BLOCK": 512 if cols % 512 == 0 else 256}
-    kind = (matrices.device, matrices.dtype, is_aligned(matrices), matrices.numel() > INT32_MAX)
+    variant = (matrices.device, matrices.dtype, is_aligned(matrices), matrices.numel() > INT32_MAX)
     values = torch.empty(count, rows, dtype=torch.float32, device=matrices.device)
     norm_ratios = torch.empty(count, dtype=torch.float32, device=matrices.device)
     sizes = (rows, cols, each)
-    launch(_row_squares_kernel, count * each, (matrices, values, *sizes, 1.0 / factor), tiles, kind)
+    launch(_row_squares_kernel, count * each, (matrices, values, *sizes, 1.0 / factor), tiles, variant)
     numbers = (rows, float(beta2), (1.0 - beta2) / cols, float(eps))
     launch(_row_factors_kernel, count, (values, moments, norm_ratios, *numbers), {"BLOCK": 1024}, matrices.device)
-    launch(_scale_rows_kernel, count * each, (matrices, values, norm_ratios, *sizes), tiles, kind)
+    launch(_scale_rows_kernel, count * each, (matrices, values, norm_ratios, *sizes), tiles, variant)

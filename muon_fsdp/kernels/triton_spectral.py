@@ -440,9 +440,9 @@ class Multiplication(NamedTuple):
             **_tiles(self.along_rows),
         }
         kernel = _along_rows_kernel if self.along_rows else _along_columns_kernel
-        kind = (vectors.device, is_aligned(vectors, out))
+        variant = (vectors.device, is_aligned(vectors, out))
         arguments = (self.programs, self.operands, vectors, out)
-        launch(kernel, len(self.programs), arguments, constants, kind, num_stages=num_stages)
+        launch(kernel, len(self.programs), arguments, constants, variant, num_stages=num_stages)
 
 
 def precision_and_stages(is_amd: bool) -> tuple[str, int]:

@@ -285,7 +285,7 @@ def fill(space: Space, vectors: Tensor, starts: Tensor) -> None:
     """Replace vectors that are zero by `starts`, which has one set of vectors per class."""
     constants = {"VECTORS": MAX_VECTORS, "BLOCK": 1024, "FIELDS": FIELDS}
     programs = len(space.matrices) * MAX_VECTORS
-    launch(_fill_kernel, programs, (space.matrices, vectors, starts), constants, _kind(space, vectors, starts))
+    launch(_fill_kernel, programs, (space.matrices, vectors, starts), constants, _variant(space, vectors, starts))
 
 
 def _inner(space: Space, first: Tensor, second: Tensor | None) -> Tensor:
@@ -298,7 +298,7 @@ def _inner(space: Space, first: Tensor, second: Tensor | None) -> Tensor:
     partials = torch.empty(len(space.programs), size, size, dtype=torch.float64, device=first.device)
     args = (space.matrices, space.programs, first, second, partials)
     constants = {"HAS_SECOND": second is not None, "VECTORS": MAX_VECTORS, "CHUNK": CHUNK, "BLOCK": BLOCK}
-    launch(_inner_kernel, len(space.programs), args, {**constants, "FIELDS": FIELDS}, _kind(space, first, second))
+    launch(_inner_kernel, len(space.programs), args, {**constants, "FIELDS": FIELDS}, _variant(space, first, second))
     return partials
 
 
@@ -313,7 +313,7 @@ def _combine(
     args = (space.matrices, space.programs, factors, first, second, out)
     constants = {"SINGLE": single, "ROUND": rounds, "HAS_SECOND": second is not None, "VECTORS": MAX_VECTORS}
     constants |= {"CHUNK": CHUNK, "BLOCK": BLOCK, "FIELDS": FIELDS}
-    launch(_combine_kernel, len(space.programs), args, constants, _kind(space, first, second, factors))
+    launch(_combine_kernel, len(space.programs), args, constants, _variant(space, first, second, factors))
     return out
 
 
@@ -331,7 +331,7 @@ def orthonormal(space: Space, vectors: Tensor, known: Tensor | None = None) -> T
         len(space.matrices),
         (partials, space.first_program, factors),
         constants,
-        _kind(space, partials),
+        _variant(space, partials),
         num_warps=1,
     )
     return _combine(space, factors, first, second, rounds=True)
@@ -363,13 +363,13 @@ def refine(
     first_program = rows.first_program
     if inner is not None:
         sums = torch.empty(count, size, size, dtype=torch.float64, device=device)
-        launch(_sum_kernel, count, (partials, first_program, sums), {"SIZE": size}, _kind(rows, partials))
+        launch(_sum_kernel, count, (partials, first_program, sums), {"SIZE": size}, _variant(rows, partials))
         partials, first_program = inner(sums), rows.each
     best = torch.empty(count, size, dtype=torch.float64, device=device)
     better = torch.empty(count, MAX_VECTORS, size, dtype=torch.float64, device=device)
     constants = {"SQUARINGS": SQUARINGS, "VECTORS": MAX_VECTORS, "SIZE": size}
     args = (partials, first_program, best, better)
-    launch(_ritz_kernel, count, args, constants, _kind(rows, partials))
+    launch(_ritz_kernel, count, args, constants, _variant(rows, partials))
     return Refined(
         _combine(cols, best, known, new, single=True),
         _combine(rows, best, known_left, new_left, single=True),
@@ -385,7 +385,7 @@ def make_unit(cols: Space, rows: Space, right: Tensor, left: Tensor) -> Tensor:
     """
     norms = torch.empty(len(cols.matrices), dtype=torch.float32, device=right.device)
     args = (cols.matrices, rows.matrices, right, left, norms)
-    launch(_unit_kernel, len(norms), args, {"BLOCK": 1024, "FIELDS": FIELDS}, _kind(cols, right, left))
+    launch(_unit_kernel, len(norms), args, {"BLOCK": 1024, "FIELDS": FIELDS}, _variant(cols, right, left))
     return norms
 
 
@@ -393,5 +393,5 @@ def _size(second: Tensor | None) -> int:
     return MAX_VECTORS if second is None else 2 * MAX_VECTORS
 
 
-def _kind(space: Space, *tensors: Tensor | None) -> object:
+def _variant(space: Space, *tensors: Tensor | None) -> object:
     return (space.matrices.device, tuple(tensor is None for tensor in tensors), is_aligned(*tensors))
