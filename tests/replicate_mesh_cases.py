@@ -1,4 +1,4 @@
-"""Matrices on slices of a mesh, repeated over the whole of it; run on gloo ranks by tests/test_replicate_mesh.py."""
+"""Matrices on submeshes, repeated over the whole of it; run on gloo ranks by tests/test_replicate_mesh.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def matrices_on(mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-    """Return matrices on the data-parallel slices of a mesh, on its tensor-parallel slices, plain, and on all of it."""
+    """Return matrices on data-parallel submeshes of a mesh, on tensor-parallel ones, plain, and on all of it."""
     own = mesh["dp"] if mesh.ndim == 2 else mesh["replica", "shard"]
     before = [Replicate()] * (own.ndim - 1)
     places: dict[str, tuple[tuple[int, ...], DeviceMesh | None, list[Any]]] = {
@@ -98,7 +98,7 @@ def follow_reference(shape: tuple[int, ...], rule: str, noise: float = 0.0) -> t
         rule=rule,
         strategy="owner",
         replicate_mesh=mesh,
-        replicate_group=mesh.get_group("dp") if mesh.ndim == 2 else None,  # a slice: `replicate_mesh` adds the others
+        replicate_group=mesh.get_group("dp") if mesh.ndim == 2 else None,  # a submesh: `replicate_mesh` adds the others
         orthogonalization="exact",
         **options,
     )

@@ -281,7 +281,7 @@ def test_experts_of_all_ranks_count_in_one_norm(layout, ranks: RankPool):
 
 
 def siblings_and_experts(spoiled: bool) -> float:
-    """Clip matrices on slices of a mesh: one that siblings have in common up to rounding, and one that each has alone.
+    """Clip matrices on submeshes: one that siblings have in common up to rounding, and one that each has alone.
 
     Args:
         spoiled: whether one sibling has a gradient that is not finite.

@@ -147,7 +147,7 @@ def test_replicas_are_compared_when_training_starts(ranks: RankPool):
 
 
 def no_slice() -> tuple[str, str]:
-    """Take a step with a matrix on ranks that are no slice; build an optimizer with a mesh of other ranks.
+    """Take a step with a matrix on ranks that are no submesh; build an optimizer with a mesh of other ranks.
 
     Returns:
         Both errors.
@@ -165,12 +165,12 @@ def no_slice() -> tuple[str, str]:
 
 
 @promise(
-    "A matrix lies on ranks that are no slice of `replicate_mesh`, or the mesh does not contain the rank",
+    "A matrix lies on ranks that are no submesh of `replicate_mesh`, or the mesh does not contain the rank",
     "An error that names the parameter and what to pass",
 )
 def test_a_mesh_that_does_not_fit_is_refused(ranks: RankPool):
     for text, other in ranks.run(4, no_slice, timeout=LIMIT):
         assert "'odd' lies on ranks" in text
-        assert "no slice of replicate_mesh with ranks (0, 1, 2, 3)" in text
+        assert "no submesh of replicate_mesh with ranks (0, 1, 2, 3)" in text
         assert "replicate_mesh={'odd': None, '*': mesh}" in text
         assert other == "replicate_mesh must contain this rank: pass a mesh that it belongs to"

@@ -147,7 +147,7 @@ def test_given_numbers_are_those_of_the_reference(reference):
     ],
 )
 def test_given_numbers_on_ranks(ranks: RankPool, reference, layout, world_size, options):
-    """Uneven shards, replicas and slices get the same numbers, before the first step and between steps."""
+    """Uneven shards, replicas and submeshes get the same numbers, before the first step and between steps."""
     for rank, found in enumerate(ranks.run(world_size, trained_with, layout, options)):
         assert_near(found, reference, f"rank {rank}", atol=1e-7)
 

@@ -1,4 +1,4 @@
-"""With `replicate_mesh`, matrices on slices of a mesh are computed once, and siblings stay equal bit for bit."""
+"""With `replicate_mesh`, matrices on submeshes are computed once, and siblings stay equal bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.replicate_mesh_cases import NUM_MATRICES, NUM_STEPS
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_a_layout_on_a_slice_becomes_one_on_the_whole_mesh(mesh_shape, data):
-    """Compare with slices that NumPy cuts out of the mesh; axes may be flattened into one."""
+    """Compare with submeshes that NumPy cuts out of the mesh; axes may be flattened into one."""
     mesh = 10 + np.arange(np.prod(mesh_shape)).reshape(mesh_shape)
     axes = [axis for axis in range(mesh.ndim) if data.draw(st.booleans())]
     own_shape = [mesh_shape[axis] for axis in axes]
@@ -44,7 +44,7 @@ def test_a_layout_on_a_slice_becomes_one_on_the_whole_mesh(mesh_shape, data):
                         if number == repeated.replica_of[repeated.index_of[rank]]]  # fmt: skip
             own_replica = own.replica_of[own.index_of[rank]]
             assert together == [r for r, number in zip(own.ranks, own.replica_of, strict=True) if number == own_replica]
-    assert len(found) == 1  # all slices find the same layout
+    assert len(found) == 1  # all submeshes find the same layout
     assert found.pop().ranks == ranks
 
 
@@ -84,7 +84,7 @@ def test_the_report_says_what_could_be_saved(ranks: RankPool):
         repeated = result["repeated"]
         assert (repeated.num_matrices, repeated.of_matrices) == (7, 11)  # three experts in two blocks, and the gate
         assert 0 < repeated.saved < 0.5
-        assert "7 of 11 matrices lie on a slice of a larger mesh" in result["report"]
+        assert "7 of 11 matrices lie on a submesh of a larger mesh" in result["report"]
         assert f"replicate_mesh= saves {repeated.saved:.0%} of the FLOPs" in result["report"]
 
 

@@ -98,9 +98,9 @@ class MuonOptimizer(GroupedOptimizer):
         overrides: {pattern of names: rule, or dict of group options}; the first match wins. Needs names.
         replicate_group: process group over which plain parameters are replicas, so that its ranks can share the work.
             If DDP wraps the model, its process group is the default.
-        replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a slice of it are equal on all
-            slices: each is then orthogonalized once, not once per slice. The first step raises an error if they
-            differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
+        replicate_mesh: the whole mesh under FSDP2 + tensor parallel, if matrices on a submesh of it are equal on
+            all submeshes: each is then orthogonalized once, not once per submesh. The first step raises an error if
+            they differ. Pass {pattern of names: mesh or None} to leave out some (local experts); the first match wins.
         agreement_group: process group whose ranks decide about a step together though they share no parameter. With
             pipeline stages, `nonfinite="skip"` must skip the step on all of them.
         options: those of other rules, by name.

@@ -26,7 +26,8 @@ class Replicas:
 
     Args:
         group: the process group over which plain parameters are replicas.
-        mesh: a mesh whose slices hold equal matrices, or {pattern of names: such a mesh or None}; the first match wins.
+        mesh: a mesh whose submeshes hold equal matrices, or {pattern of names: such a mesh or None}; the first match
+            wins.
         shards_state: whether the state of plain parameters is sharded over `group`.
     """
 
@@ -46,7 +47,7 @@ class Replicas:
         if shards_state and mesh is not None:
             raise ValueError(
                 "shard_state=True and replicate_mesh= can't be combined: shard_state is for replicas under DDP, "
-                "replicate_mesh for DTensors on a slice of a mesh. Leave out one of them"
+                "replicate_mesh for DTensors on a submesh. Leave out one of them"
             )
         self.group = group
         self.shards_state = shards_state
@@ -113,7 +114,7 @@ class Replicas:
 
         Returns:
             Layouts, of which equal ones are the same object; beside each, the ranks of the mesh that the parameter is
-            repeated over, or None. If its own ranks are no slice of that mesh, the layout remains its own.
+            repeated over, or None. If its own ranks are no submesh of that mesh, the layout remains its own.
         """
         found: list[tuple[Layout, Ranks | None]] = []
         known: dict[tuple[int, Ranks], tuple[Layout, Ranks | None]] = {}  # by the id() of the own layout

@@ -193,14 +193,14 @@ class Layout:
         return max(self.replica_of) + 1
 
     def repeated_over(self, ranks: tuple[int, ...]) -> Layout | None:
-        """Return the layout of these shards on a larger mesh whose other slices hold the same shards again.
+        """Return the layout of these shards on a larger mesh whose other submeshes hold the same shards again.
 
         Args:
             ranks: the ranks of the larger mesh in row-major order.
 
         Returns:
-            A layout on all of `ranks`, equal for every slice; None if the ranks of this layout are no slice of the
-            larger mesh.
+            A layout on all of `ranks`, equal for every submesh; None if the ranks of this layout are no submesh of
+            the larger mesh.
         """
         index_of = {rank: index for index, rank in enumerate(ranks)}
         if not set(self.ranks) <= index_of.keys():

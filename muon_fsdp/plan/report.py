@@ -59,7 +59,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Matrices on a slice of a larger mesh, on which other parameters lie; every slice computes them.
+    """Matrices on a submesh of a mesh on which other parameters lie; every such submesh computes them.
 
     Args:
         num_matrices: the number of these matrices.
@@ -73,8 +73,8 @@ class Repeated:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_matrices} of {self.of_matrices} matrices lie on a slice of a larger mesh, and every slice "
-            f"computes them. If they are equal on all slices, replicate_mesh= saves {self.saved:.0%} of the FLOPs"
+            f"{self.num_matrices} of {self.of_matrices} matrices lie on a submesh of a larger mesh, and every submesh "
+            f"computes them. If they are equal on all submeshes, replicate_mesh= saves {self.saved:.0%} of the FLOPs"
         )
 
 
@@ -96,7 +96,7 @@ class PlanReport:
         cuda_graph: whether this rank runs steps as a CUDA graph, and if not, why; empty for a report about other ranks.
         settled_bytes: bytes of per-matrix state that a rank adds up with the others after a step.
         large_state: rules that keep per-matrix state as large as matrices, whole on every rank.
-        repeated: the matrices that several slices of a mesh compute each, and what `replicate_mesh` would save.
+        repeated: the matrices that several submeshes of a mesh compute each, and what `replicate_mesh` would save.
         overlap: how many stages start in backward; empty with `overlap="step"`.
         state_bytes: bytes of state as it is stored, on a rank with the largest shard of every parameter.
         state_dict_bytes: those of the state that `state_dict()` returns, in working precision.
@@ -295,27 +295,27 @@ def _neediest(outlines: Iterable[StageOutline]) -> tuple[int, tuple[int, ...]]:
 
 
 def _repeated(specs: Sequence[ParameterSpec], matrices: Sequence[ParameterSpec]) -> Repeated | None:
-    """Return which matrices several slices of a mesh compute; None if there are none.
+    """Return which matrices several submeshes of a mesh compute; None if there are none.
 
     Args:
         specs: all parameters. Their meshes show which ranks the job has; those of other pipeline stages do not count.
         matrices: those that are orthogonalized.
     """
     layouts = {id(spec.layout): spec.layout for spec in specs}
-    times = {key: _num_slices(layout, list(layouts.values())) for key, layout in layouts.items()}
+    times = {key: _num_submeshes(layout, list(layouts.values())) for key, layout in layouts.items()}
     num_repeated = num_matrices = 0
     once = now = 0.0
     for spec in matrices:
-        slices, count = times[id(spec.layout)], spec.matrices.num_matrices
+        submeshes, count = times[id(spec.layout)], spec.matrices.num_matrices
         flops = spec.flops(spec.matrices)
         num_matrices += count
-        num_repeated += count if slices > 1 else 0
-        once, now = once + flops, now + slices * flops
+        num_repeated += count if submeshes > 1 else 0
+        once, now = once + flops, now + submeshes * flops
     return Repeated(num_repeated, num_matrices, 1 - once / now if now else 0.0) if num_repeated else None
 
 
-def _num_slices(layout: Layout, others: Sequence[Layout]) -> int:
-    """Return how many slices the largest mesh has that this layout is a slice of; 1 if there is no larger mesh."""
+def _num_submeshes(layout: Layout, others: Sequence[Layout]) -> int:
+    """Return how many submeshes the largest mesh has that this layout is a submesh of; 1 if there is no larger one."""
     larger = {other.ranks for other in others if len(other.ranks) > len(layout.ranks)}
     return max((len(r) // len(layout.ranks) for r in larger if layout.repeated_over(r) is not None), default=1)
 

@@ -30,8 +30,8 @@ EPS = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 class Siblings:
     """The parameters of this rank that look like those of other ranks, though neither tensors nor the user say so.
 
-    Under tensor parallelism, ranks hold the same normalization weights as plain tensors, or the same matrices on slices
-    of a mesh. Local experts look just like these and are not the same. Only gradients tell them apart.
+    Under tensor parallelism, ranks hold the same normalization weights as plain tensors, or the same matrices on
+    submeshes. Local experts look just like these and are not the same. Only gradients tell them apart.
 
     Args:
         ranks: the ranks that one step connects, in ascending order.

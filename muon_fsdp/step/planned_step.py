@@ -458,8 +458,8 @@ def _check_placed(record: ParameterRecord) -> None:
         )
     if record.repeated_over is not None and record.layout.ranks != record.repeated_over:
         raise RuntimeError(
-            f"parameter {name!r} lies on ranks {record.layout.ranks}, which are no slice of replicate_mesh with ranks "
-            f"{record.repeated_over}: pass a mesh that its mesh is a slice of, or leave the parameter out with "
+            f"parameter {name!r} lies on ranks {record.layout.ranks}, which are no submesh of replicate_mesh with "
+            f"ranks {record.repeated_over}: pass a mesh that its mesh is a part of, or leave the parameter out with "
             f"replicate_mesh={{{name!r}: None, '*': mesh}}"
         )
     if not isinstance(parameter, DTensor):
