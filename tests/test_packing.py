@@ -65,8 +65,8 @@ def test_thousands_of_equal_matrices_are_moved_by_few_copies(num_ranks):
 
 def test_long_runs_and_other_distances_are_copied_one_by_one():
     def runs(numel, *starts):
-        places = [((Slot(start, (numel,)), (slice(0, numel),)),) * 2 for start in starts]
-        return [(run.first, run.count, run.first_step) for run in make_copies(places).runs]
+        boxes = [((Slot(start, (numel,)), (slice(0, numel),)),) * 2 for start in starts]
+        return [(run.first, run.count, run.first_step) for run in make_copies(boxes).runs]
 
     assert runs(4, 0, 8, 16, 30, 40, 50) == [(0, 3, 8), (30, 3, 10)]
     assert runs(4, 0, 8, 18) == [(18, 1, 0), (0, 2, 8)]

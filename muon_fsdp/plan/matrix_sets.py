@@ -133,7 +133,7 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
     """
     matrix_of, row_of = view.row_numbers()
     counts = [count for count, _, _ in view.block_shapes]
-    place = [  # for every matrix of the parameter, its class and its index in that class
+    of_matrix = [  # for every matrix of the parameter, its class and its index in that class
         (class_index, first + index)
         for (class_index, first), count in zip(base, counts, strict=True)
         for index in range(count)
@@ -143,7 +143,7 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
         numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
         at = 0
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
-            class_index, matrix = place[number]
+            class_index, matrix = of_matrix[number]
             rows = row_of[part.rows[at : at + length]]
             step = int(rows[1] - rows[0]) if length > 1 else 1
             block = Block(
@@ -197,7 +197,7 @@ def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None
         if len(view.block_shapes) > 1 or view.stacked_heads > 1:
             return None
         each = box.shape[-2] * box.shape[-1]
-        return [(place * each, each, number) for place, number in enumerate(_numbers(view, box))] if each else []
+        return [(index * each, each, number) for index, number in enumerate(_numbers(view, box))] if each else []
     parts = local_parts(view, box)
     if len(parts) > 1:
         return None

@@ -68,13 +68,13 @@ def make_outline(
         if spec.view is not None:
             by_set[set_of[id(spec.layout)]].append(spec)
     owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()})
-    place = {position: number for number, position in enumerate(owned)}  # owners were assigned to the largest first
+    turn = {position: number for number, position in enumerate(owned)}  # owners were assigned to the largest first
     outlines = []
     for (number, _, rule, *_), members in by_kind.items():
         ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
         has_owners = members[0].view is not None
-        largest_first = sorted(members, key=lambda s: place[s.position]) if has_owners else sorted(members, key=_order)
+        largest_first = sorted(members, key=lambda s: turn[s.position]) if has_owners else sorted(members, key=_order)
         loads = [load_of(spec, work[spec.position]) for spec in largest_first]
         if has_owners and len(ranks) > 1 and strategy != "owner":
             on_all = {position: tuple(replace(unit, owner=None) for unit in many) for position, many in work.items()}

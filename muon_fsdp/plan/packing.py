@@ -35,7 +35,7 @@ class Slot:
         return buffer[self.offset : self.offset + self.numel].view(self.shape)
 
 
-Place: TypeAlias = tuple[Slot, tuple[slice, ...]]  # a box of a tensor that lies in a flat buffer
+BufferBox: TypeAlias = tuple[Slot, tuple[slice, ...]]  # a box of a tensor that lies in a flat buffer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Run:
         return Run(self.first, self.second, self.numel + other.numel)
 
     def repeated(self, other: Run) -> Run | None:
-        """Return this run, repeated once more at the place of the other; None if that is not such a repetition."""
+        """Return this run, repeated once more where the other is; None if that is not such a repetition."""
         steps = other.first - self.first, other.second - self.second
         if self.count > 1:
             steps = steps[0] - (self.count - 1) * self.first_step, steps[1] - (self.count - 1) * self.second_step
@@ -73,11 +73,11 @@ class Copies:
 
     Args:
         runs: those that are contiguous in both, as long as possible; single runs come first.
-        strided: all others, by their places in both buffers.
+        strided: all others, by their boxes in both buffers.
     """
 
     runs: tuple[Run, ...]
-    strided: tuple[tuple[Place, Place], ...]
+    strided: tuple[tuple[BufferBox, BufferBox], ...]
 
     @cached_property
     def num_dense(self) -> int:
@@ -119,7 +119,7 @@ class Packing:
         return sum(self.sizes)
 
 
-def make_packing(pieces: Sequence[Iterable[Place]], me: int) -> Packing:
+def make_packing(pieces: Sequence[Iterable[BufferBox]], me: int) -> Packing:
     """Arrange pieces in messages, rank after rank.
 
     Args:
@@ -128,7 +128,7 @@ def make_packing(pieces: Sequence[Iterable[Place]], me: int) -> Packing:
     """
     sizes: list[int] = []
     runs: list[Run] = []
-    strided: list[tuple[Place, Place]] = []
+    strided: list[tuple[BufferBox, BufferBox]] = []
     offset = 0
     for rank, of_rank in enumerate(pieces):
         start = offset
@@ -144,11 +144,11 @@ def make_packing(pieces: Sequence[Iterable[Place]], me: int) -> Packing:
     return Packing(tuple(sizes), Copies(_repeated(runs), tuple(strided)))
 
 
-def make_copies(places: Iterable[tuple[Place, Place]]) -> Copies:
-    """Arrange the copies between two flat buffers, given the places of every piece in both."""
+def make_copies(boxes: Iterable[tuple[BufferBox, BufferBox]]) -> Copies:
+    """Arrange the copies between two flat buffers, given the boxes of every piece in both."""
     runs: list[Run] = []
-    strided: list[tuple[Place, Place]] = []
-    for (slot, slices), (other_slot, other_slices) in places:
+    strided: list[tuple[BufferBox, BufferBox]] = []
+    for (slot, slices), (other_slot, other_slices) in boxes:
         start, other_start = _contiguous_start(slot.shape, slices), _contiguous_start(other_slot.shape, other_slices)
         if start is None or other_start is None:
             strided.append(((slot, slices), (other_slot, other_slices)))

@@ -20,7 +20,7 @@ from muon_fsdp.declarations.views import MatrixView
 from muon_fsdp.plan.costs import SCRATCH_STAGES, StageLimits, matrices_at_once, scratch_numel
 from muon_fsdp.plan.layout import Box, Layout
 from muon_fsdp.plan.outline import StageOutline
-from muon_fsdp.plan.packing import Copies, Packing, Place, Slot, make_copies, make_packing
+from muon_fsdp.plan.packing import BufferBox, Copies, Packing, Slot, make_copies, make_packing
 from muon_fsdp.plan.slices import SLOT_ALIGNMENT, UpdateSlices, aligned
 from muon_fsdp.plan.units import NO_OPTIONS, ParameterSpec, Unit
 
@@ -155,10 +155,10 @@ class Stage:
         assert self.exchange is not None
         exchange, me = self.exchange, self.exchange.me
 
-        def in_shard(piece: Piece) -> Place:
+        def in_shard(piece: Piece) -> BufferBox:
             return self.shard_slots[self.units[piece.unit].position], piece.in_shard
 
-        def in_unit(piece: Piece) -> Place:
+        def in_unit(piece: Piece) -> BufferBox:
             return self.unit_slots[piece.unit], piece.in_unit
 
         def of_shards(lists: Sequence[Sequence[Piece]]) -> Packing:

@@ -63,7 +63,7 @@ class Unit:
     first_block: int = 0
     first_in_block: int = 0
 
-    def place(self, whole: MatrixView, block: int) -> tuple[int, int]:
+    def block_of(self, whole: MatrixView, block: int) -> tuple[int, int]:
         """Return which block of `whole`, the view of the whole parameter, a block of the unit belongs to.
 
         Returns:
