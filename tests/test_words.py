@@ -22,6 +22,7 @@ RETIRED = {
     r"\bthe rest (go|goes|take|takes|to AdamW)\b": "all other parameters",
     r"\blooked for\b": "searched or tuned",
     r"\bgoes on\b": "continues or resumes",
+    r"\bslices? of (a|the|that) (larger )?mesh\b|\bslices? of `?replicate_mesh\b": "submesh",
 }
 
 
