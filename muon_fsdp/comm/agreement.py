@@ -78,7 +78,7 @@ class _Flag(IntEnum):
     MEASURES = 6  # the rank wants the step to be measured
 
 
-# The integers of a set begin with its hash, minus its hash, and four numbers about loading, of state and of weights:
+# The integers of a set begin with its hash, minus its hash, and four about loading, of state and of weights:
 # 1 + the rank if it has loaded, else 0; and 1 + the rank if it has not, else 0.
 _NUM_FIRST = 6
 
@@ -104,12 +104,12 @@ class _Report:
 
     Args:
         key: of the text in the store.
-        numbers: the vector of integers of this rank.
+        integers: the vector of this rank.
     """
 
-    def __init__(self, key: str, numbers: list[int]) -> None:
-        self.key, self.numbers = key, numbers
-        self._vector = torch.tensor(numbers, dtype=torch.int32)
+    def __init__(self, key: str, integers: list[int]) -> None:
+        self.key, self.integers = key, integers
+        self._tensor = torch.tensor(integers, dtype=torch.int32)
         self._group: Any = None
         self._work: Any = None
 
@@ -120,7 +120,7 @@ class _Report:
     def start(self, group: dist.ProcessGroup) -> None:
         """Start the reduction on the CPU."""
         self._group = group
-        self._work = dist.all_reduce(self._vector, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
         atexit.register(self._end)
 
     def wait(self) -> list[int]:
@@ -128,7 +128,7 @@ class _Report:
         assert self._work is not None
         self._work.wait()
         atexit.unregister(self._end)
-        return self._vector.tolist()
+        return self._tensor.tolist()
 
     def _end(self) -> None:
         """Stop the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
@@ -267,21 +267,21 @@ class Agreement:
             RuntimeError: a rank has failed, hashes differ, or gradients of one parameter are laid out differently.
                 Every rank raises it.
         """
-        numbers = self._numbers()
-        numbers[_Flag.NOT_INERT] = int(not inert)
-        numbers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
-        numbers[_Flag.COMPARES] = compares
-        numbers[_Flag.NUM_UPDATES] = num_updates
-        numbers[_Flag.MEASURES] = (1 + my_rank()) * measures
+        integers = self._integers()
+        integers[_Flag.NOT_INERT] = int(not inert)
+        integers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
+        integers[_Flag.COMPARES] = compares
+        integers[_Flag.NUM_UPDATES] = num_updates
+        integers[_Flag.MEASURES] = (1 + my_rank()) * measures
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
             start = self._starts[ranks]
             # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
             # are equal if the smallest is the largest; the same holds for codes.
-            numbers[start : start + _NUM_FIRST] = [hashes[ranks], -hashes[ranks], *_about_loading(ranks, loaded)]
-            numbers[start + _NUM_FIRST : start + _NUM_FIRST + 3 * count] = [*of_set, *inverse, *early[ranks]]
-        largest = self._largest(numbers)
+            integers[start : start + _NUM_FIRST] = [hashes[ranks], -hashes[ranks], *_about_loading(ranks, loaded)]
+            integers[start + _NUM_FIRST : start + _NUM_FIRST + 3 * count] = [*of_set, *inverse, *early[ranks]]
+        largest = self._largest(integers)
         if largest[_Flag.LEAVES]:
             return None
         for ranks, start in self._starts.items():
@@ -311,7 +311,7 @@ class Agreement:
     def fail(self, error: Exception) -> None:
         """Report to the other ranks that this rank cannot take the step; each of them raises `error`'s message."""
         shared_store().set(f"{self._next_report()}/{my_rank()}", str(error))
-        self._reduce(self._numbers(_Flag.FAILED))
+        self._reduce(self._integers(_Flag.FAILED))
 
     def report(self, text: str) -> None:
         """Report to the other ranks that the last step went wrong here; each raises it at its next agreement.
@@ -319,7 +319,7 @@ class Agreement:
         This rank does not wait for them, because they may need it in a forward pass before. Its part in their next
         agreement is the report: `finish_report` must be called before anything else.
         """
-        report = _Report(self._next_report(), self._numbers(_Flag.FAILED))
+        report = _Report(self._next_report(), self._integers(_Flag.FAILED))
         shared_store().set(f"{report.key}/{my_rank()}", text)
         # On a GPU the reduction would wait there for the other ranks, and so would everything that waits for the GPU.
         if self._device.type == "cpu":
@@ -331,21 +331,21 @@ class Agreement:
         if self._report is None:
             return
         report, self._report = self._report, None
-        rank = self._reduce(report.numbers, report)[_Flag.FAILED] - 1
+        rank = self._reduce(report.integers, report)[_Flag.FAILED] - 1
         raise _failure(rank, shared_store().get(f"{report.key}/{rank}").decode())
 
     def leave(self) -> None:
         """Report to the other ranks that this rank's parameters have changed, so that all make a new `Agreement`."""
-        self._largest(self._numbers(_Flag.LEAVES))
+        self._largest(self._integers(_Flag.LEAVES))
 
-    def _numbers(self, flag: _Flag | None = None) -> list[int]:
+    def _integers(self, flag: _Flag | None = None) -> list[int]:
         """Return a vector of integers that sets at most one flag and leaves the maximum for every set to others."""
-        numbers = [NO_GRADIENT] * self._size
+        integers = [NO_GRADIENT] * self._size
         if flag is not None:
-            numbers[flag] = 1 + my_rank()
+            integers[flag] = 1 + my_rank()
         for start in self._starts.values():
-            numbers[start : start + 2] = _NEUTRAL, _NEUTRAL
-        return numbers
+            integers[start : start + 2] = _NEUTRAL, _NEUTRAL
+        return integers
 
     def _loaded_on(self, largest: Sequence[int], offset: int) -> tuple[int, int] | None:
         """Return a rank that has loaded and one of the same set that has not; None if no set has both."""
@@ -370,25 +370,25 @@ class Agreement:
                 )
         return codes
 
-    def _largest(self, numbers: Sequence[int]) -> list[int]:
+    def _largest(self, integers: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of the vectors of all ranks; raise if one of the ranks has failed."""
-        largest = self._reduce(numbers)
+        largest = self._reduce(integers)
         if largest[_Flag.FAILED]:
             rank = largest[_Flag.FAILED] - 1
             raise _failure(rank, shared_store().get(f"{self._next_report()}/{rank}").decode())
         return largest
 
-    def _reduce(self, numbers: Sequence[int], report: _Report | None = None) -> list[int]:
+    def _reduce(self, integers: Sequence[int], report: _Report | None = None) -> list[int]:
         """Return the element-wise maximum of the vectors of all ranks; raise if another rank can't be reached.
 
         Args:
-            numbers: the vector of this rank.
+            integers: the vector of this rank.
             report: a report whose reduction may have been started.
         """
         try:
             if report is not None and report.is_started:
                 return report.wait()
-            return self._all_reduce(numbers)
+            return self._all_reduce(integers)
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != my_rank()]
             raise RuntimeError(
@@ -396,7 +396,7 @@ class Agreement:
                 f"{error}. Look at its output for the first error"
             ) from error
 
-    def _all_reduce(self, numbers: Sequence[int]) -> list[int]:
+    def _all_reduce(self, integers: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of the vectors of all ranks, by an all-reduce.
 
         The host waits for the result. On a GPU the all-reduce has its own stream, so the host does not wait for the
@@ -404,14 +404,14 @@ class Agreement:
         """
         group = group_of(self.ranks, self._device)
         if self._device.type == "cpu":
-            on_host = torch.tensor(numbers, dtype=torch.int32)
+            on_host = torch.tensor(integers, dtype=torch.int32)
             dist.all_reduce(on_host, op=dist.ReduceOp.MAX, group=group)
             return on_host.tolist()
         module = torch.get_device_module(self._device)
         if self._stream is None:
             self._stream = module.Stream(self._device)
         with module.stream(self._stream):
-            on_host = torch.tensor(numbers, dtype=torch.int32).pin_memory()
+            on_host = torch.tensor(integers, dtype=torch.int32).pin_memory()
             on_device = on_host.to(self._device, non_blocking=True)
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
             on_host.copy_(on_device, non_blocking=True)
@@ -428,7 +428,7 @@ class Agreement:
 
 
 def _about_loading(ranks: Ranks, loaded: Mapping[Ranks, tuple[bool, bool]] | None) -> list[int]:
-    """Return the four numbers of a set about loading."""
+    """Return the four integers of a set about loading."""
     if loaded is None or ranks not in loaded:
         return [0, 0, 0, 0]
     me = 1 + my_rank()

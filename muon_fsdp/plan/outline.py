@@ -59,10 +59,10 @@ def make_outline(
     # A stage ends with one all-gather among peers, so all of its parameters have the same peers.
     peers: dict[tuple[tuple[int, ...], ...], int] = {}
     peers_of = {key: peers.setdefault(layout.peers, len(peers)) for key, layout in layouts.items()}
-    by_kind: dict[tuple[int, int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
+    alike: dict[tuple[int, int, str, torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(list)
     for spec in sorted(specs, key=lambda spec: set_of[id(spec.layout)]):
         which = id(spec.layout)
-        by_kind[(set_of[which], peers_of[which], spec.rule, spec.device, spec.dtype)].append(spec)
+        alike[(set_of[which], peers_of[which], spec.rule, spec.device, spec.dtype)].append(spec)
     by_set: dict[int, list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
         if spec.view is not None:
@@ -70,7 +70,7 @@ def make_outline(
     owned = _assign_owners({rank_sets[number]: members for number, members in by_set.items()})
     turn = {position: number for number, position in enumerate(owned)}  # owners were assigned to the largest first
     outlines = []
-    for (number, _, rule, *_), members in by_kind.items():
+    for (number, _, rule, *_), members in alike.items():
         ranks = rank_sets[number]
         work = {spec.position: owned.get(spec.position, ()) for spec in members}
         has_owners = members[0].view is not None

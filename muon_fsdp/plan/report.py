@@ -326,12 +326,12 @@ def _gathered_weights(specs: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
     Returns:
         Those that a rank receives, and those of the buffers in use at a time.
     """
-    by_kind: dict[tuple[int, torch.device, int], list[ParameterSpec]] = defaultdict(list)
+    alike: dict[tuple[int, torch.device, int], list[ParameterSpec]] = defaultdict(list)
     for spec in specs:
         if spec.weight_bytes and math.prod(spec.shape) > 0:
-            by_kind[(id(spec.layout), spec.device, spec.weight_bytes)].append(spec)
+            alike[(id(spec.layout), spec.device, spec.weight_bytes)].append(spec)
     received, buffers = 0, [0, 0]
-    for (*_, size), members in by_kind.items():
+    for (*_, size), members in alike.items():
         num_ranks = len(members[0].layout.ranks)
         shapes = [(spec.position, spec.shape) for spec in members]
         for bucket in make_buckets(shapes, num_ranks, bucket_bytes // size):

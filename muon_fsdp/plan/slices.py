@@ -33,10 +33,10 @@ class UpdateSlices:
         self.num_peers = self._layout.num_replicas
         self.specs = _by_slice_of_owner(outline) if self.num_peers > 1 else outline.specs
         # Few shards differ in size, and thousands of parameters have the same shape: both are looked up.
-        by_kind = {(id(spec.layout), spec.shape): spec for spec in self.specs}
-        numbers = {kind: number for number, kind in enumerate(by_kind)}
-        self._kinds = [(spec.layout, spec.shape) for spec in by_kind.values()]
-        self._kind_of = [numbers[(id(spec.layout), spec.shape)] for spec in self.specs]
+        alike = {(id(spec.layout), spec.shape): spec for spec in self.specs}
+        numbers = {key: number for number, key in enumerate(alike)}
+        self._shards = [(spec.layout, spec.shape) for spec in alike.values()]
+        self._shard_of = [numbers[(id(spec.layout), spec.shape)] for spec in self.specs]
         self._by_numels: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
         self._by_first_peer: dict[int, tuple[dict[int, int], int]] = {}
 
@@ -69,12 +69,12 @@ class UpdateSlices:
         """Return where each parameter begins in the buffer of this rank, by position, and the elements of a slice."""
         peer = self._layout.peers[index][0]
         if peer not in self._by_first_peer:
-            numels = tuple(layout.boxes(shape)[peer].numel for layout, shape in self._kinds)
+            numels = tuple(layout.boxes(shape)[peer].numel for layout, shape in self._shards)
             if numels not in self._by_numels:
                 offsets, end = {}, 0
-                for spec, kind in zip(self.specs, self._kind_of, strict=True):
+                for spec, shard in zip(self.specs, self._shard_of, strict=True):
                     offsets[spec.position] = end
-                    end += aligned(numels[kind])
+                    end += aligned(numels[shard])
                 self._by_numels[numels] = offsets, aligned(-(-end // self.num_peers))
             self._by_first_peer[peer] = self._by_numels[numels]
         return self._by_first_peer[peer]

@@ -47,7 +47,7 @@ class StateTensors:
 
     def __init__(self) -> None:
         self._tensors: Sequence[ReferenceType[Tensor]] = ()  # weak: state that is moved to the CPU frees its memory
-        self._kinds: object = ()
+        self._forms: object = ()
         self._sharded: Sequence[int] = ()  # the indices of DTensors among them
 
     def have_changed(self, states: Mapping[int, State]) -> bool:
@@ -56,15 +56,15 @@ class StateTensors:
         if len(now) != len(self._tensors) or not all(map(is_, now, [known() for known in self._tensors])):
             return True
         # Assigning to `data` moves a tensor or changes its size. A DTensor does not notice this of its local tensor.
-        return self._kinds_of(now) != self._kinds
+        return self._forms_of(now) != self._forms
 
     def accept(self, states: Mapping[int, State]) -> None:
         """Remember these tensors."""
         now = _tensors(states)
         self._sharded = [index for index, value in enumerate(now) if isinstance(value, DTensor)]
-        self._tensors, self._kinds = [ref(value) for value in now], self._kinds_of(now)
+        self._tensors, self._forms = [ref(value) for value in now], self._forms_of(now)
 
-    def _kinds_of(self, tensors: Sequence[Tensor]) -> object:
+    def _forms_of(self, tensors: Sequence[Tensor]) -> object:
         """Return the numbers of the devices, the dtypes and the sizes of tensors; of a DTensor, its local tensor."""
         tensors = list(tensors)
         for index in self._sharded:

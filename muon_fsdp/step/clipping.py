@@ -232,11 +232,11 @@ def _row(record: ParameterRecord, square: Tensor | None, grad: Tensor | None, de
 
 def _scale(records: Sequence[ParameterRecord], factor: Tensor) -> None:
     """Multiply the gradients of some parameters by a factor, in place."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for record in records:
         if record.tensor.grad is not None:
             grad = record.tensor.grad
             part = grad._values() if grad.is_sparse else local(grad)
-            by_kind[(part.device, part.dtype)].append(part)
-    for (device, dtype), parts in by_kind.items():
+            alike[(part.device, part.dtype)].append(part)
+    for (device, dtype), parts in alike.items():
         torch._foreach_mul_(parts, factor.to(device=device, dtype=dtype))

@@ -225,7 +225,7 @@ def _make_lists(
     partials, starts = _partials(stage, rows_of)
     partials = {position: (0, shards[position].numel()) for _, position in fusable} | partials
     first_partials = torch.tensor(starts, dtype=torch.int32, device=device) if starts else None
-    by_kind: dict[tuple[int, Any, bool], list[int]] = defaultdict(list)
+    alike: dict[tuple[int, Any, bool], list[int]] = defaultdict(list)
     for group, position in fusable:
         # One tensor of another alignment would make its whole list load single elements.
         _, numel = partials[position]
@@ -233,9 +233,9 @@ def _make_lists(
         aligned = numel % ALIGNMENT == 0 and all(
             is_aligned(shards[position], stage.cut(position, grad) if grad is not None else None)
         )
-        by_kind[(group, signature[position], aligned)].append(position)
+        alike[(group, signature[position], aligned)].append(position)
     lists = []
-    for (group, (parameter_dtype, gradient_dtype, state_dtype), _), positions in by_kind.items():
+    for (group, (parameter_dtype, gradient_dtype, state_dtype), _), positions in alike.items():
         numels = [shards[position].numel() for position in positions]
         firsts, matrix_numels = zip(*[partials[position] for position in positions], strict=True)
         chunks, aligned = make_chunks(numels, matrix_numels, firsts, device)

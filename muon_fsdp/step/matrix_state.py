@@ -156,13 +156,13 @@ class MatrixStates:
             for spec in specs
             for member in class_.members
         ]
-        # State may be replaced, or moved by assigning to its `data`. The slices keep the old memory allocated, so equal
+        # State may be replaced, or moved by assigning to its `data`. The parts keep the old memory allocated, so equal
         # addresses mean the same memory.
         addresses = addresses_of(now)
         if not self._times or addresses != self.addresses:
             self.addresses, self._times = addresses, 0
             for state in self._set_states:
-                state.bind(lambda class_, spec: self._slices_of(class_, spec, inputs.states))
+                state.bind(lambda class_, spec: self._parts_of(class_, spec, inputs.states))
         self._times += 1
         have_new_flags = [state.fill(inputs.updated) for state in self._set_states]  # all of them are filled
         if self._times == 1 or any(have_new_flags):
@@ -171,7 +171,7 @@ class MatrixStates:
         for values in self._per_step:
             values.fill(inputs.groups)
 
-    def _slices_of(self, class_: MatrixClass, spec: PerMatrix, states: Mapping[int, State]) -> list[Tensor]:
+    def _parts_of(self, class_: MatrixClass, spec: PerMatrix, states: Mapping[int, State]) -> list[Tensor]:
         """Return the parts of every parameter's state that belong to a class."""
         views = {member.position: self._parameters[member.position].matrices for member in class_.members}
         return [
@@ -598,12 +598,12 @@ class _SetState:
         self._matrix_of = torch.cat([torch.empty(0, dtype=torch.int64), *matrices]).to(device)  # of every element
         self._elements = torch.ones(len(self._matrix_of), dtype=torch.bool, device=device)
         self._flags: tuple[bool, ...] = ()
-        self._slices: list[list[Tensor]] = []  # of the rules' state, then of the observed state
+        self._parts: list[list[Tensor]] = []  # of the rules' state, then of the observed state
         self._before = self._flat = torch.empty(0)
 
-    def bind(self, slices_of: Callable[[MatrixClass, PerMatrix], list[Tensor]]) -> None:
+    def bind(self, parts_of: Callable[[MatrixClass, PerMatrix], list[Tensor]]) -> None:
         """Read and write these state tensors from now on: for a class, the parts of the parameters' state."""
-        self._slices = [slices_of(entry.class_, entry.spec) for entry in (*self.of_rules, *self.observed)]
+        self._parts = [parts_of(entry.class_, entry.spec) for entry in (*self.of_rules, *self.observed)]
 
     def fill(self, updated: Collection[int]) -> bool:
         """Write which matrices are updated, given the positions of parameters, to where a captured step reads it.
@@ -625,12 +625,12 @@ class _SetState:
         states: list[tuple[State, State]] = [({}, {}) for _ in self._classes]
         first, stop = len(self.of_rules), len(self.of_rules) + len(self._read)
         if self.of_rules:
-            self._before = _joined(self._slices[:first])
+            self._before = _joined(self._parts[:first])
             self._flat = self._before.clone()
             for entry, value in self._split(self.of_rules, self._flat):
                 states[entry.number][0][entry.spec.name] = value
         if self._read:
-            for entry, value in self._split(self._read, _joined(self._slices[first:stop])):
+            for entry, value in self._split(self._read, _joined(self._parts[first:stop])):
                 states[entry.number][1][entry.spec.name] = value
         return states
 
@@ -652,11 +652,11 @@ class _SetState:
             sources = [value.reshape(-1) for _, value in self._split(self.of_rules, kept)] + sources
         parts = [
             part
-            for source, slices in zip(sources, self._slices, strict=True)
-            for part in torch.split(source, [target.numel() for target in slices])
+            for source, targets in zip(sources, self._parts, strict=True)
+            for part in torch.split(source, [target.numel() for target in targets])
         ]
         if parts:
-            torch._foreach_copy_([target for slices in self._slices for target in slices], parts)
+            torch._foreach_copy_([target for targets in self._parts for target in targets], parts)
 
     def _holds(self, values: Sequence[Tensor]) -> bool:
         """Return whether the values still lie in the buffer of `read`: rules have changed them in place, if at all."""
@@ -673,8 +673,8 @@ class _SetState:
         return [(entry, part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
 
 
-def _joined(slices: Sequence[Sequence[Tensor]]) -> Tensor:
-    return torch.cat([part for parts in slices for part in parts])
+def _joined(lists: Sequence[Sequence[Tensor]]) -> Tensor:
+    return torch.cat([part for parts in lists for part in parts])
 
 
 class _PerStepValues:

@@ -194,13 +194,13 @@ class BackwardOverlap:
         claim = self._thread.claim
         self._is_excluded = _any_travels(self._stages) and (are_claimed(PURPOSE) if claim is None else claim.is_broken)
         # Another rank may be able to start a stage that this one can't.
-        numbers = {record.position: UNREADY for record in self._records}
+        found = {record.position: UNREADY for record in self._records}
         for stage in self._stages:
             of_stage = {position: self._objection(position, stage.number in running) for position in stage.positions}
             if stage.number in running and not self._round.is_current(stage, groups, states):
                 of_stage = {position: max(number, CHANGED) for position, number in of_stage.items()}
-            numbers |= {position: number + self._order.get(position, 0) for position, number in of_stage.items()}
-        return numbers
+            found |= {position: number + self._order.get(position, 0) for position, number in of_stage.items()}
+        return found
 
     def _objection(self, position: int, is_running: bool) -> int:
         parameter = self._records[position].tensor
@@ -218,23 +218,26 @@ class BackwardOverlap:
             self._found_changes = True
         return CHANGED
 
-    def settle(self, numbers: Mapping[int, int]) -> dict[int, Callable[[], StageResult]]:
+    def settle(self, objections: Mapping[int, int]) -> dict[int, Callable[[], StageResult]]:
         """Finish the round, and choose the stages that start in the next backward.
 
         Args:
-            numbers: the objections that ranks have agreed on, by position.
+            objections: those that ranks have agreed on, by position.
 
         Returns:
             For the stages whose results are used, by number: a function that waits for the result and returns it.
         """
         round_ = self._round
-        largest = {stage.number: max(numbers[position] for position in stage.positions) for stage in self._stages}
+        largest = {stage.number: max(objections[position] for position in stage.positions) for stage in self._stages}
         used = [stage for stage in round_.stages if largest[stage.number] < CHANGED]
         self._stage_counts["overlapped_stages"] += len(used)
         self._stage_counts["discarded_stages"] += len(round_.stages) - len(used)
         self._next = early_order(
             [stage for stage in self._stages if largest[stage.number] < UNREADY],
-            {stage.number: max(numbers[position] % CHANGED for position in stage.positions) for stage in self._stages},
+            {
+                stage.number: max(objections[position] % CHANGED for position in stage.positions)
+                for stage in self._stages
+            },
         )
         self._expected, self._arrivals = dict(self._arrivals), Counter()
         self._num_arrivals, self._order = 0, {}

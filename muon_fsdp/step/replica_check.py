@@ -37,11 +37,13 @@ _NAMED_RANKS = 8  # ranks that a message names
 
 
 class _Fact(NamedTuple):
-    """Numbers that must be equal on all replicas of a parameter."""
+    """A fingerprint that must be equal on all replicas of a parameter."""
 
     record: ParameterRecord
     what: str  # "values", "gradients", or the state by name
-    numbers: Tensor  # of this rank, float64: one hash; or random sums and a norm; -inf if there is nothing to compare
+    fingerprint: (
+        Tensor  # of this rank, float64: one hash; or random sums and a norm; -inf if there is nothing to compare
+    )
     tolerance: float  # 0 for a hash
 
     @property
@@ -50,17 +52,17 @@ class _Fact(NamedTuple):
         return (self.what != "values") + (self.what == "gradients"), self.record.position
 
     def differs(self, largest: Tensor, smallest: Tensor) -> bool:
-        """Return whether replicas with these largest and smallest numbers differ."""
+        """Return whether replicas with these largest and smallest fingerprints differ."""
         if not self.tolerance:
             return bool(largest != smallest)
         distance = (largest - smallest)[:-1].clamp(min=0).norm()
         return bool(distance > self.tolerance * largest[-1].clamp(min=0))
 
     def differing(self, of_ranks: Tensor) -> tuple[int, list[int]]:
-        """Return the index of the first rank that has numbers, and of those that differ from it.
+        """Return the index of the first rank that has a fingerprint, and of those that differ from it.
 
         Args:
-            of_ranks: (ranks, numbers).
+            of_ranks: (ranks, numbers of the fingerprint).
         """
         first = int(of_ranks[:, 0].isfinite().nonzero()[0])
         compared = slice(None) if not self.tolerance else slice(-1)
@@ -114,7 +116,7 @@ def compare_replicas(
         different = _different(facts, peers, purpose)
         if different:
             fact = min(different, key=lambda fact: fact.order)
-            first, others = fact.differing(of_all(fact.numbers.to(fact.record.device), peers, purpose).cpu())
+            first, others = fact.differing(of_all(fact.fingerprint.to(fact.record.device), peers, purpose).cpu())
             errors.append((fact.order, _message(fact, peers[first], [peers[i] for i in others])))
             errors += [(other.order, "") for other in different if other is not fact]
     if errors:
@@ -126,11 +128,11 @@ def compare_replicas(
 def _different(facts: Sequence[_Fact], peers: Ranks, purpose: str) -> list[_Fact]:
     """Return the facts that are not the same on all peers; one reduction."""
     device = facts[0].record.device  # of several of one type
-    numbers = torch.cat([fact.numbers.to(device) for fact in facts])
+    fingerprint = torch.cat([fact.fingerprint.to(device) for fact in facts])
     # One maximum finds the smallest numbers too; -inf on a rank leaves both to the others.
-    both = torch.stack([numbers, torch.where(numbers.isfinite(), -numbers, numbers)])
+    both = torch.stack([fingerprint, torch.where(fingerprint.isfinite(), -fingerprint, fingerprint)])
     largest, negative = largest_of(both, peers, purpose).cpu().unbind()
-    sizes = [len(fact.numbers) for fact in facts]
+    sizes = [len(fact.fingerprint) for fact in facts]
     parts = zip(facts, torch.split(largest, sizes), torch.split(-negative, sizes), strict=True)
     return [fact for fact, high, low in parts if fact.differs(high, low)]
 
@@ -156,8 +158,8 @@ def _facts(record: ParameterRecord, state: Mapping[str, Any], grad: Tensor | Non
 def _sums(tensor: Tensor, none: Tensor) -> Tensor:
     """Return random sums and the norm; `none` if one is not finite, because `nonfinite` decides about such values."""
     norm = torch.linalg.vector_norm(tensor, dtype=working_dtype(tensor.dtype)).double()
-    numbers = torch.cat([random_sums(tensor), norm.view(1)])
-    return torch.where(numbers.isfinite().all(), numbers, none)
+    fingerprint = torch.cat([random_sums(tensor), norm.view(1)])
+    return torch.where(fingerprint.isfinite().all(), fingerprint, none)
 
 
 def _message(fact: _Fact, first: int, others: Sequence[int]) -> str:

@@ -67,12 +67,12 @@ class SharedSets:
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
             ranks: group_like(records[positions[0]].tensor, replicate_group) for ranks, positions in members.items()
         }
-        self._kinds = {ranks: _kind(records[positions[0]]) for ranks, positions in members.items()}
+        self._reasons = {ranks: _reason(records[positions[0]]) for ranks, positions in members.items()}
         ranks = ranks_of_agreement(agreement_group)
         if len(ranks) > 1:
             members.setdefault(ranks, [])
             self._likes.setdefault(ranks, agreement_group)
-            self._kinds.setdefault(ranks, "agreement")
+            self._reasons.setdefault(ranks, "agreement")
         self.positions: dict[Ranks, list[int]] = dict(sorted(members.items()))
         options = asdict(settings) | {"gradient_accumulation_steps": accumulation_steps}
         whole: Line = ("the optimizer", {name: repr(value) for name, value in options.items()})
@@ -99,7 +99,7 @@ class SharedSets:
         """Return a process group whose backend serves the parameters of these ranks; raise if it was destroyed."""
         group = self._likes.get(ranks)
         if group is not None and is_destroyed(group):
-            raise RuntimeError(_DESTROYED[self._kinds[ranks]])
+            raise RuntimeError(_DESTROYED[self._reasons[ranks]])
         return group
 
     def by_position(self, of_sets: Mapping[Ranks, Sequence[int]]) -> dict[int, int]:
@@ -348,7 +348,7 @@ def ranks_of_agreement(group: dist.ProcessGroup | None) -> Ranks:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _kind(record: ParameterRecord) -> str:
+def _reason(record: ParameterRecord) -> str:
     return "replicas" if record.is_plain else "mesh"
 
 

@@ -26,18 +26,18 @@ class WeightGather:
 
     def __init__(self, records: Sequence[ParameterRecord], max_bytes: int) -> None:
         self._records = records
-        by_kind: dict[tuple[Ranks, torch.device, torch.dtype], list[ParameterRecord]] = defaultdict(list)
+        alike: dict[tuple[Ranks, torch.device, torch.dtype], list[ParameterRecord]] = defaultdict(list)
         for record in records:
             if record.shards_state and len(record.layout.ranks) > 1 and record.tensor.numel() > 0:
-                by_kind[(record.layout.ranks, record.tensor.device, record.tensor.dtype)].append(record)
+                alike[(record.layout.ranks, record.tensor.device, record.tensor.dtype)].append(record)
         self._buckets: list[tuple[Ranks, Bucket]] = [
             (ranks, bucket)
-            for (ranks, _, dtype), members in by_kind.items()
+            for (ranks, _, dtype), members in alike.items()
             for bucket in make_buckets(
                 [(record.position, record.shape) for record in members], len(ranks), max_bytes // dtype.itemsize
             )
         ]
-        self.groups: list[tuple[Ranks, torch.device]] = [(ranks, device) for ranks, device, _ in by_kind]
+        self.groups: list[tuple[Ranks, torch.device]] = [(ranks, device) for ranks, device, _ in alike]
 
     def tensors(self) -> list[Tensor]:
         """Return the weights, whose addresses a captured step keeps."""
