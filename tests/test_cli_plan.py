@@ -20,7 +20,7 @@ from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS, matrix_shapes
 from muon_fsdp.cli.app import app
 from muon_fsdp.cli.flags import PlanFlags
 from muon_fsdp.cli.loading import named_models
-from muon_fsdp.cli.planned import PlannedStep, estimate_time
+from muon_fsdp.cli.planned import StepPreview, estimate_time
 from muon_fsdp.plan import outline, speeds
 from muon_fsdp.plan.layout import fsdp_layout
 from muon_fsdp.plan.stage_limits import HARDLY_LONGER
@@ -519,7 +519,7 @@ class Terminal(io.StringIO):
 )
 def test_every_line_fits_the_terminal_and_no_word_is_cut(name, mesh, rule, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    planned = PlannedStep(PlanFlags(name, shard_state=mesh == (8, 1)), mesh, rule, None, 10**9)
+    planned = StepPreview(PlanFlags(name, shard_state=mesh == (8, 1)), mesh, rule, None, 10**9)
     whole = None
     for columns, stream in itertools.product((300, 120, 80, 60), (io.StringIO, Terminal)):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -47,7 +47,7 @@ def plan(flags: PlanFlags) -> None:
             fail(f"--{option.replace('_', '-')} {getattr(flags, option)} is not one of {', '.join(DTYPES)}")
     import_torch("muon-fsdp plan")
     from muon_fsdp.cli.loading import LoadingError
-    from muon_fsdp.cli.planned import PlannedStep
+    from muon_fsdp.cli.planned import StepPreview
     from muon_fsdp.rules import DEFAULT_RULE
     from muon_fsdp.training.plugins import find_rule, load_plugins
 
@@ -55,15 +55,15 @@ def plan(flags: PlanFlags) -> None:
         try:
             load_plugins(flags.plugin or [])  # first, because they register rules
             rule = find_rule(DEFAULT_RULE if flags.rule is None else flags.rule)
-            planned = PlannedStep(flags, mesh, rule.name, stage_bytes, device_memory)
+            preview = StepPreview(flags, mesh, rule.name, stage_bytes, device_memory)
         except (ConfigError, LoadingError) as error:
             fail(str(error))
         except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
             fail(f"{flags.model}: {error}")
     if flags.json:
-        print_json(planned.as_json(routing=flags.routing))
+        print_json(preview.as_json(routing=flags.routing))
     else:
-        planned.show(routing=flags.routing)
+        preview.show(routing=flags.routing)
 
 
 def _list_models(*, as_json: bool) -> None:

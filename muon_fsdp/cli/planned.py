@@ -131,7 +131,7 @@ def routing_summary(rows: Sequence[RoutingRow]) -> list[dict[str, Any]]:
     return sorted(summary, key=lambda routed: -routed["elements"])
 
 
-class PlannedStep:
+class StepPreview:
     """The optimizer step of a model on a mesh of ranks: its plan, and what it costs in memory and time.
 
     Args:
