@@ -34,16 +34,16 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 class Series:
-    """A call that is timed as a series: repeated back to back for at least `at_least` seconds.
+    """A call that is timed as a series: repeated back to back for at least 20 ms.
 
     The clock and the synchronization would dominate a single short call. The constructor makes the call twice, so that
     kernels are compiled before the first time is taken.
     """
 
-    def __init__(self, run: Callable[[], object], device: str, at_least: float = 0.02) -> None:
+    def __init__(self, run: Callable[[], object], device: str) -> None:
         run()
         self._run, self._device = run, device
-        self._calls = max(1, int(at_least / max(1e-6, seconds(run, device))))
+        self._calls = max(1, int(0.02 / max(1e-6, seconds(run, device))))
 
     def _run_all(self) -> None:
         for _ in range(self._calls):

@@ -165,11 +165,11 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def cool_down(device: str, pause: float = 1.0) -> None:
-    """Wait while a GPU idles, so that the next contestant does not start at the temperature of the last one."""
+def cool_down(device: str) -> None:
+    """Wait for a second while a GPU idles, so that the next contestant does not start as hot as the last one ended."""
     if device == "cuda":
         synchronize(device)
-        time.sleep(pause)
+        time.sleep(1.0)
 
 
 @dataclass(frozen=True)

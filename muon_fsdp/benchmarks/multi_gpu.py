@@ -180,7 +180,7 @@ def run(
     place = ranks.place
     figures: dict[str, Any] = {"world_size": place.size, "repeats": repeats}
     if place.rank:
-        live, save, show = LiveLine(io.StringIO()), _ignore, _ignore
+        live, save, show = LiveLine(io.StringIO()), lambda figures: None, lambda text: None
     else:
         live = LiveLine()
         figures |= {"date": date.today().isoformat(), **without_home(describe())}
@@ -216,10 +216,6 @@ def run(
         live.clear()
         show(f"{table(entry)}\n")
     return figures
-
-
-def _ignore(_: object) -> None:
-    """Do nothing."""
 
 
 def ours_failed(figures: Mapping[str, Any]) -> bool:
