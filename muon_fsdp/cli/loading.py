@@ -146,7 +146,9 @@ def _from_code(text: str) -> nn.Module:
     except AttributeError as error:
         raise LoadingError(f"module {module_name!r} has no {attribute!r}") from error
     if not callable(found):
-        raise LoadingError(f"{text} is {_kind(found)}, not a class or a function that returns a model")
+        raise LoadingError(
+            f"{text} is an object of type {type(found).__name__}, not a class or a function that returns a model"
+        )
     try:
         model = found()
     except Exception as error:
@@ -154,13 +156,8 @@ def _from_code(text: str) -> nn.Module:
             f"{text}() failed with {_first_line(error)} It is called without arguments, on the meta device."
         ) from error
     if not isinstance(model, nn.Module):
-        raise LoadingError(f"{text}() returned {_kind(model)}, not a torch.nn.Module")
+        raise LoadingError(f"{text}() returned an object of type {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def _kind(value: object) -> str:
-    """Describe the type of a value in an error message."""
-    return f"an object of type {type(value).__name__}"
 
 
 def _first_line(error: Exception) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 
 def print_json(content: object) -> None:
@@ -14,16 +12,13 @@ def print_json(content: object) -> None:
     print(json.dumps(content, indent=1, allow_nan=False))
 
 
-@contextmanager
-def status(message: str) -> Iterator[Any]:
-    """Show a message on stderr while the body runs, if stderr is a terminal."""
+def status(message: str) -> AbstractContextManager[object]:
+    """Return a context that shows a message on stderr, if stderr is a terminal."""
     if not sys.stderr.isatty():
-        yield None
-        return
+        return nullcontext()
     from rich.console import Console
 
-    with Console(stderr=True).status(message):
-        yield None
+    return Console(stderr=True).status(message)
 
 
 def examples(*lines: str) -> str:
