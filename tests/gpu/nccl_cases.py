@@ -174,7 +174,7 @@ def once(cuda_graph: CudaGraph) -> tuple[list[float], int, dict[str, Tensor]]:
 
 
 def replicas_that_differ(what: str) -> str:
-    """Make a matrix differ between the slices of a (1, 2) mesh by its last bit, or its gradient; return the error."""
+    """Make a matrix differ between the submeshes of a (1, 2) mesh by its last bit, or its gradient; return the text."""
     mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     # More elements than are hashed at once, and a number that eight does not divide.

@@ -31,7 +31,7 @@ def test_training_equals_one_rank(nccl: RankPool, world_size, strategy):
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_matrices_on_slices_of_a_mesh_are_computed_once(nccl: RankPool, cuda_graph):
+def test_matrices_on_submeshes_are_computed_once(nccl: RankPool, cuda_graph):
     (expected,) = nccl.run(1, nccl_cases.curve, "owner")
     results = nccl.run(4, nccl_cases.once, cuda_graph)
     assert sum(num_matrices for _, num_matrices, _ in results) == 4 * 2
