@@ -161,8 +161,8 @@ class MatrixStates:
             for state in self._set_states:
                 state.bind(lambda kind, spec: self._slices_of(kind, spec, inputs.states))
         self._times += 1
-        has_new_flags = any([state.fill(inputs.updated) for state in self._set_states])
-        if self._times == 1 or has_new_flags:
+        have_new_flags = [state.fill(inputs.updated) for state in self._set_states]
+        if self._times == 1 or any(have_new_flags):
             rules = enumerate(self._rules)
             self._unchecked = {i for i, rule in rules if any(spec.zero_error for spec in rule.matrix_state)}
         for values in self._per_step:

@@ -55,6 +55,13 @@ class _Slot:
         return self.memory[place.offset : place.offset + num_bytes].view(place.dtype).view(place.shape)
 
 
+class _Pair(NamedTuple):
+    """A tensor of state that is kept, and its copy in a slot."""
+
+    kept: Tensor
+    copy: Tensor
+
+
 class StreamedStore(StateStore):
     """Keeps moments on the host, and lends stages copies on the device.
 
@@ -81,11 +88,13 @@ class StreamedStore(StateStore):
                 slot = self._slot_of[stage.number] = (device, stage.number % NUM_SLOTS)
                 self._sizes[slot] = max(self._sizes[slot], size)
         self._slots: dict[tuple[torch.device, int], _Slot] = {}  # made by the first step
+        self._copies: dict[int, dict[int, dict[str, Tensor]]] = {}  # state in slots, by numbers of stage and position
         self._streams: dict[torch.device, Mapping[str, Any]] = {}  # of every GPU
         # Of the present step: the stage that follows the one with a number, all state, and the positions that change.
         self._next: Mapping[int, Stage] = {}
         self._states: Mapping[int, State] = {}
         self._updated: Collection[int] = ()
+        self._pairs: dict[int, tuple[list[_Pair], list[_Pair]]] = {}  # by stage: what is copied in, and back
         self._seen: dict[int, dict[int, State]] = {}  # what the inner store sees of the stages that have a loan
 
     def _lay_out(self, stage: Stage) -> tuple[Mapping[int, Sequence[_Place]], int]:
@@ -111,7 +120,7 @@ class StreamedStore(StateStore):
 
     def begin(self, stages: Sequence[Stage], states: Mapping[int, State], updated: Collection[int]) -> None:
         self._next = {stage.number: after for stage, after in pairwise(stages)}
-        self._states, self._updated = states, updated
+        self._states, self._updated, self._pairs = states, updated, {}
         for device in {device for device, _ in self._sizes if device.type == "cuda"}:
             if device not in self._streams:
                 self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
@@ -119,6 +128,9 @@ class StreamedStore(StateStore):
                 stream.wait_stream(torch.cuda.current_stream(device))
         for slot in self._slots.values():
             slot.holds = None  # state may have been loaded since
+        first = self._slot(stages[0].number) if stages else None
+        if first is not None:
+            self._fetch(stages[0], first)
 
     def end(self) -> None:
         for device, streams in self._streams.items():
@@ -126,7 +138,7 @@ class StreamedStore(StateStore):
                 stream.synchronize()
             if self._has_weights:
                 torch.cuda.current_stream(device).synchronize()  # `Weights` copies them
-        self._next, self._states, self._updated = {}, {}, ()
+        self._next, self._states, self._updated, self._pairs = {}, {}, (), {}
 
     def lend(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -150,16 +162,15 @@ class StreamedStore(StateStore):
         slot = self._slot(stage.number)
         if slot is not None:
             with self._copying(slot, "out"):
-                for position, kept, copy in self._pairs(stage, slot):
-                    if kept.ndim > 0 or self._is_last(stage, position):
-                        kept.copy_(copy, non_blocking=True)
+                for kept, copy in self._copied(stage, slot)[1]:
+                    kept.copy_(copy, non_blocking=True)
 
     def _fetch(self, stage: Stage, slot: _Slot) -> None:
         """Start to copy the state of a stage to its slot, unless it is there."""
         if slot.holds != stage.number:
             slot.holds = stage.number
             with self._copying(slot, "in"):
-                for _, kept, copy in self._pairs(stage, slot):
+                for kept, copy in self._copied(stage, slot)[0]:
                     copy.copy_(kept, non_blocking=True)
 
     @contextmanager
@@ -181,13 +192,21 @@ class StreamedStore(StateStore):
         else:
             slot.filled = stream.record_event()
 
-    def _pairs(self, stage: Stage, slot: _Slot) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield what is kept of the state that changes, and its copy in the slot, with the position."""
-        for position, places in self._places[stage.number].items():
-            if position in self._updated:
-                for place in places:
-                    kept = local(self._states[position][place.name])
-                    yield position, stage.cut(position, kept) if place.shape else kept, slot.tensor(place)
+    def _copied(self, stage: Stage, slot: _Slot) -> tuple[list[_Pair], list[_Pair]]:
+        """Return what is copied to the slot of a stage, and what is copied back: state that changes in this step."""
+        if stage.number not in self._pairs:
+            found = [
+                (position, place, local(self._states[position][place.name]))
+                for position, places in self._places[stage.number].items()
+                if position in self._updated
+                for place in places
+                if place.shape.numel() > 0
+            ]
+            pairs = _joined([(place, stage.cut(i, value)) for i, place, value in found if place.shape], slot)
+            numbers = [(i, _Pair(value, slot.tensor(place))) for i, place, value in found if not place.shape]
+            back = [pair for i, pair in numbers if self._is_last(stage, i)]
+            self._pairs[stage.number] = pairs + [pair for _, pair in numbers], pairs + back
+        return self._pairs[stage.number]
 
     def _is_last(self, stage: Stage, position: int) -> bool:
         """Return whether no later stage updates further rows of a shard."""
@@ -202,6 +221,17 @@ class StreamedStore(StateStore):
             self._slots[key] = _Slot(self._sizes[key], key[0])
         return self._slots[key]
 
+    def _copies_of(self, number: int) -> dict[int, dict[str, Tensor]]:
+        """Return the tensors that the slot of a stage has for each parameter, by position and name."""
+        if number not in self._copies:
+            slot = self._slot(number)
+            assert slot is not None
+            self._copies[number] = {
+                position: {place.name: slot.tensor(place) for place in places}
+                for position, places in self._places[number].items()
+            }
+        return self._copies[number]
+
     # -------------------------------------------------------------------------------------------- what others see
 
     def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
@@ -209,15 +239,14 @@ class StreamedStore(StateStore):
 
     def addressed(self, position: int, state: State, stage: int | None = None) -> State:
         number = self._stage_of.get(position) if stage is None else stage
-        slot = self._slot(number) if number is not None else None
-        if number is None or slot is None:
+        if number is None or self._slot(number) is None:
             return state
         found = dict(state)
         if position in self._stages[number].rows:
             for spec in self._records[position].all_state:
                 if spec.is_sharded:
                     found[spec.name] = self._stages[number].cut(position, local(state[spec.name]))
-        return found | {place.name: slot.tensor(place) for place in self._places[number].get(position, ())}
+        return found | self._copies_of(number).get(position, {})
 
     def copies(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -228,3 +257,29 @@ class StreamedStore(StateStore):
             places = self._places[stage.number].get(position, ())
             on_device[position] = state | {p.name: local(state[p.name]).to(device) for p in places}
         return self._inner.copies(stage, on_device, listed, fused)
+
+
+def _joined(kept: Sequence[tuple[_Place, Tensor]], slot: _Slot) -> list[_Pair]:
+    """Return pairs that copy all of these tensors.
+
+    Tensors without a byte between them, on both sides, are copied as one: hundreds of short copies would take longer
+    than their bytes. What lies in a gap may belong to another stage.
+    """
+    pairs: list[_Pair] = []
+    runs: list[tuple[Tensor, int, int]] = []  # the first tensor of a run, and where the run begins and ends in the slot
+    address = memory = -1  # where the last run ends on the host, and its storage
+    for place, value in kept:
+        if (value.shape, value.dtype) != (place.shape, place.dtype) or not value.is_contiguous():
+            pairs.append(_Pair(value, slot.tensor(place)))
+            continue
+        start, stop, storage = place.offset, place.offset + value.nbytes, value.untyped_storage().data_ptr()
+        if runs and (value.data_ptr(), storage, start) == (address, memory, runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], stop)
+        else:
+            runs.append((value, start, stop))
+        address, memory = value.data_ptr() + value.nbytes, storage
+    for value, start, stop in runs:
+        whole, own = torch.empty(0, dtype=torch.uint8), value.untyped_storage()
+        whole.set_(own, value.data_ptr() - own.data_ptr(), (stop - start,), (1,))
+        pairs.append(_Pair(whole, slot.memory[start:stop]))
+    return pairs
