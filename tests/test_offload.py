@@ -13,7 +13,7 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm import host_memory
 from muon_fsdp.comm.host_memory import HostArena
-from muon_fsdp.step import planned_step, streaming
+from muon_fsdp.step import planned_step
 from tests import offload_cases as cases
 from tests.fault_cases import LIMIT
 from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
@@ -219,23 +219,6 @@ def test_state_shares_few_blocks():
         assert tensor.data_ptr() % 64 == 0
         tensor.fill_(number)
     assert [float(tensor.sum() / tensor.numel()) for tensor in tensors] == [0, 1, 2, 3]
-
-
-def test_tensors_without_a_gap_are_copied_as_one():
-    places, memory, slot = [], torch.arange(4000, dtype=torch.uint8), streaming._Slot(4000, torch.device("cpu"))
-    kept = []
-    for start, offset, size in [(0, 0, 256), (256, 256, 512), (768, 768, 200), (1024, 1024, 256), (2000, 1280, 100)]:
-        places.append(streaming._Place("moment", offset, torch.Size((size // 4,)), FLOAT))
-        kept.append((places[-1], memory[start : start + size].view(FLOAT)))
-    kept.append((streaming._Place("moment", 1536, torch.Size((3, 4)), FLOAT), torch.ones(4, 3).T))
-    pairs = streaming._joined(kept, slot)
-    assert sorted(pair.copy.nbytes for pair in pairs) == [48, 100, 256, 968]
-    slot.memory.zero_()
-    for pair in pairs:
-        pair.copy.copy_(pair.kept)
-    for place, value in kept:
-        assert torch.equal(slot.tensor(place).view(torch.uint8), value.contiguous().view(torch.uint8))
-    assert not slot.memory[968:1024].any()  # nothing between two tensors is copied
 
 
 def test_blocks_that_are_locked_are_powers_of_two(monkeypatch):

@@ -11,8 +11,6 @@ from torch import Tensor
 from muon_fsdp.text import format_bytes, warn_user
 
 _ALIGNMENT = 256  # bytes between the addresses where tensors may begin
-# Tensors of at most `_SHORT` bytes lie together, in blocks of `_SHORT_BLOCK` bytes: what is adjacent is copied as one.
-_SHORT, _SHORT_BLOCK = 2**16, 2**22
 
 
 class HostArena:
@@ -29,8 +27,7 @@ class HostArena:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._to_come = num_bytes  # bytes of the tensors that have not been cut yet
         self._is_locked = device.type not in ("cpu", "meta")
-        # What is left of every block: of those for short tensors, and of the others.
-        self._free: dict[bool, list[Tensor]] = {True: [], False: []}
+        self._free: list[Tensor] = []  # what is left of every block
 
     @staticmethod
     def bytes_of(shape: Iterable[int], dtype: torch.dtype) -> int:
@@ -41,13 +38,12 @@ class HostArena:
         """Return a new tensor of zeros."""
         size = self.bytes_of(shape, dtype)
         self._to_come = max(0, self._to_come - size)
-        free = self._free[size <= _SHORT]
-        index = next((i for i, block in enumerate(free) if block.numel() >= size), None)
+        index = next((i for i, free in enumerate(self._free) if free.numel() >= size), None)
         if index is None:
-            index, wanted = len(free), size + self._to_come
-            free.append(self._allocate(size, min(wanted, _SHORT_BLOCK) if size <= _SHORT else wanted))
-        block = free[index]
-        free[index] = block[size:]
+            index = len(self._free)
+            self._free.append(self._allocate(size, size + self._to_come))
+        block = self._free[index]
+        self._free[index] = block[size:]
         return block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _allocate(self, least: int, wanted: int) -> Tensor:

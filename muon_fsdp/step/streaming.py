@@ -55,13 +55,6 @@ class _Slot:
         return self.memory[place.offset : place.offset + num_bytes].view(place.dtype).view(place.shape)
 
 
-class _Pair(NamedTuple):
-    """A tensor of state that is kept, and its copy in a slot."""
-
-    kept: Tensor
-    copy: Tensor
-
-
 class StreamedStore(StateStore):
     """Keeps moments on the host, and lends stages copies on the device.
 
@@ -94,7 +87,6 @@ class StreamedStore(StateStore):
         self._next: Mapping[int, Stage] = {}
         self._states: Mapping[int, State] = {}
         self._updated: Collection[int] = ()
-        self._pairs: dict[int, tuple[list[_Pair], list[_Pair]]] = {}  # by stage: what is copied in, and back
         self._seen: dict[int, dict[int, State]] = {}  # what the inner store sees of the stages that have a loan
 
     def _lay_out(self, stage: Stage) -> tuple[Mapping[int, Sequence[_Place]], int]:
@@ -120,7 +112,7 @@ class StreamedStore(StateStore):
 
     def begin(self, stages: Sequence[Stage], states: Mapping[int, State], updated: Collection[int]) -> None:
         self._next = {stage.number: after for stage, after in pairwise(stages)}
-        self._states, self._updated, self._pairs = states, updated, {}
+        self._states, self._updated = states, updated
         for device in {device for device, _ in self._sizes if device.type == "cuda"}:
             if device not in self._streams:
                 self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
@@ -138,7 +130,7 @@ class StreamedStore(StateStore):
                 stream.synchronize()
             if self._has_weights:
                 torch.cuda.current_stream(device).synchronize()  # `Weights` copies them
-        self._next, self._states, self._updated, self._pairs = {}, {}, (), {}
+        self._next, self._states, self._updated = {}, {}, ()
 
     def lend(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -162,16 +154,15 @@ class StreamedStore(StateStore):
         slot = self._slot(stage.number)
         if slot is not None:
             with self._copying(slot, "out"):
-                for kept, copy in self._copied(stage, slot)[1]:
-                    kept.copy_(copy, non_blocking=True)
+                torch._foreach_copy_(*self._pairs(stage, back=True), non_blocking=True)
 
     def _fetch(self, stage: Stage, slot: _Slot) -> None:
         """Start to copy the state of a stage to its slot, unless it is there."""
         if slot.holds != stage.number:
             slot.holds = stage.number
             with self._copying(slot, "in"):
-                for kept, copy in self._copied(stage, slot)[0]:
-                    copy.copy_(kept, non_blocking=True)
+                kept, copies = self._pairs(stage, back=False)
+                torch._foreach_copy_(copies, kept, non_blocking=True)
 
     @contextmanager
     def _copying(self, slot: _Slot, way: str) -> Iterator[None]:
@@ -192,21 +183,23 @@ class StreamedStore(StateStore):
         else:
             slot.filled = stream.record_event()
 
-    def _copied(self, stage: Stage, slot: _Slot) -> tuple[list[_Pair], list[_Pair]]:
-        """Return what is copied to the slot of a stage, and what is copied back: state that changes in this step."""
-        if stage.number not in self._pairs:
-            found = [
-                (position, place, local(self._states[position][place.name]))
-                for position, places in self._places[stage.number].items()
-                if position in self._updated
-                for place in places
-                if place.shape.numel() > 0
-            ]
-            pairs = _joined([(place, stage.cut(i, value)) for i, place, value in found if place.shape], slot)
-            numbers = [(i, _Pair(value, slot.tensor(place))) for i, place, value in found if not place.shape]
-            back = [pair for i, pair in numbers if self._is_last(stage, i)]
-            self._pairs[stage.number] = pairs + [pair for _, pair in numbers], pairs + back
-        return self._pairs[stage.number]
+    def _pairs(self, stage: Stage, *, back: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is kept of the state that changes in this step, and its copies in the slot of a stage.
+
+        Args:
+            stage: the stage.
+            back: whether numbers are left out that a later stage counts from too.
+        """
+        kept, copies = [], []
+        for position, places in self._places[stage.number].items():
+            if position in self._updated:
+                state, of_parameter = self._states[position], self._copies_of(stage.number)[position]
+                for name, _, shape, _ in places:
+                    if shape or not back or self._is_last(stage, position):
+                        value = local(state[name])
+                        kept.append(stage.cut(position, value) if shape else value)
+                        copies.append(of_parameter[name])
+        return kept, copies
 
     def _is_last(self, stage: Stage, position: int) -> bool:
         """Return whether no later stage updates further rows of a shard."""
@@ -257,29 +250,3 @@ class StreamedStore(StateStore):
             places = self._places[stage.number].get(position, ())
             on_device[position] = state | {p.name: local(state[p.name]).to(device) for p in places}
         return self._inner.copies(stage, on_device, listed, fused)
-
-
-def _joined(kept: Sequence[tuple[_Place, Tensor]], slot: _Slot) -> list[_Pair]:
-    """Return pairs that copy all of these tensors.
-
-    Tensors without a byte between them, on both sides, are copied as one: hundreds of short copies would take longer
-    than their bytes. What lies in a gap may belong to another stage.
-    """
-    pairs: list[_Pair] = []
-    runs: list[tuple[Tensor, int, int]] = []  # the first tensor of a run, and where the run begins and ends in the slot
-    address = memory = -1  # where the last run ends on the host, and its storage
-    for place, value in kept:
-        if (value.shape, value.dtype) != (place.shape, place.dtype) or not value.is_contiguous():
-            pairs.append(_Pair(value, slot.tensor(place)))
-            continue
-        start, stop, storage = place.offset, place.offset + value.nbytes, value.untyped_storage().data_ptr()
-        if runs and (value.data_ptr(), storage, start) == (address, memory, runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], stop)
-        else:
-            runs.append((value, start, stop))
-        address, memory = value.data_ptr() + value.nbytes, storage
-    for value, start, stop in runs:
-        whole, own = torch.empty(0, dtype=torch.uint8), value.untyped_storage()
-        whole.set_(own, value.data_ptr() - own.data_ptr(), (stop - start,), (1,))
-        pairs.append(_Pair(whole, slot.memory[start:stop]))
-    return pairs
