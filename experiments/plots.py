@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The optimizer, the steps (or other values of the horizontal axis), and the mean, lowest and highest value over seeds.
 # A curve of one seed has the same values three times and gets no band.
@@ -36,6 +39,10 @@ COLOURS = {
     "bfloat16 state": "#3b82d0",
     "int8 state": "#1f9d72",
     "bf16 weights": "#a463d8",
+    "weights": "#3b82d0",
+    "gradients": "#8a8f98",
+    "state": "#e07b00",
+    "scratch": "#1f9d72",
     "degrees up to 17": "#3b82d0",
     "degrees up to 33": "#e07b00",
     "degrees up to 65": "#1f9d72",
@@ -147,25 +154,70 @@ def draw_panels(path_stem: str | Path, panels: Sequence[Panel], *, title: str, n
     Returns:
         The two files.
     """
+    num_rows = -(-len(panels) // num_columns)
+
+    def fill(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots(num_rows, num_columns, squeeze=False)
+        for axis, panel in zip(axes.flat, panels, strict=True):
+            _fill(axis, panel, theme)
+        lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+        lines = {label: line for label, line in lines.items() if not str(label).startswith("_")}
+        if len(panels) == 1:
+            axes[0, 0].legend(handles=list(lines.values()))
+        else:  # inside a panel it would hide curves
+            figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=3)
+
+    size = (7.2, 4.4) if len(panels) == 1 else (4.8 * num_columns, 3.4 * num_rows + 0.4)
+    return _draw(path_stem, title, size, fill)
+
+
+def draw_bars(
+    path_stem: str | Path, bars: Mapping[str, Mapping[str, float]], *, title: str, x_label: str
+) -> list[Path]:
+    """Draw one horizontal bar per row, stacked from parts, in both themes.
+
+    Args:
+        path_stem: the path of the files, without "-light.svg" and "-dark.svg".
+        bars: for the label of each bar, from the top, the size of its parts by their label, which gives the colour.
+        title: the title of the plot.
+        x_label: the label of the horizontal axis.
+
+    Returns:
+        The two files.
+    """
+
+    def fill(figure: Figure, theme: Theme) -> None:
+        axis = figure.subplots()
+        ends = dict.fromkeys(bars, 0.0)
+        for label in dict.fromkeys(label for parts in bars.values() for label in parts):
+            sizes = [parts.get(label, 0.0) for parts in bars.values()]
+            axis.barh(
+                list(bars), sizes, left=list(ends.values()), label=label, color=COLOURS[label], height=0.62, zorder=3
+            )
+            ends = {name: end + size for (name, end), size in zip(ends.items(), sizes, strict=True)}
+        for place, end in enumerate(ends.values()):
+            axis.text(end, place, f" {end:.1f}", va="center", color=theme.text)
+        axis.invert_yaxis()
+        axis.grid(visible=False, axis="y")
+        axis.set_xlabel(x_label)
+        figure.legend(loc="outside lower center", ncols=4)
+
+    return _draw(path_stem, title, (7.2, 0.42 * len(bars) + 1.6), fill)
+
+
+def _draw(
+    path_stem: str | Path, title: str, size: tuple[float, float], fill: Callable[[Figure, Theme], None]
+) -> list[Path]:
+    """Write a picture for every theme, given what draws it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    num_rows = -(-len(panels) // num_columns)
-    size = (7.2, 4.4) if len(panels) == 1 else (4.8 * num_columns, 3.4 * num_rows + 0.4)
     paths = []
     for theme in THEMES:
         with rc_context(_settings(theme)):
             figure = Figure(figsize=size, layout="constrained")
-            axes = figure.subplots(num_rows, num_columns, squeeze=False)
-            for axis, panel in zip(axes.flat, panels, strict=True):
-                _fill(axis, panel, theme)
+            fill(figure, theme)
             figure.suptitle(title)
-            lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-            lines = {label: line for label, line in lines.items() if not str(label).startswith("_")}
-            if len(panels) == 1:
-                axes[0, 0].legend(handles=list(lines.values()))
-            else:  # inside a panel it would hide curves
-                figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=3)
             path = Path(f"{path_stem}-{theme.name}.svg")
             figure.savefig(path, transparent=True, metadata={"Date": None})
         path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import curves, finetuning, frontier, search_report, stability
+from experiments import curves, finetuning, frontier, memory, search_report, stability
 
 # The CSV file of whole runs, the title of its plot, and whether only the best run of each optimizer is shown.
 CURVES = {
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             finetuning.write_plot(finetuning.read_csv(path), path.with_suffix(""), finetuning.title_of(size))
     if (path := folder / "frontier.csv").exists():
         frontier.write_plot(frontier.read(path), path.with_suffix(""))
+    if (path := folder / "memory_llama.csv").exists():
+        memory.write_plot(memory.read(path), path.with_suffix(""))
     if (path := folder / "sso_stability.csv").exists():
         rows = stability.read_csv(path)
         title = stability.title_of(stability.SMALL, int(rows[0]["steps"]))  # the committed runs were on a CPU

@@ -40,9 +40,9 @@ class WatchedStore(streaming.StreamedStore):
         WatchedStore.made.append(self)
 
     def begin(self, *args: Any) -> None:
-        super().begin(*args)
         for slot in self._slots.values():
             slot.memory.fill_(0xFF)  # NaN
+        super().begin(*args)
 
     def lend(self, stage: Any, *args: Any) -> Any:
         found = super().lend(stage, *args)

@@ -285,6 +285,8 @@ def test_errors_name_the_parameter_and_the_remedy():
         MuonOptimizer(nn.Linear(8, 8), rounding="stochastic")
     with pytest.raises(ValueError, match="Unknown state_dtype 'int4'; valid names are"):
         MuonOptimizer(nn.Linear(8, 8), state_dtype="int4")
+    with pytest.raises(ValueError, match=r"Unknown state_dtype torch.bfloat16; .* did you mean 'bfloat16'"):
+        MuonOptimizer(nn.Linear(8, 8), state_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="Unknown rounding 'up'"):
         MuonOptimizer(nn.Linear(8, 8), rounding="up")
     with pytest.raises(ValueError, match="rounding_seed"):

@@ -73,7 +73,8 @@ class Option:
                 number_too = ", or a number" if self.check is number else ""
                 explained = [f"{choice!r} ({meaning})" for choice, meaning in self.meanings.items()]
                 listed = ", ".join(explained or self.choices)
-                raise ValueError(f"Unknown {name} {value!r}; valid names are {listed}{number_too}")
+                meant = suggestion(str(value).removeprefix("torch."), self.choices)  # a dtype, for state_dtype
+                raise ValueError(f"Unknown {name} {value!r}; valid names are {listed}{number_too}{meant}")
             return
         try:
             result = None if self.check is None else self.check(value)

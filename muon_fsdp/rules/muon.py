@@ -224,8 +224,12 @@ def _residual(matrices: Tensor) -> Tensor:
     Returns:
         (B,) in float64.
     """
-    wide = (matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices).to(torch.float64)
-    gram = wide @ wide.mT
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    residual: Tensor = torch.linalg.matrix_norm(gram - identity) / gram.shape[-1] ** 0.5
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    rows = wide.shape[-2]
+    gram = wide.new_zeros(len(wide), rows, rows, dtype=torch.float64)
+    for columns in torch.split(wide, max(1, 2**22 // rows), dim=-1):  # a whole copy in float64 may not fit
+        part = columns.to(gram.dtype)
+        gram.baddbmm_(part, part.mT)
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    residual: Tensor = torch.linalg.matrix_norm(gram) / rows**0.5
     return residual

@@ -81,6 +81,7 @@ class StreamedStore(StateStore):
                 slot = self._slot_of[stage.number] = (device, stage.number % NUM_SLOTS)
                 self._sizes[slot] = max(self._sizes[slot], size)
         self._slots: dict[tuple[torch.device, int], _Slot] = {}  # made by the first step
+        self._copies: dict[int, dict[int, dict[str, Tensor]]] = {}  # state in slots, by numbers of stage and position
         self._streams: dict[torch.device, Mapping[str, Any]] = {}  # of every GPU
         # Of the present step: the stage that follows the one with a number, all state, and the positions that change.
         self._next: Mapping[int, Stage] = {}
@@ -119,6 +120,9 @@ class StreamedStore(StateStore):
                 stream.wait_stream(torch.cuda.current_stream(device))
         for slot in self._slots.values():
             slot.holds = None  # state may have been loaded since
+        first = self._slot(stages[0].number) if stages else None
+        if first is not None:
+            self._fetch(stages[0], first)
 
     def end(self) -> None:
         for device, streams in self._streams.items():
@@ -150,17 +154,15 @@ class StreamedStore(StateStore):
         slot = self._slot(stage.number)
         if slot is not None:
             with self._copying(slot, "out"):
-                for position, kept, copy in self._pairs(stage, slot):
-                    if kept.ndim > 0 or self._is_last(stage, position):
-                        kept.copy_(copy, non_blocking=True)
+                torch._foreach_copy_(*self._pairs(stage, back=True), non_blocking=True)
 
     def _fetch(self, stage: Stage, slot: _Slot) -> None:
         """Start to copy the state of a stage to its slot, unless it is there."""
         if slot.holds != stage.number:
             slot.holds = stage.number
             with self._copying(slot, "in"):
-                for _, kept, copy in self._pairs(stage, slot):
-                    copy.copy_(kept, non_blocking=True)
+                kept, copies = self._pairs(stage, back=False)
+                torch._foreach_copy_(copies, kept, non_blocking=True)
 
     @contextmanager
     def _copying(self, slot: _Slot, way: str) -> Iterator[None]:
@@ -181,13 +183,23 @@ class StreamedStore(StateStore):
         else:
             slot.filled = stream.record_event()
 
-    def _pairs(self, stage: Stage, slot: _Slot) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield what is kept of the state that changes, and its copy in the slot, with the position."""
+    def _pairs(self, stage: Stage, *, back: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is kept of the state that changes in this step, and its copies in the slot of a stage.
+
+        Args:
+            stage: the stage.
+            back: whether numbers are left out that a later stage counts from too.
+        """
+        kept, copies = [], []
         for position, places in self._places[stage.number].items():
             if position in self._updated:
-                for place in places:
-                    kept = local(self._states[position][place.name])
-                    yield position, stage.cut(position, kept) if place.shape else kept, slot.tensor(place)
+                state, of_parameter = self._states[position], self._copies_of(stage.number)[position]
+                for name, _, shape, _ in places:
+                    if shape or not back or self._is_last(stage, position):
+                        value = local(state[name])
+                        kept.append(stage.cut(position, value) if shape else value)
+                        copies.append(of_parameter[name])
+        return kept, copies
 
     def _is_last(self, stage: Stage, position: int) -> bool:
         """Return whether no later stage updates further rows of a shard."""
@@ -202,6 +214,17 @@ class StreamedStore(StateStore):
             self._slots[key] = _Slot(self._sizes[key], key[0])
         return self._slots[key]
 
+    def _copies_of(self, number: int) -> dict[int, dict[str, Tensor]]:
+        """Return the tensors that the slot of a stage has for each parameter, by position and name."""
+        if number not in self._copies:
+            slot = self._slot(number)
+            assert slot is not None
+            self._copies[number] = {
+                position: {place.name: slot.tensor(place) for place in places}
+                for position, places in self._places[number].items()
+            }
+        return self._copies[number]
+
     # -------------------------------------------------------------------------------------------- what others see
 
     def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
@@ -209,15 +232,14 @@ class StreamedStore(StateStore):
 
     def addressed(self, position: int, state: State, stage: int | None = None) -> State:
         number = self._stage_of.get(position) if stage is None else stage
-        slot = self._slot(number) if number is not None else None
-        if number is None or slot is None:
+        if number is None or self._slot(number) is None:
             return state
         found = dict(state)
         if position in self._stages[number].rows:
             for spec in self._records[position].all_state:
                 if spec.is_sharded:
                     found[spec.name] = self._stages[number].cut(position, local(state[spec.name]))
-        return found | {place.name: slot.tensor(place) for place in self._places[number].get(position, ())}
+        return found | self._copies_of(number).get(position, {})
 
     def copies(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]

@@ -96,5 +96,7 @@ def test_fsdp2_with_a_part_on_the_host(nccl, where, options):  # noqa: F811
         for name, value in weights.items():
             if where == "state":
                 assert torch.equal(value, same[name]), name
-            else:  # by lists of tensors instead of kernels
-                torch.testing.assert_close(value, same[name], rtol=5e-2, atol=5e-3)
+            else:  # by lists of tensors instead of kernels: AdamW may turn the last bit of a gradient into a step
+                far = ~torch.isclose(value, same[name], rtol=5e-2, atol=5e-3)
+                assert far.double().mean() < 1e-3, name
+                torch.testing.assert_close(value, same[name], rtol=0, atol=0.05)
