@@ -279,14 +279,14 @@ class PlannedStep:
                 has_begun = True
                 if not are_known:
                     self._fused = None
-        fused, stages = self._fuse(inputs, addressed), self._stages_to_run(inputs)
-        self.store.begin(stages, inputs.states, inputs.updated)
+        fused = self._fuse(inputs, addressed)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
         }
         inputs = replace(inputs, gradients=gradients)
         fused.fill_tables(inputs, lambda stage, i: self.store.addressed(i, inputs.states[i], stage))
+        stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
         taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
         measured = self.meter.start(inputs.shards, inputs.updated) if measures else None
@@ -314,6 +314,7 @@ class PlannedStep:
             kept_weights, is_cold = [*kept_weights, *self.matrices.observed(observed)], self.matrices.is_cold
         of_matrices = self.matrices.addresses if self.matrices is not None else ()
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
+        self.store.begin(stages, inputs.states, inputs.updated)
         try:
             self.captured.run(
                 StepKey((addresses_of(kept_weights), of_matrices), launches),
