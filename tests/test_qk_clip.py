@@ -207,6 +207,12 @@ def with_norm() -> nn.Module:
     return model
 
 
+def with_norm_of_another_name() -> nn.Module:
+    model = cases.Model()
+    model.separate.norm_q = nn.RMSNorm(SIZE)
+    return model
+
+
 def with_flag() -> nn.Module:
     model = cases.Model()
     model.separate.config.qk_layernorm = True
@@ -254,6 +260,7 @@ def frozen() -> nn.Module:
     ("make", "name", "text"),
     [
         (with_norm, "separate", "module 'separate' normalizes queries or keys"),
+        (with_norm_of_another_name, "separate", "module 'separate' normalizes queries or keys"),
         (with_flag, "separate", "module 'separate' normalizes queries or keys"),
         (without_heads, "separate", "heads of module 'separate': the number of heads is not known.*'num_heads'"),
         (with_other_size, "separate", "queries has 12 rows, which are not 4 heads of size 6"),
