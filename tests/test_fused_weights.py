@@ -197,6 +197,24 @@ def test_names_and_shapes_suffice(case):
     assert (row.fused, row.split_by) == (parts, split)
 
 
+class TitanFeedForward(nn.ModuleDict):
+    """torchtitan's MLP: rows of gate and up alternate."""
+
+    def __init__(self) -> None:
+        super().__init__({"w13": linear(80, 32), "w2": linear(32, 40)})
+        self.register_state_dict_post_hook(self._split_w13_on_save)
+
+    @staticmethod
+    def _split_w13_on_save(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+        gate_up = state_dict.pop(f"{prefix}w13.weight").unflatten(0, (-1, 2))
+        state_dict[f"{prefix}w1.weight"], state_dict[f"{prefix}w3.weight"] = gate_up[:, 0], gate_up[:, 1]
+
+
+def test_alternating_rows_of_gate_and_up_stay_whole():
+    model = nn.ModuleDict({"feed_forward": TitanFeedForward()})
+    assert rows(MuonOptimizer(model))["feed_forward.w13.weight"].matrices == "80x32"
+
+
 def test_the_name_that_torch_gives_suffices():
     model = nn.ModuleDict({"some": nn.MultiheadAttention(32, 4)})
     row = rows(MuonOptimizer(model.named_parameters()))["some.in_proj_weight"]

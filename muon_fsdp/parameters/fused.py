@@ -198,6 +198,8 @@ def _alternates(layers: Layers, layer: Layer) -> bool:
     module = layers.module(layer.parent)
     if module is None:
         return layer.facts.transposed
+    if layer.name == "w13" and hasattr(module, "_split_w13_on_save"):  # torchtitan's hook, also in forks
+        return True
     is_concatenated = getattr(module, "is_concatenated", True)  # Transformers notes it on modules of experts
     return not is_concatenated or any(map(_ALTERNATING_CLASS.search, layers.class_names(layer.parent)))
 
