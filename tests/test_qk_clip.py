@@ -307,6 +307,28 @@ def test_fused_rows_by_head_are_refused():
         read_attention(path_to(model, "attention"))
 
 
+class Qkv(nn.Module):
+    """timm's name, under which others store Q, K and V by head."""
+
+    def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.sizes = HEADS, SIZE, sizes
+        self.qkv = nn.Linear(cases.WIDTH, 3 * HEADS * SIZE)
+
+    def muon_split_sizes(self) -> dict[str, tuple[int, ...]]:
+        return self.sizes
+
+
+def test_the_order_of_qkv_must_be_told():
+    model = nn.ModuleDict({"attn": Qkv({})})
+    with pytest.raises(ValueError, match=r"if Qkv stores Q first, .* returns {'qkv.weight': \(12, 12, 12\)}"):
+        qk_clip(MuonOptimizer(model), {"attn": [400.0] * HEADS})
+    model = nn.ModuleDict({"attn": Qkv({"qkv.weight": (12, 12, 12)})})
+    before = model["attn"].qkv.weight.detach().clone()
+    qk_clip(MuonOptimizer(model), {"attn": [400.0] * HEADS})
+    torch.testing.assert_close(model["attn"].qkv.weight, torch.cat([before[:24] * 0.5, before[24:]]))
+
+
 @pytest.mark.parametrize("chunk", [3, 256])
 def test_the_training_model_measures_causal_logits(chunk):
     q, k = torch.randn(2, 3, 4, 10, 6, generator=torch.Generator().manual_seed(0))  # (B, heads, T, head_dim) each

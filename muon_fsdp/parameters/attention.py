@@ -21,6 +21,7 @@ _NORM_FLAGS = ("qk_layernorm", "use_qk_norm", "qk_norm", "qk_layer_norms")
 _QUERY_LAYERS = ("q_proj", "q", "wq", "to_q", "query", "q_linear")
 _KEY_LAYERS = ("k_proj", "k", "wk", "to_k", "key", "k_linear")
 _FUSED_LAYERS = ("qkv_proj", "qkv", "Wqkv", "wqkv", "c_attn", "W_pack")  # rows of Q, then of K, then of V
+_UNCERTAIN_LAYERS = ("qkv",)  # some models store them by head, so the module must tell the order
 _LATENT_QUERY_LAYERS = ("q_b_proj", "wq_b", "q_proj", "wq")
 _LATENT_KEY_LAYERS = ("kv_b_proj", "wkv_b")
 _NORM = re.compile(r"(q|k|qk|query|key)_?(norm|layernorm|layer_norm|ln)|(norm|ln)_(q|k|query|key)")
@@ -161,6 +162,8 @@ def read_attention(path: Sequence[nn.Module]) -> Attention:
             raise ValueError(f"{type(module).__name__} does not store {fused!r} as rows of Q, then K, then V")
         num_rows = _num_rows(fused, layers[fused])
         heads = _fused_heads(path, num_rows, layers[fused].get_parameter("weight").numel() // num_rows)
+        if fused in _UNCERTAIN_LAYERS:
+            _require_told(module, fused, heads)
         rows = _query_rows(heads, 0) + _key_rows(heads, heads.count * heads.size)
         projections = _of_layer(fused, layers[fused], rows)
     else:
@@ -203,6 +206,18 @@ def _fused_heads(path: Sequence[nn.Module], num_rows: int, num_cols: int) -> _He
     size = size or num_rows // (count + 2 * kv_count)
     _require_rows(path, "Q, K and V", num_rows, count + 2 * kv_count, size)
     return _divided(count, kv_count, size)
+
+
+def _require_told(module: nn.Module, fused: str, heads: _Heads) -> None:
+    """Raise unless a module tells that the rows of a fused weight are Q, then K, then V."""
+    sizes = (heads.count * heads.size, heads.kv_count * heads.size, heads.kv_count * heads.size)
+    tell = getattr(module, "muon_split_sizes", None)
+    if not callable(tell) or tuple(tell().get(f"{fused}.weight", ())) != sizes:
+        raise ValueError(
+            f"weights named {fused!r} are stored as Q, then K, then V in some models and by head in others: if "
+            f"{type(module).__name__} stores Q first, give it a method muon_split_sizes() that returns "
+            f"{{'{fused}.weight': {sizes}}}"
+        )
 
 
 def num_kv_heads(path: Sequence[nn.Module | None], count: int) -> int | None:
