@@ -95,6 +95,13 @@ FUSED = {
     "to_kv": (
         Numbered({"to_q": linear(32, 32), "to_kv": linear(64, 32)}), "to_kv.weight", "K, V", {"split_sizes": (32, 32)},
     ),
+    "queries with a gate": (
+        Numbered(
+            {name: linear(size, 32) for name, size in (("q_proj", 64), ("k_proj", 16), ("v_proj", 16), ("o_proj", 32))},
+            num_heads=4, num_key_value_heads=2, head_dim=8,
+        ),
+        "q_proj.weight", "Q, gate", {"num_heads": 8},
+    ),
     "query_key_value": (
         attention("query_key_value", 96, ("dense", 32), head_size=8), "query_key_value.weight", "Q, K, V by head",
         {"num_heads": 12},

@@ -141,6 +141,8 @@ def _fused(layers: Layers, layer: Layer) -> Fused | None:
         return _latent(layers, layer)
     if _KV_NAME.fullmatch(layer.name):
         return _keys_and_values(layers, layer)
+    if _PER_HEAD_NAME.fullmatch(layer.name) and "q" in layer.name:
+        return _queries_and_gate(layers, layer)
     if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
         return None if _alternates(layers, layer) else _gate_and_up(layers, layer)
     return None
@@ -304,6 +306,15 @@ def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
         return None
     is_known = bool(heads and head_dim and _IN_ORDER_NAME.fullmatch(layer.name))
     return Fused("K, V", _equal(layer, 2), _equal_heads(layer, head_dim or 0) if is_known else (), is_known)
+
+
+def _queries_and_gate(layers: Layers, layer: Layer) -> Fused | None:
+    """Return Q and a gate of its size, as in Qwen3-Next; nothing tells whether they alternate head by head."""
+    heads, size = (layers.number_at(layer.parent, names) for names in (HEADS, HEAD_DIM))
+    if not (heads and size) or layer.rows != 2 * heads * size or _read(layers, layer) != heads * size:
+        return None
+    cut = _equal_heads(layer, size)  # a block of this size is a head or a gate either way
+    return Fused("Q, gate", cut, cut)
 
 
 def _queries(layers: Layers, layer: Layer) -> list[int]:
