@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer
+from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer, SpectralSphereOptimizer, create_hybrid_optimizer, qk_clip
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS
 from muon_fsdp.training.model import GPT, GPTConfig
 from tests import attention_cases as cases
@@ -131,6 +133,72 @@ def test_every_optimizer_reads_the_heads_of_our_model(make):
     assert several(make(model, attention="per_head")) == dict.fromkeys("qkv", "4 of 4x16")
     with pytest.raises(ValueError, match="attention"):
         make(model, attention="heads")
+
+
+class QKVLinear(nn.Module):
+    """torchtitan's projection: Q, K and V of the first group of heads, then of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.wqkv = 8, nn.Linear(32, 64, bias=False)
+
+
+class Titan(nn.Module):
+    """Attention whose model notes the numbers of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_heads=4, n_kv_heads=2)
+        self.attention = nn.ModuleDict({"qkv_linear": QKVLinear(), "wo": nn.Linear(32, 32, bias=False)})
+
+
+def test_weights_by_group_of_heads_are_not_split_into_q_k_and_v():
+    model = Titan()
+    optimizer = MuonOptimizer(model)
+    assert several(optimizer) == {}
+    row = rows(optimizer)["attention.qkv_linear.wqkv.weight"]
+    assert (row.fused, row.split_by) == ("Q, K, V by head", {"num_heads": 8})
+    assert several(MuonOptimizer(Titan(), attention="per_head")) == {"wqkv": "8 of 8x32"}
+    with pytest.raises(ValueError, match=r"QKVLinear does not store 'wqkv' as rows of Q, then K, then V"):
+        qk_clip(optimizer, {"attention.qkv_linear": [1.0] * 4})
+
+
+class Fused(nn.Module):
+    """Eight heads, whose size and groups nothing tells."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.num_heads, self.wqkv = 8, nn.Linear(32, outputs)
+
+
+def test_queries_that_may_be_grouped_are_not_split():
+    """192 rows are 8 heads of Q, K and V with 8 rows each, or 8 of Q and 2 of K and V with 16 rows."""
+    model = nn.ModuleDict({"attn": Fused(96)})
+    assert several(MuonOptimizer(model)) == {"wqkv": "3 of 32x32"}
+    model = nn.ModuleDict({"attn": Fused(192)})
+    optimizer = MuonOptimizer(model, attention="per_head")
+    assert several(optimizer) == {}
+    with pytest.raises(ValueError, match="the number of key heads is not known"):
+        qk_clip(optimizer, {"attn": [1.0] * 8})
+
+
+class Varied:
+    """A configuration that refuses what its layers have different values of, as those of Transformers do."""
+
+    num_attention_heads, head_dim = 4, 8
+
+    @property
+    def num_key_value_heads(self) -> int:
+        raise RuntimeError("'num_key_value_heads' is a per-layer attribute")
+
+
+def test_a_configuration_may_refuse_what_differs_between_layers():
+    sizes = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    model = nn.ModuleDict({"attn": nn.ModuleDict({name: nn.Linear(32, size) for name, size in sizes.items()})})
+    model.config = Varied()
+    assert several(MuonOptimizer(model, attention="per_head")) == {"q_proj": "4 of 8x32"}
+    model["attn"].num_key_value_groups = 2
+    assert several(MuonOptimizer(model, attention="per_head")) == SEPARATE
 
 
 class Own(nn.Module):

@@ -95,6 +95,13 @@ FUSED = {
     "to_kv": (
         Numbered({"to_q": linear(32, 32), "to_kv": linear(64, 32)}), "to_kv.weight", "K, V", {"split_sizes": (32, 32)},
     ),
+    "queries with a gate": (
+        Numbered(
+            {name: linear(size, 32) for name, size in (("q_proj", 64), ("k_proj", 16), ("v_proj", 16), ("o_proj", 32))},
+            num_heads=4, num_key_value_heads=2, head_dim=8,
+        ),
+        "q_proj.weight", "Q, gate", {"num_heads": 8},
+    ),
     "query_key_value": (
         attention("query_key_value", 96, ("dense", 32), head_size=8), "query_key_value.weight", "Q, K, V by head",
         {"num_heads": 12},
@@ -195,6 +202,24 @@ def test_names_and_shapes_suffice(case):
     model, name, parts, split = FUSED[case]
     row = rows(MuonOptimizer(model.named_parameters()))[name]
     assert (row.fused, row.split_by) == (parts, split)
+
+
+class TitanFeedForward(nn.ModuleDict):
+    """torchtitan's MLP: rows of gate and up alternate."""
+
+    def __init__(self) -> None:
+        super().__init__({"w13": linear(80, 32), "w2": linear(32, 40)})
+        self.register_state_dict_post_hook(self._split_w13_on_save)
+
+    @staticmethod
+    def _split_w13_on_save(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+        gate_up = state_dict.pop(f"{prefix}w13.weight").unflatten(0, (-1, 2))
+        state_dict[f"{prefix}w1.weight"], state_dict[f"{prefix}w3.weight"] = gate_up[:, 0], gate_up[:, 1]
+
+
+def test_alternating_rows_of_gate_and_up_stay_whole():
+    model = nn.ModuleDict({"feed_forward": TitanFeedForward()})
+    assert rows(MuonOptimizer(model))["feed_forward.w13.weight"].matrices == "80x32"
 
 
 def test_the_name_that_torch_gives_suffices():

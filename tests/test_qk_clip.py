@@ -207,6 +207,12 @@ def with_norm() -> nn.Module:
     return model
 
 
+def with_norm_of_another_name() -> nn.Module:
+    model = cases.Model()
+    model.separate.norm_q = nn.RMSNorm(SIZE)
+    return model
+
+
 def with_flag() -> nn.Module:
     model = cases.Model()
     model.separate.config.qk_layernorm = True
@@ -254,6 +260,7 @@ def frozen() -> nn.Module:
     ("make", "name", "text"),
     [
         (with_norm, "separate", "module 'separate' normalizes queries or keys"),
+        (with_norm_of_another_name, "separate", "module 'separate' normalizes queries or keys"),
         (with_flag, "separate", "module 'separate' normalizes queries or keys"),
         (without_heads, "separate", "heads of module 'separate': the number of heads is not known.*'num_heads'"),
         (with_other_size, "separate", "queries has 12 rows, which are not 4 heads of size 6"),
@@ -298,6 +305,28 @@ def test_fused_rows_by_head_are_refused():
     model = nn.ModuleDict({"attention": GPTNeoXAttention()})
     with pytest.raises(ValueError, match="does not store 'qkv_proj' as rows of Q, then K, then V"):
         read_attention(path_to(model, "attention"))
+
+
+class Qkv(nn.Module):
+    """timm's name, under which others store Q, K and V by head."""
+
+    def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.sizes = HEADS, SIZE, sizes
+        self.qkv = nn.Linear(cases.WIDTH, 3 * HEADS * SIZE)
+
+    def muon_split_sizes(self) -> dict[str, tuple[int, ...]]:
+        return self.sizes
+
+
+def test_the_order_of_qkv_must_be_told():
+    model = nn.ModuleDict({"attn": Qkv({})})
+    with pytest.raises(ValueError, match=r"if Qkv stores Q first, .* returns {'qkv.weight': \(12, 12, 12\)}"):
+        qk_clip(MuonOptimizer(model), {"attn": [400.0] * HEADS})
+    model = nn.ModuleDict({"attn": Qkv({"qkv.weight": (12, 12, 12)})})
+    before = model["attn"].qkv.weight.detach().clone()
+    qk_clip(MuonOptimizer(model), {"attn": [400.0] * HEADS})
+    torch.testing.assert_close(model["attn"].qkv.weight, torch.cat([before[:24] * 0.5, before[24:]]))
 
 
 @pytest.mark.parametrize("chunk", [3, 256])

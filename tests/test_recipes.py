@@ -28,7 +28,7 @@ LEARNING_RATES = {
     "deepseek_v4": [(0, 2.7e-7), (999, 2.7e-4), (9999, 2.7e-5)],
     "deepseek_v4_1_flash": [(999, 2.6e-4), (6999, 2.6e-4), (9999, 2.6e-5)],
     "nanochat": [(39, 0.02), (3499, 0.02), (9999, 0.001)],
-    "modded_nanogpt_track_3": [(0, 0.025), (9999, 0.025)],
+    "modded_nanogpt_track_3": [(0, 0.025), (2999, 0.025), (6499, 0.0125), (9999, 0.0)],
 }
 
 
@@ -102,7 +102,8 @@ def test_rules_and_options_of_groups():
     }
     assert list(found.values()) == [0.7, 0.004, 0.015]
     assert rows["lm_head.weight"].rule == "adamw"
-    assert not muon_fsdp.recipes["kimi_k2"].options["nesterov"]
+    nesterov = {name: recipe.options["nesterov"] for name, recipe in muon_fsdp.recipes.items() if name != "glm_4_5"}
+    assert nesterov == {name: name != "kimi_k2" for name in nesterov}  # GLM-4.5 does not say
 
 
 def scheduled(steps: int) -> tuple[MuonOptimizer, RecipeScheduler]:

@@ -9,23 +9,27 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "nheads", "heads")
-_KV_HEADS = (
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "nheads", "heads")
+KV_HEADS = (
     "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads", "kv_heads", "num_query_groups",
     "n_query_groups", "multi_query_group_num",
 )  # fmt: skip
 _QUERIES_PER_GROUP = ("num_key_value_groups", "n_rep")
-_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")
-_NORM_FLAGS = ("qk_layernorm", "use_qk_norm", "qk_norm")
+HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")
+_NORM_FLAGS = ("qk_layernorm", "use_qk_norm", "qk_norm", "qk_layer_norms")
 
 _QUERY_LAYERS = ("q_proj", "q", "wq", "to_q", "query", "q_linear")
 _KEY_LAYERS = ("k_proj", "k", "wk", "to_k", "key", "k_linear")
 _FUSED_LAYERS = ("qkv_proj", "qkv", "Wqkv", "wqkv", "c_attn", "W_pack")  # rows of Q, then of K, then of V
+_UNCERTAIN_LAYERS = ("qkv",)  # some models store them by head, so the module must tell the order
 _LATENT_QUERY_LAYERS = ("q_b_proj", "wq_b", "q_proj", "wq")
 _LATENT_KEY_LAYERS = ("kv_b_proj", "wkv_b")
-_NORM = re.compile(r"(q|k|qk|query|key)_?(norm|layernorm|layer_norm|ln)")
-# Classes that store the rows of a fused weight by head, or otherwise than as Q, K, V.
-_OTHER_ORDER = re.compile(r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon")
+_NORM = re.compile(r"(q|k|qk|query|key)_?(norm|layernorm|layer_norm|ln)|(norm|ln)_(q|k|query|key)")
+# Classes that store a fused weight by head or by group of heads: Q, K and V of the first, then of the second.
+# torchtitan has QKVLinear, by group.
+BY_HEAD_CLASS = re.compile(
+    r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon|QKVLinear"
+)
 
 Value = TypeVar("Value", int, bool)
 
@@ -100,7 +104,7 @@ def path_to(model: nn.Module, name: str) -> list[nn.Module]:
     return modules[::-1]
 
 
-def value_of(path: Sequence[nn.Module], names: Iterable[str], kind: type[Value]) -> Value | None:
+def value_of(path: Sequence[nn.Module | None], names: Iterable[str], kind: type[Value]) -> Value | None:
     """Return a value that a module, its configuration or that of a module around it has by one of these names.
 
     Args:
@@ -111,7 +115,10 @@ def value_of(path: Sequence[nn.Module], names: Iterable[str], kind: type[Value])
     names = tuple(names)
     for holder in (path[0], *(getattr(module, "config", None) for module in path)):
         for name in names:
-            value = getattr(holder, name, None)
+            try:
+                value = getattr(holder, name, None)
+            except RuntimeError:  # of Transformers: the layers have different values, and the configuration has none
+                continue
             if type(value) is kind and (kind is bool or value > 0):
                 return value
     return None
@@ -151,9 +158,12 @@ def read_attention(path: Sequence[nn.Module]) -> Attention:
         own = {query: _query_rows(heads, 0), key: _key_rows(heads, 0)}
         projections = [each for name, rows in own.items() for each in _of_layer(name, layers[name], rows)]
     elif fused is not None and query is None and key is None:
-        if any(_OTHER_ORDER.search(cls.__name__) for cls in type(module).__mro__) or "q_attn" in layers:
+        if any(BY_HEAD_CLASS.search(cls.__name__) for cls in type(module).__mro__) or "q_attn" in layers:
             raise ValueError(f"{type(module).__name__} does not store {fused!r} as rows of Q, then K, then V")
-        heads = _fused_heads(path, _num_rows(fused, layers[fused]))
+        num_rows = _num_rows(fused, layers[fused])
+        heads = _fused_heads(path, num_rows, layers[fused].get_parameter("weight").numel() // num_rows)
+        if fused in _UNCERTAIN_LAYERS:
+            _require_told(module, fused, heads)
         rows = _query_rows(heads, 0) + _key_rows(heads, heads.count * heads.size)
         projections = _of_layer(fused, layers[fused], rows)
     else:
@@ -170,28 +180,49 @@ def _first(layers: Iterable[str], names: Iterable[str]) -> str | None:
 
 def _heads(path: Sequence[nn.Module], query_rows: int, key_rows: int) -> _Heads:
     """Return the heads of separate projections."""
-    count = _required(path, _HEADS, "the number of heads")
-    size = value_of(path, _HEAD_DIM, int) or (query_rows // count if query_rows % count == 0 else 0)
-    kv_count = _kv_heads(path, count) or (count if key_rows == query_rows else None)
+    count = _required(path, HEADS, "the number of heads")
+    size = value_of(path, HEAD_DIM, int) or (query_rows // count if query_rows % count == 0 else 0)
+    kv_count = num_kv_heads(path, count) or (count if key_rows == query_rows else None)
     if kv_count is None:
-        raise ValueError(f"the number of key heads is not known: the module has none of the attributes {_KV_HEADS}")
+        raise ValueError(f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}")
     _require_rows(path, "queries", query_rows, count, size)
     _require_rows(path, "keys", key_rows, kv_count, size)
     return _divided(count, kv_count, size)
 
 
-def _fused_heads(path: Sequence[nn.Module], num_rows: int) -> _Heads:
-    """Return the heads of a fused weight."""
-    count = _required(path, _HEADS, "the number of heads")
-    kv_count = _kv_heads(path, count) or count
-    size = value_of(path, _HEAD_DIM, int) or num_rows // (count + 2 * kv_count)
+def _fused_heads(path: Sequence[nn.Module], num_rows: int, num_cols: int) -> _Heads:
+    """Return the heads of a fused weight.
+
+    Args:
+        path: the module, then the modules around it.
+        num_rows: the rows of the weight.
+        num_cols: its columns, which tell whether Q, K and V are equally large where no number does.
+    """
+    count = _required(path, HEADS, "the number of heads")
+    kv_count, size = num_kv_heads(path, count), value_of(path, HEAD_DIM, int)
+    if kv_count is None and size is None and num_rows != 3 * num_cols:
+        raise ValueError(f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}")
+    kv_count = kv_count or count
+    size = size or num_rows // (count + 2 * kv_count)
     _require_rows(path, "Q, K and V", num_rows, count + 2 * kv_count, size)
     return _divided(count, kv_count, size)
 
 
-def _kv_heads(path: Sequence[nn.Module], count: int) -> int | None:
-    """Return the number of key heads; None if no module and no configuration has it."""
-    kv_count = value_of(path, _KV_HEADS, int)
+def _require_told(module: nn.Module, fused: str, heads: _Heads) -> None:
+    """Raise unless a module tells that the rows of a fused weight are Q, then K, then V."""
+    sizes = (heads.count * heads.size, heads.kv_count * heads.size, heads.kv_count * heads.size)
+    tell = getattr(module, "muon_split_sizes", None)
+    if not callable(tell) or tuple(tell().get(f"{fused}.weight", ())) != sizes:
+        raise ValueError(
+            f"weights named {fused!r} are stored as Q, then K, then V in some models and by head in others: if "
+            f"{type(module).__name__} stores Q first, give it a method muon_split_sizes() that returns "
+            f"{{'{fused}.weight': {sizes}}}"
+        )
+
+
+def num_kv_heads(path: Sequence[nn.Module | None], count: int) -> int | None:
+    """Return the number of key heads beside `count` query heads; None if no module and no configuration has it."""
+    kv_count = value_of(path, KV_HEADS, int)
     per_group = value_of(path, _QUERIES_PER_GROUP, int)
     if kv_count is None and per_group is not None and count % per_group == 0:
         return count // per_group
@@ -242,7 +273,7 @@ def _latent_attention(path: Sequence[nn.Module], layers: dict[str, nn.Module], k
     query = _first(layers, _LATENT_QUERY_LAYERS)
     if query is None:
         raise ValueError(f"{key!r} has no projection of queries beside it: the parts are {sorted(layers)}")
-    count = _required(path, _HEADS, "the number of heads")
+    count = _required(path, HEADS, "the number of heads")
     plain = _required(path, ("qk_nope_head_dim",), "the size of keys without position")
     rotary = _required(path, ("qk_rope_head_dim",), "the size of rotary keys")
     value = _required(path, ("v_head_dim",), "the size of values")

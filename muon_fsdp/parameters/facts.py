@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from muon_fsdp.parameters.attention import value_of
 from muon_fsdp.parameters.names import plain_name
 from muon_fsdp.plan.layout import Shape
 
@@ -173,13 +174,12 @@ class Layers:
 
     def number_at(self, path: Path, names: Iterable[str]) -> int | None:
         """Return a positive int that a module, its config, or the config of a module around it has by these names."""
-        modules = [self.module(path[:length]) for length in range(len(path), -1, -1)]
-        for holder in (*modules[:1], *(getattr(module, "config", None) for module in modules)):
-            for name in names:
-                value = getattr(holder, name, None)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-        return None
+        return value_of(self.around(path), names, int)
+
+    def around(self, path: Path) -> list[nn.Module | None]:
+        """Return the module at a path, then the modules around it, from inside to outside; None where only names are
+        known."""
+        return [self.module(path[:length]) for length in range(len(path), -1, -1)]
 
     @cached_property
     def _by_parent(self) -> dict[Path, list[Layer]]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from muon_fsdp.declarations.settings import Attention
+from muon_fsdp.parameters.attention import BY_HEAD_CLASS, HEAD_DIM, HEADS, KV_HEADS, num_kv_heads
 from muon_fsdp.parameters.facts import Fused, Layer, Layers, Path
 
 Options: TypeAlias = tuple[tuple[str, object], ...]
@@ -34,16 +35,7 @@ _GATE_UP_NAME = re.compile(r".*gate_?(and_)?up.*|(.*_)?w_?1_?w?3(_.*)?")
 _QUERY_NAME = re.compile(r"(w|to_)?q(_.*)?|query(_.*)?")
 _OUT_NAME = re.compile(r"w?o|out|to_out|proj|dense|output|(o|c|out|attn|output|linear)_proj|(proj|attn)_out|out_linear")
 _ATTENTION = re.compile(r".*att(entio)?n.*", re.IGNORECASE)
-# Classes that store the rows of a fused weight by head: Q, K and V of the first head, then of the second.
-_BY_HEAD_CLASS = re.compile(r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon")
 _ALTERNATING_CLASS = re.compile(r"GptOss|ZambaMamba")  # rows of gate and up, or of the two parts of in_proj, alternate
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head", "nheads", "heads")
-_KV_HEADS = (
-    "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads", "kv_heads", "num_query_groups",
-    "n_query_groups", "multi_query_group_num",
-)  # fmt: skip
-_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")
 
 
 def find_fused(layers: Layers, attention: Attention) -> None:
@@ -111,12 +103,12 @@ def _heads(layers: Layers, layer: Layer) -> Options:
     beside = [other for other in (layer, *layers.beside(layer)) if _PER_HEAD_NAME.fullmatch(other.name)]
     of_kind = {next(letter for letter in other.name if letter in "qkv"): other for other in beside}
     is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))
-    heads = layers.number_at(layer.parent, _HEADS)
+    heads = layers.number_at(layer.parent, HEADS)
     if layer not in beside or heads is None or not of_kind.keys() >= ({"q"} if is_latent else {"q", "k", "v"}):
         return ()
-    size = layers.number_at(layer.parent, _HEAD_DIM) or of_kind["q"].rows // heads
+    size = layers.number_at(layer.parent, HEAD_DIM) or of_kind["q"].rows // heads
     if layer is not of_kind["q"]:
-        kv_heads = layers.number_at(layer.parent, _KV_HEADS) or heads
+        kv_heads = num_kv_heads(layers.around(layer.parent), heads) or heads
         return _equal_heads(layer, size) if layer.rows == kv_heads * size else ()
     if is_latent:
         parts = [layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
@@ -149,6 +141,8 @@ def _fused(layers: Layers, layer: Layer) -> Fused | None:
         return _latent(layers, layer)
     if _KV_NAME.fullmatch(layer.name):
         return _keys_and_values(layers, layer)
+    if _PER_HEAD_NAME.fullmatch(layer.name) and "q" in layer.name:
+        return _queries_and_gate(layers, layer)
     if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
         return None if _alternates(layers, layer) else _gate_and_up(layers, layer)
     return None
@@ -206,6 +200,8 @@ def _alternates(layers: Layers, layer: Layer) -> bool:
     module = layers.module(layer.parent)
     if module is None:
         return layer.facts.transposed
+    if layer.name == "w13" and hasattr(module, "_split_w13_on_save"):  # torchtitan's hook, also in forks
+        return True
     is_concatenated = getattr(module, "is_concatenated", True)  # Transformers notes it on modules of experts
     return not is_concatenated or any(map(_ALTERNATING_CLASS.search, layers.class_names(layer.parent)))
 
@@ -228,7 +224,7 @@ def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
         return Fused(f"{rows // inner} matrices", sizes, is_known=is_known)
     groups = layers.number_at(layer.parent, ("n_groups", "ngroups"))
     state = layers.number_at(layer.parent, ("ssm_state_size", "d_state", "state_size"))
-    heads = layers.number_at(layer.parent, _HEADS)
+    heads = layers.number_at(layer.parent, HEADS)
     if inner and groups and state and heads and rows == 2 * (inner + groups * state) + heads:
         sizes = _split_sizes(inner, inner, groups * state, groups * state, heads)
         return Fused("z, x, B, C, dt", sizes, is_known=True)
@@ -244,8 +240,8 @@ def _attention(layers: Layers, layer: Layer) -> Fused:
         latents = [number for number in numbers if number is not None]
         is_known = len(latents) == len(numbers) and sum(latents) == layer.rows
         return Fused("latent Q, latent K and V, rotary K", _split_sizes(*latents) if is_known else (), (), is_known)
-    heads, head_dim = (layers.number_at(layer.parent, names) for names in (_HEADS, _HEAD_DIM))
-    is_by_head = any(map(_BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
+    heads, head_dim = (layers.number_at(layer.parent, names) for names in (HEADS, HEAD_DIM))
+    is_by_head = any(map(BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
     if is_by_head or "query_key_value" in layer.name:
         size = head_dim or (layer.cols // heads if heads else 0)
         cut = _equal_heads(layer, size)
@@ -275,11 +271,14 @@ def _attention_by_numbers(layers: Layers, layer: Layer, heads: int | None, head_
         return Fused("Q, K, V", _split_sizes(key_dim, key_dim, value_dim), by_head, is_in_order)
     if not heads:
         return None
-    kv_heads = layers.number_at(layer.parent, _KV_HEADS) or heads
+    kv_heads, read = num_kv_heads(layers.around(layer.parent), heads), _read(layers, layer)
     has_gate = _GATE_FIRST_NAME.fullmatch(layer.name) is not None
+    if kv_heads is head_dim is read is None and rows != (4 if has_gate else 3) * layer.cols:  # queries may be grouped
+        return None
+    kv_heads = kv_heads or heads
     blocks = heads + 2 * kv_heads + (heads if has_gate else 0)
     size = head_dim or rows // blocks
-    if blocks * size != rows or _read(layers, layer) not in (None, heads * size):
+    if blocks * size != rows or read not in (None, heads * size):
         return None
     sizes = (heads * size,) * (2 if has_gate else 1) + (kv_heads * size,) * 2
     by_head = _equal_heads(layer, size) if is_in_order or has_gate else ()
@@ -300,13 +299,22 @@ def _attention_sizes(layers: Layers, layer: Layer) -> Sequence[int] | None:
 def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
     """Return K and V if the weight has twice the rows of one of them; shared ones are one matrix."""
     queries = _queries(layers, layer)
-    heads = layers.number_at(layer.parent, _KV_HEADS) or layers.number_at(layer.parent, _HEADS)
-    head_dim = layers.number_at(layer.parent, _HEAD_DIM)
+    heads = layers.number_at(layer.parent, KV_HEADS) or layers.number_at(layer.parent, HEADS)
+    head_dim = layers.number_at(layer.parent, HEAD_DIM)
     size = heads * head_dim if heads and head_dim else next(iter(queries), 0)
     if not queries or layer.rows != 2 * size:
         return None
     is_known = bool(heads and head_dim and _IN_ORDER_NAME.fullmatch(layer.name))
     return Fused("K, V", _equal(layer, 2), _equal_heads(layer, head_dim or 0) if is_known else (), is_known)
+
+
+def _queries_and_gate(layers: Layers, layer: Layer) -> Fused | None:
+    """Return Q and a gate of its size, as in Qwen3-Next; nothing tells whether they alternate head by head."""
+    heads, size = (layers.number_at(layer.parent, names) for names in (HEADS, HEAD_DIM))
+    if not (heads and size) or layer.rows != 2 * heads * size or _read(layers, layer) != heads * size:
+        return None
+    cut = _equal_heads(layer, size)  # a block of this size is a head or a gate either way
+    return Fused("Q, gate", cut, cut)
 
 
 def _queries(layers: Layers, layer: Layer) -> list[int]:
@@ -328,7 +336,7 @@ def _latent(layers: Layers, layer: Layer) -> Fused | None:
 
 def _latent_heads(layers: Layers, layer: Layer) -> Fused:
     """Return K and V of every head, which alternate."""
-    heads = layers.number_at(layer.parent, _HEADS)
+    heads = layers.number_at(layer.parent, HEADS)
     key, value = (layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "v_head_dim"))
     if not (heads and key and value) or heads * (key + value) != layer.rows:
         return Fused("K, V by head")

@@ -168,7 +168,7 @@ class Recipes(dict[str, Recipe]):
 
 
 _QK_CLIP = "QK-clip with a threshold of 100, which is a call after each step and not an option"
-_ADAMW_DECAY = "the weight decay of AdamW's parameters, which our notes do not have: pass adamw_weight_decay"
+_ADAMW_DECAY = "the weight decay of AdamW's parameters: pass adamw_weight_decay"
 _ADAMW_V4 = {"adamw_betas": (0.9, 0.95), "adamw_eps": 1e-20, "adamw_weight_decay": 0.1}
 # 0.18 sqrt(max(d_out, d_in)): nine tenths of "match_rms_adamw".
 _SCALE_018 = {"scale": "match_rms_adamw", "ns_stepsize": 0.9}
@@ -247,11 +247,13 @@ _ALL = (
             "ns_steps": 5,
             "beta2": 0.9,
             "momentum": 0.85,
+            "nesterov": True,
             "cautious_weight_decay": True,
+            "adamw_betas": (0.8, 0.95),
             "adamw_eps": 1e-10,
             "overrides": {
-                "*embed*": {"lr": 0.3, "betas": (0.8, 0.995)},
-                "*lm_head*": {"lr": 0.008, "betas": (0.8, 0.96)},
+                "*embed*": {"lr": 0.3, "betas": (0.8, 0.995), "weight_decay": 0.001},
+                "*lm_head*": {"lr": 0.008, "betas": (0.8, 0.96), "weight_decay": 0.01},
             },
         },
         ("nanochat 92d63d4",),
@@ -261,7 +263,8 @@ _ALL = (
             "equilibrated rows before the orthogonalization",
             "second moments over the longer side: ours are those of rows",
             "the factor (d/768)^-0.5 of the learning rates of embedding and head: multiply them by it",
-            "the weight decay, which our notes do not have: pass weight_decay",
+            "the weight decay of matrices, 0.28 times a factor of batch and run, with a cosine to 0: pass weight_decay",
+            "the learning rates of scalars, which each kind has of its own",
         ),
     ),
     Recipe(
@@ -269,12 +272,17 @@ _ALL = (
         {
             "lr": 0.025,
             "weight_decay": 0.05,
+            "momentum": 0.95,
+            "nesterov": True,
             "adamw_lr": 0.015,
+            "adamw_betas": (0.8, 0.95),
+            "adamw_eps": 1e-10,
             "adamw_weight_decay": 0.001,
             "overrides": {"*embed*": {"lr": 0.7}, "*lm_head*": {"lr": 0.004}},
         },
         ("modded-nanogpt track 3, baseline 36 (3250 steps)",),
-        left_out=("the schedule of the learning rates, which our notes do not have: they stay constant",),
+        lr=Schedule(1.0, (Phase(0.3, 1.0), Phase(1.0, 0.0))),
+        left_out=("12 steps of the coefficients (2, -1.5, 0.5): the library's default here",),
     ),
 )
 recipes: Mapping[str, Recipe] = Recipes(
