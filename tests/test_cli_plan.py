@@ -338,6 +338,7 @@ def test_the_first_line_names_the_layout(mesh, how):
         (["demo", "--rounding", "remainder"], "--rounding remainder is not for float32 weights: pass --dtype bfloat16"),
         (["demo", "--state-dtype", "int4"], "--state-dtype int4 is not one of float32, bfloat16, int8"),
         (["demo", "--attention", "heads"], "--attention heads is not one of split, whole, per_head"),
+        (["demo", "--device-memory", "80"], "--device-memory 80 is less than 1 MiB; pass for example 80GiB"),
         (["demo", "--tflops", "0"], "--tflops 0 is no speed; pass at least 1e-6"),
         (["demo", "--memory-bandwidth", "nan"], "--memory-bandwidth nan is no speed"),
         (["no.such.module:make"], "can't import 'no.such.module'"),

@@ -128,7 +128,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         "3",
     )
     told(2, "--vocab-size 100 is too small: the data has a vocabulary of 256 tokens", "--vocab-size", "100")
-    told(2, "start a multiple of 2", "--replicas", "2")
+    told(2, "start a multiple of 2, with torchrun or --processes 2", "--replicas", "2")
     told(2, "--cuda-graph needs a GPU", "--cuda-graph", "--optimizer", "adamw")
     with locked(tmp_path / "locked") as folder:
         told(2, "another run is writing to", at=folder)

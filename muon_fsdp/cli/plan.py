@@ -52,6 +52,8 @@ def plan(flags: PlanFlags) -> None:
         fail("--shard-state is for DDP: pass --mesh REPLICAS,1, for example --mesh 8,1; FSDP2 shards state without it")
     stage_bytes = None if flags.max_stage_bytes is None else _size("--max-stage-bytes", flags.max_stage_bytes)
     device_memory = _size("--device-memory", flags.device_memory)
+    if device_memory < 2**20:
+        fail(f"--device-memory {flags.device_memory} is less than 1 MiB; pass for example 80GiB")
     for option in ("tflops", "bandwidth", "memory_bandwidth"):
         if not 1e-6 <= getattr(flags, option) < math.inf:
             fail(f"--{option.replace('_', '-')} {getattr(flags, option):g} is no speed; pass at least 1e-6")
