@@ -39,7 +39,6 @@ MEANT = {
     "--hsdp": "--replicas",
     "--dtype": "--weights or --precision",
     "--bf16": "--precision bfloat16",
-    "--adamw-lr": "--rest-lr",
 }
 
 Check = tuple[Callable[[Any], bool], str]
@@ -278,9 +277,10 @@ def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
     """Raise ConfigError for an option that a rule does not have, or a value that it does not accept."""
     flags = {each.name: _flag_name(each) for each in fields(TrainConfig) if each.metadata}
     for name, value in options.items():
-        if name in flags and (name in OWN_FIELDS or name not in rule.all_options):
-            flag = flags[name] if str(value).lower() == "true" else f"{flags[name]} {value}"
-            raise ConfigError(f"{name!r} is a field of TrainConfig, not an option: pass {name}={value!r}, or {flag}")
+        meant = _of_the_rest(name)
+        if meant in flags and (name in OWN_FIELDS or name not in rule.all_options):
+            flag = flags[meant] if str(value).lower() == "true" else f"{flags[meant]} {value}"
+            raise ConfigError(f"{meant!r} is a field of TrainConfig, not an option: pass {meant}={value!r}, or {flag}")
         if name not in rule.all_options:
             if name in rule.hints:
                 raise ConfigError(f"option {name!r}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
@@ -292,6 +292,11 @@ def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
             rule.all_options[name].validate(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from None
+
+
+def _of_the_rest(name: str) -> str:
+    """Return the name that an argument of the optimizer has here: the element-wise rule's are those of the rest."""
+    return name.replace(f"{DEFAULT_OTHER_RULE}_", "rest_")
 
 
 def _read_option(option: Option, text: str) -> Any:
@@ -403,15 +408,18 @@ def _hint_at_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> st
             return f": did you mean --model {argument}?"
         if not flag.startswith("--"):
             continue
-        if flag in MEANT:
-            return f": pass {MEANT[flag]}"
+        if flag.startswith("--no-") and name in flags:
+            return f": leave out {flags[name]}"
+        near = flags.get(_of_the_rest(name)) or MEANT.get(flag)
+        if near is not None:
+            return f": pass {near}"
         if name in declared:
             return f": pass an option of a rule as --set {name}={value if equals else 'VALUE'}"
         if name in {setting.name for setting in SETTINGS}:
             return f": {name} is an argument of MuonOptimizer that this program does not have"
-        near = meant_name(name, flags) or next((each for each in flags if each.startswith(name)), None)
-        if near is not None:
-            return f": did you mean {flags[near]}?"
+        likely = meant_name(name, flags) or next((each for each in flags if each.startswith(name)), None)
+        if likely is not None:
+            return f": did you mean {flags[likely]}?"
     return ""
 
 
