@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from muon_fsdp.cli import checks
 from muon_fsdp.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,14 @@ def subprocess_run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def warnings_of_the_comparison() -> list[str]:
+    """Compare a sharded step with one on a single device, as `muon-fsdp doctor` does, and return what warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checks.sharded_difference()
+    return [str(warning.message) for warning in caught]
 
 
 # As published with the weights (of DeepSeek-V3 without the module that predicts further tokens).

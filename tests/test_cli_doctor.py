@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.cli import checks
+from tests import cli_cases
 from tests import multi_gpu_cases as cases
 from tests.cli_cases import run
 
@@ -138,6 +139,11 @@ def test_two_ranks_are_tried(no_processes, only_processes, monkeypatch):
     monkeypatch.setattr(checks, "backends", lambda: {"gloo": False, "nccl": False})
     *_, finding = checks.findings(quick=False)
     assert (finding.name, finding.status) == ("two ranks", "warning")
+
+
+def test_the_comparison_of_two_ranks_does_not_warn():
+    found, *_ = checks.on_this_machine(2, lambda ranks: ranks.run(cli_cases.warnings_of_the_comparison), 60.0, "gloo")
+    assert found == [[], []]
 
 
 def test_a_rank_sees_a_difference(monkeypatch):

@@ -45,6 +45,11 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
         (["plan"], "pass a model, such as gpt2-124m; muon-fsdp plan --list shows all that have a name"),
         (["compare"], "Missing argument 'RUN RUN...' (see muon-fsdp compare --help)"),
         (["doctor", "--jsn"], "No such option: --jsn"),
+        (["plan", "--model", "demo"], "No such option: --model; pass MODEL without a flag (see muon-fsdp plan --help)"),
+        (["plan", "demo", "--optimizer", "sso"], "No such option: --optimizer; pass --rule (see"),
+        (["plan", "demo", "--ns-steps", "3"], "No such option: --ns-steps; to plan other options, call plan_report()"),
+        (["plan", "demo", "--overlap", "step"], "No such option: --overlap; to plan other options"),
+        (["plan", "demo", "--recipe", "moonlight"], "No such option: --recipe; to plan other options"),
         (["plam"], "No such command 'plam'"),
     ],
 )

@@ -207,7 +207,7 @@ def messages() -> Iterator[str]:
             continue
         name = ast.unparse(node.func)
         if (
-            name == "warnings.warn"
+            name in ("warnings.warn", "warn_user")
             or name.endswith("_warn")
             or re.fullmatch(r"\w*(?<!Assertion)(?<!Kernel)Error", name)
         ):

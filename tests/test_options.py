@@ -156,6 +156,8 @@ def test_a_wrapped_model_with_adamw_for_everything():
         (lambda: FSDPMuonOptimizer(Net(), momentun=0.1), "'momentun' in FSDPMuonOptimizer; did you mean 'momentum'"),
         (lambda: create_hybrid_optimizer(Net(), wd=0.1), "'wd' in MuonOptimizer; did you mean 'weight_decay'"),
         (lambda: MuonOptimizer(Net(), stratgy="owner"), "'stratgy' in MuonOptimizer; did you mean 'strategy'"),
+        (lambda: MuonOptimizer(Net(), rule="sso"), "Unknown rule 'sso'; .*; did you mean 'spectral_sphere'"),
+        (lambda: MuonOptimizer(Net(), rule=3), "Unknown rule 3; valid names are"),
         (lambda: MuonOptimizer(Net(), scale=torch.ones(3)), r"Invalid scale: a tensor of shape \(3,\)"),
         (lambda: MuonOptimizer(Net(), betas=(0.9, 0.9)), "'betas' has no effect; pass 'adamw_betas'"),
         (lambda: MuonOptimizer(Net(), radius_mode="identity"), "'radius_mode' has no effect.*'spectral_sphere'"),

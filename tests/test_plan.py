@@ -183,6 +183,19 @@ def test_hsdp_spreads_over_replicas():
     assert "8x" not in str(report).splitlines()[0]
     with pytest.raises(ValueError, match="of 8 ranks"):
         optimizer.plan_report(world_size=8, mesh=(3, 4))
+    with pytest.raises(ValueError, match=r"mesh \(2, -2\) is not \(shards,\) or \(replicas, shards\)$"):
+        optimizer.plan_report(mesh=(2, -2))
+    with pytest.raises(ValueError, match=r"mesh \(\) is not"):
+        optimizer.plan_report(mesh=())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "error"), [(0, ValueError), (-3, ValueError), (2.5, TypeError), ("8", TypeError)]
+)
+def test_a_number_of_ranks_is_a_positive_int(world_size, error):
+    optimizer = MuonOptimizer([nn.Parameter(torch.empty(64, 32, device="meta"))])
+    with pytest.raises(error, match=r"Invalid world_size: .* must be an int >= 1"):
+        optimizer.plan_report(world_size=world_size)
 
 
 def test_the_cost_model_chooses():

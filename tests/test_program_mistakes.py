@@ -128,7 +128,7 @@ def test_mistakes_are_told_in_a_line(text: Path, tmp_path: Path, capsys, monkeyp
         "3",
     )
     told(2, "--vocab-size 100 is too small: the data has a vocabulary of 256 tokens", "--vocab-size", "100")
-    told(2, "start a multiple of 2", "--replicas", "2")
+    told(2, "start a multiple of 2, with torchrun or --processes 2", "--replicas", "2")
     told(2, "--cuda-graph needs a GPU", "--cuda-graph", "--optimizer", "adamw")
     with locked(tmp_path / "locked") as folder:
         told(2, "another run is writing to", at=folder)
@@ -175,7 +175,19 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, capsys) -> None:
         (["--timeout", "0"], "--timeout must be positive"),
         (["--timeout", "inf"], "--timeout must be finite"),
         (["--seed", "99999999999999999999"], "--seed must be between 0 and"),
-        (["--proc", "2"], "unrecognized arguments: --proc"),
+        (["--proc", "2"], "unrecognized arguments: --proc 2: did you mean --processes?"),
+        (["--learning-rate", "0.1"], "did you mean --lr?"),
+        (["--no-nesterv"], "did you mean --nesterov?"),
+        (["demo"], "did you mean --model demo?"),
+        (["--rule", "muon"], "unrecognized arguments: --rule muon: pass --optimizer"),
+        (["--world-size=2"], "pass --processes"),
+        (["--strategy", "owner"], "strategy is an argument of MuonOptimizer that this program does not have"),
+        (["--set", "attention=per_head"], "pass attention='per_head', or --attention per_head"),
+        (["--no-fsdp"], "unrecognized arguments: --no-fsdp: leave out --fsdp"),
+        (["--state_dtype", "int8"], "pass --state-dtype"),
+        (["--adamw-lr", "0.1"], "unrecognized arguments: --adamw-lr 0.1: pass --rest-lr"),
+        (["--set", "adamw_betas=0.9,0.99"], "or --rest-betas 0.9,0.99 ("),
+        (["--set", "offload_state=true"], "or --offload-state ("),
         (["--ns-steps", "3"], "unrecognized arguments: --ns-steps 3: pass an option of a rule as --set ns_steps=VALUE"),
         (["--ddp", "--tp", "2"], "--replicas and --tp work only with --fsdp"),
         (["--model", "huge"], "invalid choice: 'huge'"),

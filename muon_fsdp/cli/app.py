@@ -14,7 +14,7 @@ from muon_fsdp.cli.bench import bench
 from muon_fsdp.cli.compare import compare
 from muon_fsdp.cli.doctor import doctor
 from muon_fsdp.cli.output import examples
-from muon_fsdp.cli.plan import ABOUT_TIME, plan
+from muon_fsdp.cli.plan import ABOUT_TIME, hint_at_flag, plan
 from muon_fsdp.cli.train import OPTIONS, train
 from muon_fsdp.training.terminal import print_error
 
@@ -115,7 +115,11 @@ def call(arguments: Sequence[str]) -> int:
         return app(list(arguments) or ["--help"], prog_name="muon-fsdp", standalone_mode=False) or 0
     except UsageError as error:
         where = error.ctx.command_path if error.ctx else "muon-fsdp"
-        message = " ".join(error.format_message().split()).rstrip(".")
+        unknown = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
+        hint = hint_at_flag(unknown) if unknown and where.endswith(" plan") else ""
+        if hint:
+            error.possibilities = None  # names of other flags that look alike
+        message = " ".join(error.format_message().split()).rstrip(".") + hint
         print_error(f"{message} (see {where} --help)")
         return 2
     except typer.Abort:

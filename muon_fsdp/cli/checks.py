@@ -79,7 +79,7 @@ def self_test(name: str, advice: str = REPORT) -> Callable[[SelfTest], Callable[
             except Exception as failure:  # the report must be complete whatever a self-test raises
                 text = " ".join(str(failure).split())
                 return Finding(title, "wrong", f"{type(failure).__name__}: {text[:400]}", advice)
-            detail = f"{error:.2e} {what} (at most {tolerance:.0e})"
+            detail = f"{error:.2e} {what} (at most {tolerance:g})"
             return Finding(title, "ok", detail) if error <= tolerance else Finding(title, "wrong", detail, advice)
 
         return check
@@ -321,7 +321,12 @@ def sharded_difference() -> float:
     shapes = ((9, 16), (16, 8), (8, 8))
     whole = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     sharded = [nn.Parameter(distribute_tensor(weight.detach().clone(), mesh, [Shard(0)])) for weight in whole]
-    optimizers = [MuonOptimizer(weights, strategy="owner", nesterov=True) for weights in (whole, sharded)]
+    # A group of this rank alone: every rank has a whole copy of its own, which no other rank trains.
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    optimizers = [
+        MuonOptimizer(whole, strategy="owner", nesterov=True, agreement_group=alone),
+        MuonOptimizer(sharded, strategy="owner", nesterov=True),
+    ]
     for _ in range(2):
         for weight, shard in zip(whole, sharded, strict=True):
             weight.grad = torch.randn(weight.shape, generator=generator)

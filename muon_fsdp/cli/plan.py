@@ -14,6 +14,19 @@ from muon_fsdp.training.terminal import import_torch, print_table
 MOST_RANKS = 1 << 16
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+# Flags of `muon-fsdp train` that have another name here.
+MEANT = {
+    "--model": "pass MODEL without a flag",
+    "--optimizer": "pass --rule",
+    "--processes": "pass --world-size",
+    "--replicas": "pass --mesh REPLICAS,SHARDS",
+    "--fsdp": "leave it out: FSDP2 is the default",
+    "--ddp": "pass --mesh REPLICAS,1",
+    "--tp": "tensor parallelism is not planned",
+    "--weights": "pass --dtype",
+    "--precision": "pass --dtype",
+}
+
 ABOUT_TIME = (
     "The time is an estimate: FLOPs of the busiest rank / --tflops, its bytes / --bandwidth, bytes of device memory / "
     "--memory-bandwidth, and 0.1 ms for every transfer. FLOPs count symmetric products in full, although only half of "
@@ -39,6 +52,8 @@ def plan(flags: PlanFlags) -> None:
         fail("--shard-state is for DDP: pass --mesh REPLICAS,1, for example --mesh 8,1; FSDP2 shards state without it")
     stage_bytes = None if flags.max_stage_bytes is None else _size("--max-stage-bytes", flags.max_stage_bytes)
     device_memory = _size("--device-memory", flags.device_memory)
+    if device_memory < 2**20:
+        fail(f"--device-memory {flags.device_memory} is less than 1 MiB; pass for example 80GiB")
     for option in ("tflops", "bandwidth", "memory_bandwidth"):
         if not 1e-6 <= getattr(flags, option) < math.inf:
             fail(f"--{option.replace('_', '-')} {getattr(flags, option):g} is no speed; pass at least 1e-6")
@@ -48,9 +63,15 @@ def plan(flags: PlanFlags) -> None:
     import_torch("muon-fsdp plan")
     from muon_fsdp.cli.loading import LoadingError
     from muon_fsdp.cli.planned import StepPreview
+    from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
+    from muon_fsdp.declarations.settings import SETTINGS
     from muon_fsdp.rules import DEFAULT_RULE
     from muon_fsdp.training.plugins import find_rule, load_plugins
 
+    for declared in (*SETTINGS, *STORAGE_OPTIONS):
+        value = getattr(flags, declared.name, None)
+        if declared.choices and value not in (None, *declared.choices):
+            fail(f"--{declared.name.replace('_', '-')} {value} is not one of {', '.join(declared.choices)}")
     with status(f"planning {flags.model} ..."):
         try:
             load_plugins(flags.plugin or [])  # first, because they register rules
@@ -64,6 +85,21 @@ def plan(flags: PlanFlags) -> None:
         print_json(preview.as_json(routing=flags.routing))
     else:
         preview.show(routing=flags.routing)
+
+
+def hint_at_flag(flag: str) -> str:
+    """Return what to pass instead of a flag of `muon-fsdp train`, or of an argument of the optimizer; else nothing."""
+    if flag in MEANT:
+        return f"; {MEANT[flag]}"
+    from muon_fsdp.declarations.settings import SETTINGS
+    from muon_fsdp.rules import RULES
+    from muon_fsdp.training.config import make_parser
+
+    options = {option.name for rule in RULES.values() for option in rule.all_options.values()}
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in options.union(setting.name for setting in SETTINGS) or flag in make_parser("")._option_string_actions:
+        return "; to plan other options, call plan_report() of your own MuonOptimizer"
+    return ""
 
 
 def _list_models(*, as_json: bool) -> None:

@@ -152,6 +152,8 @@ class StepPreview:
         self.flags, self.mesh, self.rule = flags, mesh, rule
         self.max_stage_bytes, self.device_memory = max_stage_bytes, device_memory
         self.model = load_model(flags.model or "", _dtype(flags.dtype))
+        if flags.rounding in ("stochastic", "remainder") and "float32" in self.dtypes:
+            raise ValueError(f"--rounding {flags.rounding} is not for float32 weights: pass --dtype bfloat16 too")
         optimizer = MuonOptimizer(
             self.model,
             rule=rule,

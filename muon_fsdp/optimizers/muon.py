@@ -569,10 +569,11 @@ class MuonOptimizer(GroupedOptimizer):
         Without arguments, the report also says whether this rank runs steps as a CUDA graph, and if not, why; and with
         `overlap="backward"`, how many stages start in backward.
         """
-        Option("device_memory", None, "total bytes of the smallest device", check=integer).validate(device_memory)
+        for name, value in (("world_size", world_size), ("device_memory", device_memory)):
+            Option(name, None, "", check=integer).validate(value)
         records = self._records()
         graph = overlap = ""
-        if not world_size and not mesh:
+        if world_size is None and mesh is None:
             planned = self._planned
             graph = (CapturedStep(self._settings.cuda_graph) if planned is None else planned.captured).status
             if planned is not None and planned.overlap is not None:

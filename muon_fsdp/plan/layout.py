@@ -234,9 +234,11 @@ def local_layout(rank: int) -> Layout:
 def fsdp_layout(world_size: int | None, mesh: Sequence[int] | None) -> Layout:
     """Return the layout that `fully_shard` gives every parameter on a mesh (shards,) or (replicas, shards)."""
     shape = tuple(mesh) if mesh is not None else (world_size or 1,)
-    if len(shape) > 2 or any(size < 1 for size in shape) or math.prod(shape) != (world_size or math.prod(shape)):
-        raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards) of {world_size} ranks")
-    ranks = tuple(range(math.prod(shape)))
+    num_ranks = math.prod(shape)
+    if len(shape) not in (1, 2) or any(size < 1 for size in shape) or world_size not in (None, num_ranks):
+        ranks_given = "" if world_size is None else f" of {world_size} ranks"
+        raise ValueError(f"mesh {shape} is not (shards,) or (replicas, shards){ranks_given}")
+    ranks = tuple(range(num_ranks))
     placements = (Shard(0),) if len(shape) == 1 else (Replicate(), Shard(0))
     return Layout(ranks, shape, placements)
 

@@ -168,7 +168,7 @@ class Recipes(dict[str, Recipe]):
 
 
 _QK_CLIP = "QK-clip with a threshold of 100, which is a call after each step and not an option"
-_ADAMW_DECAY = "the weight decay of AdamW's parameters: pass adamw_weight_decay"
+_ADAMW_DECAY = "the weight decay of AdamW's parameters: 0 here, pass adamw_weight_decay"
 _ADAMW_V4 = {"adamw_betas": (0.9, 0.95), "adamw_eps": 1e-20, "adamw_weight_decay": 0.1}
 # 0.18 sqrt(max(d_out, d_in)): nine tenths of "match_rms_adamw".
 _SCALE_018 = {"scale": "match_rms_adamw", "ns_stepsize": 0.9}
@@ -263,7 +263,8 @@ _ALL = (
             "equilibrated rows before the orthogonalization",
             "second moments over the longer side: ours are those of rows",
             "the factor (d/768)^-0.5 of the learning rates of embedding and head: multiply them by it",
-            "the weight decay of matrices, 0.28 times a factor of batch and run, with a cosine to 0: pass weight_decay",
+            "the weight decay of matrices, 0.28 times a factor of batch and run, with a cosine to 0: here 0, "
+            "pass weight_decay",
             "the learning rates of scalars, which each kind has of its own",
         ),
     ),

@@ -74,7 +74,8 @@ def rule_named(name: str) -> Rule:
         ValueError: no rule has this name; the message lists the valid names.
     """
     if not isinstance(name, str) or name not in RULES:
-        near = suggestion(name, RULES) if isinstance(name, str) else ""
+        of_alias = [rule.name for rule in RULES.values() if name in rule.aliases]
+        near = f"; did you mean {of_alias[0]!r}?" if of_alias else suggestion(str(name), RULES)
         raise ValueError(
             f"Unknown rule {name!r}; valid names are {', '.join(RULES)}{near or '.'} A rule of your own must be "
             "registered first: import the file that has it"

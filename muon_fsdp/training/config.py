@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from muon_fsdp.declarations.option import Option, suggestion
+from muon_fsdp.declarations.option import Option, meant_name, suggestion
+from muon_fsdp.declarations.settings import SETTINGS
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, DEFAULT_RULE, RULES, Rule
 from muon_fsdp.rules.base import VIEW_OPTIONS
 from muon_fsdp.rules.recipes import recipes
@@ -28,6 +29,17 @@ SET_BY_RECIPE = (
     "warmup_fraction", "decay_fraction", "final_lr_fraction",
 )  # fmt: skip
 STARTS_FROM = {"nesterov": True}  # defaults of the program that replace those of the rules
+
+# Flags of `muon-fsdp plan` and of other programs that have another name here.
+MEANT = {
+    "--rule": "--optimizer",
+    "--world-size": "--processes",
+    "--nproc-per-node": "--processes",
+    "--mesh": "--replicas and --processes",
+    "--hsdp": "--replicas",
+    "--dtype": "--weights or --precision",
+    "--bf16": "--precision bfloat16",
+}
 
 Check = tuple[Callable[[Any], bool], str]
 _COUNT: Check = (lambda value: value >= 1, "be at least 1")
@@ -263,10 +275,12 @@ def default_options(rule: Rule) -> dict[str, Any]:
 
 def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
     """Raise ConfigError for an option that a rule does not have, or a value that it does not accept."""
+    flags = {each.name: _flag_name(each) for each in fields(TrainConfig) if each.metadata}
     for name, value in options.items():
-        if name in OWN_FIELDS:
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise ConfigError(f"{name!r} is a field of TrainConfig, not an option: pass {name}={value!r}, or {flag}")
+        meant = _of_the_rest(name)
+        if meant in flags and (name in OWN_FIELDS or name not in rule.all_options):
+            flag = flags[meant] if str(value).lower() == "true" else f"{flags[meant]} {value}"
+            raise ConfigError(f"{meant!r} is a field of TrainConfig, not an option: pass {meant}={value!r}, or {flag}")
         if name not in rule.all_options:
             if name in rule.hints:
                 raise ConfigError(f"option {name!r}: rule {rule.name!r} has no {name}: {rule.hints[name]}")
@@ -278,6 +292,11 @@ def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
             rule.all_options[name].validate(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from None
+
+
+def _of_the_rest(name: str) -> str:
+    """Return the name that an argument of the optimizer has here: the element-wise rule's are those of the rest."""
+    return name.replace(f"{DEFAULT_OTHER_RULE}_", "rest_")
 
 
 def _read_option(option: Option, text: str) -> Any:
@@ -378,14 +397,29 @@ def _add_option_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--set", action="append", default=[], type=_name_and_value, metavar="NAME=VALUE", help=text)
 
 
-def _hint_at_set(arguments: Sequence[str]) -> str:
-    """Return how to pass an argument that is an option of some rule; nothing if none is."""
+def _hint_at_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return what to pass instead of the first unknown argument that means something; nothing if none does."""
     declared = {name for rule in RULES.values() for name in rule.all_options}
-    for argument in arguments:
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in parser._option_string_actions}
+    for argument in unknown:
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        if flag.startswith("--") and name in declared:
+        if argument in PRESETS:
+            return f": did you mean --model {argument}?"
+        if not flag.startswith("--"):
+            continue
+        if flag.startswith("--no-") and name in flags:
+            return f": leave out {flags[name]}"
+        near = flags.get(_of_the_rest(name)) or MEANT.get(flag)
+        if near is not None:
+            return f": pass {near}"
+        if name in declared:
             return f": pass an option of a rule as --set {name}={value if equals else 'VALUE'}"
+        if name in {setting.name for setting in SETTINGS}:
+            return f": {name} is an argument of MuonOptimizer that this program does not have"
+        likely = meant_name(name, flags) or next((each for each in flags if each.startswith(name)), None)
+        if likely is not None:
+            return f": did you mean {flags[likely]}?"
     return ""
 
 
@@ -439,7 +473,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | Non
     try:
         load_plugins(values["plugin"])  # first, because they register rules
         if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint_at_set(unknown)}")
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint_at_flag(unknown, parser)}")
         declared = find_rule(values["optimizer"]).all_options
         for name, text in options.items():
             if name in declared and isinstance(text, str):

@@ -86,7 +86,8 @@ def connect(config: TrainConfig) -> Iterator[World]:
     per_replica = config.replicas * config.tensor_parallel
     if size % per_replica:
         raise ConfigError(f"{size} process(es) cannot be divided into --replicas {config.replicas} x --tp "
-                          f"{config.tensor_parallel}; start a multiple of {per_replica}")  # fmt: skip
+                          f"{config.tensor_parallel}; start a multiple of {per_replica}, with torchrun or "
+                          f"--processes {per_replica}")  # fmt: skip
     is_half = "bfloat16" in (config.precision, config.weights)
     is_half = is_half or (config.precision == "auto" and device.type == "cuda")
     precision = torch.bfloat16 if is_half else torch.float32
