@@ -149,6 +149,23 @@ def test_same_bits_in_one_process():
     assert optimizer.plan_report().cuda_graph == "not captured: overlap='backward' runs a part of the step in backward"
 
 
+def test_same_bits_with_any_number_of_threads():
+    """A new thread does not inherit what `torch.set_num_threads` has set, and with it the order of sums."""
+    found = []
+    torch.set_num_threads(2)  # a fixture sets it back
+    for setting in ("step", "backward"):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 9, bias=False)
+        optimizer = MuonOptimizer(model, lr=0.1, overlap=setting)
+        for step in range(3):
+            model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cases.contents(model, optimizer))
+    assert cases.counts(optimizer)[0] > 0
+    assert_same(*found)
+
+
 def test_same_bits_by_kernels(kernels_everywhere):
     """Kernels read the copies of the state through tables of their own, and leave the norms of matrices."""
     found, launched = [], []

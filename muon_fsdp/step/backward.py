@@ -60,6 +60,8 @@ class RoundContext:
         device: where the stages run.
         stream: the CUDA stream on which they run; None on a CPU.
         written: a CUDA event after the last step, which has written the state; None on a CPU.
+        num_threads: with how many threads `step()` computes on a CPU. Another number would give other bits, and a new
+            thread does not inherit that of `torch.set_num_threads`.
     """
 
     records: Sequence[ParameterRecord]
@@ -72,6 +74,7 @@ class RoundContext:
     device: torch.device
     stream: Any = None
     written: Any = None
+    num_threads: int = 1
 
 
 class _Read(NamedTuple):
@@ -410,6 +413,8 @@ class Round:
         """
         context = self._context
         assert context is not None
+        if context.stream is None:
+            torch.set_num_threads(context.num_threads)
         self._sink.samples = context.samples.start(context.device.type, rarely=False)
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
