@@ -339,14 +339,16 @@ def test_a_checkpoint_without_a_remainder_loads_and_one_with_it_loads_elsewhere(
     assert "weight_remainder" not in plain.state[model[1].weight]
 
 
-def test_replaced_state_and_another_form_are_converted():
+@pytest.mark.parametrize("offload_state", [False, True])
+@pytest.mark.parametrize(("state_dtype", "stored"), [("int8", torch.int8), ("bfloat16", torch.bfloat16)])
+def test_replaced_state_and_another_form_are_converted(state_dtype, stored, offload_state):
     model = model_of()
-    optimizer = MuonOptimizer(model, lr=0.02, state_dtype="int8")
+    optimizer = MuonOptimizer(model, lr=0.02, state_dtype=state_dtype, offload_state=offload_state)
     train(model, optimizer, range(2))
     weight = model[1].weight
     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)  # as users reset momentum
     train(model, optimizer, range(2, 3))
-    assert optimizer.state[weight]["momentum_buffer"].dtype == torch.int8
+    assert optimizer.state[weight]["momentum_buffer"].dtype == stored
     before = optimizer.state_dict()["state"]
     for group in optimizer.param_groups:
         group["state_dtype"] = "float32"
@@ -356,7 +358,7 @@ def test_replaced_state_and_another_form_are_converted():
             assert torch.equal(value, after[key][name])
     train(model, optimizer, range(3, 4))
     assert optimizer.state[weight].keys() == {"momentum_buffer"}
-    assert optimizer.state[weight]["momentum_buffer"].dtype == torch.float32
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
 
 
 def test_nonfinite_gradients_poison_nothing_under_skip():

@@ -161,7 +161,8 @@ class MatrixStates:
             for state in self._set_states:
                 state.bind(lambda kind, spec: self._slices_of(kind, spec, inputs.states))
         self._times += 1
-        has_new_flags = any([state.fill(inputs.updated) for state in self._set_states])
+        are_new = [state.fill(inputs.updated) for state in self._set_states]  # all of them, also after the first True
+        has_new_flags = any(are_new)
         if self._times == 1 or has_new_flags:
             rules = enumerate(self._rules)
             self._unchecked = {i for i, rule in rules if any(spec.zero_error for spec in rule.matrix_state)}
