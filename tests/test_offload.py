@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from muon_fsdp.comm import host_memory
 from muon_fsdp.comm.host_memory import HostArena
 from muon_fsdp.step import planned_step
 from tests import offload_cases as cases
+from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT
 from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
 from tests.pool import RankPool
@@ -211,7 +213,7 @@ def test_a_mesh_of_gpus_leaves_on_the_host_what_is_there(ranks: RankPool):
 
 def test_state_shares_few_blocks():
     shapes = [(1000,), (30, 30), (7,), ()]
-    arena = HostArena(sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes), torch.device("cpu"))
+    arena = HostArena({FLOAT: sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes)}, torch.device("cpu"))
     tensors = [arena.zeros(torch.Size(shape), FLOAT) for shape in shapes]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     for number, tensor in enumerate(tensors):
@@ -233,11 +235,31 @@ def test_blocks_that_are_locked_are_powers_of_two(monkeypatch):
     monkeypatch.setattr(host_memory.torch, "zeros", zeros)
     lengths = [2**20, 3 * 2**18, 2**18, 5, 7]
     total = sum(HostArena.bytes_of((length,), FLOAT) for length in lengths)
-    arena = HostArena(total, torch.device("cuda"))
+    arena = HostArena({FLOAT: total}, torch.device("cuda"))
     for length in lengths:
         arena.zeros(torch.Size((length,)), FLOAT)
     assert all(size & (size - 1) == 0 for size in sizes)
     assert total <= sum(sizes) <= 1.01 * total
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_state_on_the_host_can_be_pickled(state_dtype):
+    """torch.save refuses tensors of several dtypes that share memory: codes and scales, moments of both precisions."""
+    model = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 70))
+    if state_dtype == "float32":
+        model[1].double()
+    optimizer = MuonOptimizer(model, lr=0.02, state_dtype=state_dtype, offload_state=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for value in (optimizer.state_dict(), optimizer):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        expected, found = (each if isinstance(each, dict) else each.state_dict() for each in (value, loaded))
+        for key, state in expected["state"].items():
+            assert_same(found["state"][key], state)
 
 
 def test_too_little_locked_memory_is_reported_once(monkeypatch):
@@ -247,7 +269,7 @@ def test_too_little_locked_memory_is_reported_once(monkeypatch):
         return torch.empty(size, dtype=dtype)
 
     monkeypatch.setattr(host_memory.torch, "zeros", zeros)
-    arena = HostArena(0, torch.device("cuda"))
+    arena = HostArena({}, torch.device("cuda"))
     with pytest.warns(UserWarning, match="can't be page-locked .CUDA error: out of memory.*state_dtype='int8'"):
         first = arena.zeros(torch.Size((5,)), FLOAT)
     assert first.shape == arena.zeros(torch.Size((5,)), FLOAT).shape  # no second warning, which would be an error
