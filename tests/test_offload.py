@@ -212,10 +212,13 @@ def test_a_mesh_of_gpus_leaves_on_the_host_what_is_there(ranks: RankPool):
 
 
 def test_state_shares_few_blocks():
-    shapes = [(1000,), (30, 30), (7,), ()]
-    arena = HostArena({FLOAT: sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes)}, torch.device("cpu"))
+    shapes = [(1000,), (30, 30), (7,), (0, 4), ()]
+    arena = HostArena(sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes), torch.device("cpu"))
     tensors = [arena.zeros(torch.Size(shape), FLOAT) for shape in shapes]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert [tensor.shape for tensor in tensors] == [torch.Size(shape) for shape in shapes]
+    del tensors[3]  # it needs no memory
+    places = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    assert places == [0, 4096, 4096 + 3840, 4096 + 3840 + 256]
     for number, tensor in enumerate(tensors):
         assert not tensor.any()
         assert tensor.data_ptr() % 64 == 0
@@ -235,7 +238,7 @@ def test_blocks_that_are_locked_are_powers_of_two(monkeypatch):
     monkeypatch.setattr(host_memory.torch, "zeros", zeros)
     lengths = [2**20, 3 * 2**18, 2**18, 5, 7]
     total = sum(HostArena.bytes_of((length,), FLOAT) for length in lengths)
-    arena = HostArena({FLOAT: total}, torch.device("cuda"))
+    arena = HostArena(total, torch.device("cuda"))
     for length in lengths:
         arena.zeros(torch.Size((length,)), FLOAT)
     assert all(size & (size - 1) == 0 for size in sizes)
@@ -262,6 +265,10 @@ def test_state_on_the_host_can_be_pickled(state_dtype):
             assert_same(found["state"][key], state)
 
 
+def test_sharded_state_on_the_host_can_be_copied(ranks: RankPool):
+    ranks.run(2, cases.copy_state, timeout=LIMIT)
+
+
 def test_too_little_locked_memory_is_reported_once(monkeypatch):
     def zeros(size, *, dtype, pin_memory=False):
         if pin_memory:
@@ -269,7 +276,7 @@ def test_too_little_locked_memory_is_reported_once(monkeypatch):
         return torch.empty(size, dtype=dtype)
 
     monkeypatch.setattr(host_memory.torch, "zeros", zeros)
-    arena = HostArena({}, torch.device("cuda"))
+    arena = HostArena(0, torch.device("cuda"))
     with pytest.warns(UserWarning, match="can't be page-locked .CUDA error: out of memory.*state_dtype='int8'"):
         first = arena.zeros(torch.Size((5,)), FLOAT)
     assert first.shape == arena.zeros(torch.Size((5,)), FLOAT).shape  # no second warning, which would be an error

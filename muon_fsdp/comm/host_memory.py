@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,17 +17,18 @@ class HostArena:
     """Memory of the host that is allocated in few blocks and cut into tensors.
 
     For a GPU it is page-locked. PyTorch rounds every such allocation up to a power of two, so blocks have these sizes
-    and are shared. All tensors of a block have one dtype, because `torch.save` refuses a storage with several.
+    and are shared. Every tensor has a storage of its own, a slice of its block: torch.save would write whole blocks and
+    refuse those of several dtypes, and DTensors that begin within a storage can't be copied by copy.deepcopy.
 
     Args:
-        num_bytes: the bytes of all tensors by dtype, as `bytes_of` counts them.
+        num_bytes: the bytes of all tensors, as `bytes_of` counts them.
         device: the device that copies from and to these tensors.
     """
 
-    def __init__(self, num_bytes: Mapping[torch.dtype, int], device: torch.device) -> None:
-        self._to_come = defaultdict(int, num_bytes)  # bytes of the tensors that have not been cut yet
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._to_come = num_bytes  # bytes of the tensors that have not been cut yet
         self._is_locked = device.type not in ("cpu", "meta")
-        self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # what is left of every block
+        self._free: list[Tensor] = []  # what is left of every block
 
     @staticmethod
     def bytes_of(shape: Iterable[int], dtype: torch.dtype) -> int:
@@ -37,15 +37,19 @@ class HostArena:
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a new tensor of zeros."""
-        size, blocks = self.bytes_of(shape, dtype), self._free[dtype]
-        self._to_come[dtype] = max(0, self._to_come[dtype] - size)
-        index = next((i for i, free in enumerate(blocks) if free.numel() >= size), None)
+        if math.prod(shape) == 0:
+            return torch.zeros(shape, dtype=dtype)
+        size = self.bytes_of(shape, dtype)
+        self._to_come = max(0, self._to_come - size)
+        index = next((i for i, free in enumerate(self._free) if free.numel() >= size), None)
         if index is None:
-            index = len(blocks)
-            blocks.append(self._allocate(size, size + self._to_come[dtype]))
-        block = blocks[index]
-        blocks[index] = block[size:]
-        return block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            index = len(self._free)
+            self._free.append(self._allocate(size, size + self._to_come))
+        block = self._free[index]
+        self._free[index] = block[size:]
+        start = block.storage_offset()
+        part = block.untyped_storage()[start : start + math.prod(shape) * dtype.itemsize]
+        return torch.empty(0, dtype=dtype).set_(part).view(shape)
 
     def _allocate(self, least: int, wanted: int) -> Tensor:
         """Return a block of at least `least` bytes, and of at most `wanted` if that is possible."""

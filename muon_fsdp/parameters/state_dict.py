@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -28,10 +27,10 @@ from muon_fsdp.parameters.stored_state import (
     create_state,
     decode_state,
     encode_state,
+    host_bytes,
     in_place,
     is_offloaded,
     is_stored,
-    stored_forms,
 )
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.rules import RULES
@@ -98,14 +97,9 @@ def _arena(
     records: Sequence[ParameterRecord], is_wanted: Callable[[ParameterRecord, StateSpec], bool] = lambda *_: True
 ) -> HostArena:
     """Return memory of the host for all state that is kept there, or for the kinds that are wanted."""
-    sizes: Counter[torch.dtype] = Counter()
-    for record in records:
-        for spec in record.all_state:
-            if is_offloaded(record, spec) and is_wanted(record, spec):
-                for _, shape, dtype in stored_forms(record, spec):
-                    sizes[dtype] += HostArena.bytes_of(shape, dtype)
+    sizes = [host_bytes(record, spec) for record in records for spec in record.all_state if is_wanted(record, spec)]
     devices = (record.device for record in records)
-    return HostArena(sizes, next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
+    return HostArena(sum(sizes), next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
