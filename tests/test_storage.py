@@ -339,6 +339,22 @@ def test_a_checkpoint_without_a_remainder_loads_and_one_with_it_loads_elsewhere(
     assert "weight_remainder" not in plain.state[model[1].weight]
 
 
+def test_a_remainder_is_dropped_with_the_rounding_that_needs_it():
+    """The weights have moved when their group asks for it again, and zeros are all that is known then."""
+    model = model_of(torch.bfloat16)
+    optimizer = MuonOptimizer(model, lr=0.02, rounding="remainder")
+    train(model, optimizer, range(2))
+    for rounding in ("nearest", "remainder"):
+        for group in optimizer.param_groups:
+            group["rounding"] = rounding
+        optimizer.state_dict()  # converts state
+        for parameter in model.parameters():
+            found = optimizer.state[parameter].get("weight_remainder")
+            assert (found is None) == (rounding == "nearest")
+            assert found is None or not found.any()
+        train(model, optimizer, range(2, 4))
+
+
 @pytest.mark.parametrize("offload_state", [False, True])
 @pytest.mark.parametrize(("state_dtype", "stored"), [("int8", torch.int8), ("bfloat16", torch.bfloat16)])
 def test_replaced_state_and_another_form_are_converted(state_dtype, stored, offload_state):
