@@ -344,13 +344,13 @@ def test_a_remainder_is_dropped_with_the_rounding_that_needs_it():
     model = model_of(torch.bfloat16)
     optimizer = MuonOptimizer(model, lr=0.02, rounding="remainder")
     train(model, optimizer, range(2))
-    for rounding in ("nearest", "remainder"):
+    for rounded in ("nearest", "remainder"):
         for group in optimizer.param_groups:
-            group["rounding"] = rounding
+            group["rounding"] = rounded
         optimizer.state_dict()  # converts state
         for parameter in model.parameters():
             found = optimizer.state[parameter].get("weight_remainder")
-            assert (found is None) == (rounding == "nearest")
+            assert (found is None) == (rounded == "nearest")
             assert found is None or not found.any()
         train(model, optimizer, range(2, 4))
 
