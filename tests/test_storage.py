@@ -304,6 +304,21 @@ def test_errors_name_the_parameter_and_the_remedy():
         train(model, optimizer, range(1))
 
 
+@pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"rounding": "stochastic"}])
+def test_weights_whose_dtype_has_changed_are_checked_again(options):
+    """Storage and rounding that the constructor refuses are refused at the next step too."""
+    model = model_of(torch.bfloat16)
+    optimizer = MuonOptimizer(model, lr=0.02, **options)
+    train(model, optimizer, range(2))
+    model.double()
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.*parameter '.*weight'"):
+        train(model, optimizer, range(2, 3))
+    for group in optimizer.param_groups:
+        group.update(state_dtype="float32", rounding="nearest")
+    train(model, optimizer, range(2, 3))
+    assert optimizer.state[model[1].weight]["momentum_buffer"].dtype == torch.float64
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("int8", "float32"), ("float32", "int8"), ("bfloat16", "int8")])
 def test_a_state_dict_fits_any_way_to_store_it(saved, loaded):
     model = model_of()
