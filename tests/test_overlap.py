@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.step import backward as backward_module
 from muon_fsdp.step import overlap
 from muon_fsdp.step.backward import Round
 from muon_fsdp.step.changes import Arrival, NotedOptions
@@ -309,6 +310,19 @@ def test_hooks_and_thread_end_with_the_optimizer():
     assert alive() is None
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     backward(model, 6)
+
+
+def test_a_program_that_ends_leaves_threads_of_gloo_time_to_free_tensors(monkeypatch):
+    """They can't be joined, need Python's lock for it, and abort the process if Python is shutting down."""
+    calls = []
+    thread = SimpleNamespace(
+        is_alive=lambda: True, cancel=lambda: calls.append("cancel"), join=lambda seconds: calls.append("join")
+    )
+    monkeypatch.setattr(backward_module, "sleep", lambda seconds: calls.append(f"sleep {seconds}"))
+    for threads, expected in (([], []), ([thread], ["cancel", "join", "sleep 0.1"])):
+        monkeypatch.setattr(backward_module, "_threads", threads)
+        backward_module._end_threads()
+        assert calls == expected
 
 
 def test_an_error_of_a_rule_in_backward_is_raised_by_step(monkeypatch):

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -43,6 +43,7 @@ from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
 SECONDS_AT_EXIT = 10.0  # how long a program that ends waits for exchanges with other ranks
+SECONDS_TO_RELEASE = 0.1  # and then for threads of gloo, which free the tensors of an exchange after it has ended
 
 
 @dataclass(frozen=True)
@@ -534,9 +535,9 @@ _threads: WeakSet[RoundThread] = WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before Python does: one that comes back from gloo while Python shuts down aborts the process.
+    """End all threads before Python does: one that needs Python's lock while Python shuts down aborts the process.
 
-    A thread may wait for a rank that never comes, so this does not wait without end.
+    A thread may wait for a rank that never comes, so this does not wait without end. Threads of gloo can't be joined.
     """
     alive = [thread for thread in _threads if thread.is_alive()]
     for thread in alive:
@@ -544,3 +545,5 @@ def _end_threads() -> None:
     end = monotonic() + SECONDS_AT_EXIT
     for thread in alive:
         thread.join(max(0.0, end - monotonic()))
+    if alive:
+        sleep(SECONDS_TO_RELEASE)
