@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from muon_fsdp.parameters import records
 from muon_fsdp.plan.costs import NUM_SLOTS
 from muon_fsdp.step import planned_step, streaming
 from muon_fsdp.step.sources import ListedShard
+from tests.comparisons import assert_same
 from tests.distributed_cases import train
 from tests.storage_cases import build, small_blocks
 
@@ -149,6 +151,18 @@ def save_and_load(first: dict[str, Any], second: dict[str, Any]) -> None:
             curves.append(losses + train(other, resumed, range(3, 6), rank, size))
         assert curves[0] == curves[1]
         dist.barrier()
+
+
+def copy_state() -> None:
+    """Check that copy.deepcopy can keep the state of shards for a rollback, without what lies beside it in memory."""
+    module, optimizer, rank, size = build("fsdp", torch.float32, 32, rule="muon", offload_state=True)
+    train(module, optimizer, range(2), rank, size)
+    state = optimizer.state_dict()["state"]
+    copied = copy.deepcopy(state)
+    for position, values in state.items():
+        assert_same(copied[position], values)
+        for value in map(local, values.values()):
+            assert value.untyped_storage().nbytes() == value.numel() * value.itemsize
 
 
 def embedding_and_vectors() -> tuple[list[nn.Parameter], MuonOptimizer]:

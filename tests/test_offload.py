@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from muon_fsdp.comm import host_memory
 from muon_fsdp.comm.host_memory import HostArena
 from muon_fsdp.step import planned_step
 from tests import offload_cases as cases
+from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT
 from tests.kernel_cases import DEVICE, kernels_fixture  # noqa: F401
 from tests.pool import RankPool
@@ -210,10 +212,13 @@ def test_a_mesh_of_gpus_leaves_on_the_host_what_is_there(ranks: RankPool):
 
 
 def test_state_shares_few_blocks():
-    shapes = [(1000,), (30, 30), (7,), ()]
+    shapes = [(1000,), (30, 30), (7,), (0, 4), ()]
     arena = HostArena(sum(HostArena.bytes_of(shape, FLOAT) for shape in shapes), torch.device("cpu"))
     tensors = [arena.zeros(torch.Size(shape), FLOAT) for shape in shapes]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert [tensor.shape for tensor in tensors] == [torch.Size(shape) for shape in shapes]
+    del tensors[3]  # it needs no memory
+    places = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    assert places == [0, 4096, 4096 + 3840, 4096 + 3840 + 256]
     for number, tensor in enumerate(tensors):
         assert not tensor.any()
         assert tensor.data_ptr() % 64 == 0
@@ -238,6 +243,30 @@ def test_blocks_that_are_locked_are_powers_of_two(monkeypatch):
         arena.zeros(torch.Size((length,)), FLOAT)
     assert all(size & (size - 1) == 0 for size in sizes)
     assert total <= sum(sizes) <= 1.01 * total
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_state_on_the_host_can_be_pickled(state_dtype):
+    """torch.save refuses tensors of several dtypes that share memory: codes and scales, moments of both precisions."""
+    model = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 70))
+    if state_dtype == "float32":
+        model[1].double()
+    optimizer = MuonOptimizer(model, lr=0.02, state_dtype=state_dtype, offload_state=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for value in (optimizer.state_dict(), optimizer):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        expected, found = (each if isinstance(each, dict) else each.state_dict() for each in (value, loaded))
+        for key, state in expected["state"].items():
+            assert_same(found["state"][key], state)
+
+
+def test_sharded_state_on_the_host_can_be_copied(ranks: RankPool):
+    ranks.run(2, cases.copy_state, timeout=LIMIT)
 
 
 def test_too_little_locked_memory_is_reported_once(monkeypatch):

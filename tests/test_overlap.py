@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
+from muon_fsdp.step import backward as backward_module
 from muon_fsdp.step import overlap
 from muon_fsdp.step.backward import Round
 from muon_fsdp.step.changes import Arrival, NotedOptions
@@ -147,6 +148,23 @@ def test_same_bits_in_one_process():
     assert optimizer.plan_report().overlap == "1 of 1 stage(s) start in the next backward"
     assert "Overlap with backward: 1 of 1" in str(optimizer.plan_report())
     assert optimizer.plan_report().cuda_graph == "not captured: overlap='backward' runs a part of the step in backward"
+
+
+def test_same_bits_with_any_number_of_threads():
+    """A new thread does not inherit what `torch.set_num_threads` has set, and with it the order of sums."""
+    found = []
+    torch.set_num_threads(2)  # a fixture sets it back
+    for setting in ("step", "backward"):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 9, bias=False)
+        optimizer = MuonOptimizer(model, lr=0.1, overlap=setting)
+        for step in range(3):
+            model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cases.contents(model, optimizer))
+    assert cases.counts(optimizer)[0] > 0
+    assert_same(*found)
 
 
 def test_same_bits_by_kernels(kernels_everywhere):
@@ -292,6 +310,19 @@ def test_hooks_and_thread_end_with_the_optimizer():
     assert alive() is None
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     backward(model, 6)
+
+
+def test_a_program_that_ends_leaves_threads_of_gloo_time_to_free_tensors(monkeypatch):
+    """They can't be joined, need Python's lock for it, and abort the process if Python is shutting down."""
+    calls = []
+    thread = SimpleNamespace(
+        is_alive=lambda: True, cancel=lambda: calls.append("cancel"), join=lambda seconds: calls.append("join")
+    )
+    monkeypatch.setattr(backward_module, "sleep", lambda seconds: calls.append(f"sleep {seconds}"))
+    for threads, expected in (([], []), ([thread], ["cancel", "join", "sleep 0.1"])):
+        monkeypatch.setattr(backward_module, "_threads", threads)
+        backward_module._end_threads()
+        assert calls == expected
 
 
 def test_an_error_of_a_rule_in_backward_is_raised_by_step(monkeypatch):

@@ -306,6 +306,21 @@ def test_errors_name_the_parameter_and_the_remedy():
         train(model, optimizer, range(1))
 
 
+@pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"rounding": "stochastic"}])
+def test_weights_whose_dtype_has_changed_are_checked_again(options):
+    """Storage and rounding that the constructor refuses are refused at the next step too."""
+    model = model_of(torch.bfloat16)
+    optimizer = MuonOptimizer(model, lr=0.02, **options)
+    train(model, optimizer, range(2))
+    model.double()
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}=.*parameter '.*weight'"):
+        train(model, optimizer, range(2, 3))
+    for group in optimizer.param_groups:
+        group.update(state_dtype="float32", rounding="nearest")
+    train(model, optimizer, range(2, 3))
+    assert optimizer.state[model[1].weight]["momentum_buffer"].dtype == torch.float64
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("int8", "float32"), ("float32", "int8"), ("bfloat16", "int8")])
 def test_a_state_dict_fits_any_way_to_store_it(saved, loaded):
     model = model_of()
@@ -341,14 +356,32 @@ def test_a_checkpoint_without_a_remainder_loads_and_one_with_it_loads_elsewhere(
     assert "weight_remainder" not in plain.state[model[1].weight]
 
 
-def test_replaced_state_and_another_form_are_converted():
+def test_a_remainder_is_dropped_with_the_rounding_that_needs_it():
+    """The weights have moved when their group asks for it again, and zeros are all that is known then."""
+    model = model_of(torch.bfloat16)
+    optimizer = MuonOptimizer(model, lr=0.02, rounding="remainder")
+    train(model, optimizer, range(2))
+    for rounded in ("nearest", "remainder"):
+        for group in optimizer.param_groups:
+            group["rounding"] = rounded
+        optimizer.state_dict()  # converts state
+        for parameter in model.parameters():
+            found = optimizer.state[parameter].get("weight_remainder")
+            assert (found is None) == (rounded == "nearest")
+            assert found is None or not found.any()
+        train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("offload_state", [False, True])
+@pytest.mark.parametrize(("state_dtype", "stored"), [("int8", torch.int8), ("bfloat16", torch.bfloat16)])
+def test_replaced_state_and_another_form_are_converted(state_dtype, stored, offload_state):
     model = model_of()
-    optimizer = MuonOptimizer(model, lr=0.02, state_dtype="int8")
+    optimizer = MuonOptimizer(model, lr=0.02, state_dtype=state_dtype, offload_state=offload_state)
     train(model, optimizer, range(2))
     weight = model[1].weight
     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)  # as users reset momentum
     train(model, optimizer, range(2, 3))
-    assert optimizer.state[weight]["momentum_buffer"].dtype == torch.int8
+    assert optimizer.state[weight]["momentum_buffer"].dtype == stored
     before = optimizer.state_dict()["state"]
     for group in optimizer.param_groups:
         group["state_dtype"] = "float32"
@@ -358,7 +391,7 @@ def test_replaced_state_and_another_form_are_converted():
             assert torch.equal(value, after[key][name])
     train(model, optimizer, range(3, 4))
     assert optimizer.state[weight].keys() == {"momentum_buffer"}
-    assert optimizer.state[weight]["momentum_buffer"].dtype == torch.float32
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
 
 
 def test_nonfinite_gradients_poison_nothing_under_skip():

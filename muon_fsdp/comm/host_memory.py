@@ -17,7 +17,8 @@ class HostArena:
     """Memory of the host that is allocated in few blocks and cut into tensors.
 
     For a GPU it is page-locked. PyTorch rounds every such allocation up to a power of two, so blocks have these sizes
-    and are shared.
+    and are shared. Every tensor has a storage of its own, a slice of its block: torch.save would write whole blocks and
+    refuse those of several dtypes, and DTensors that begin within a storage can't be copied by copy.deepcopy.
 
     Args:
         num_bytes: the bytes of all tensors, as `bytes_of` counts them.
@@ -36,6 +37,8 @@ class HostArena:
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a new tensor of zeros."""
+        if math.prod(shape) == 0:
+            return torch.zeros(shape, dtype=dtype)
         size = self.bytes_of(shape, dtype)
         self._to_come = max(0, self._to_come - size)
         index = next((i for i, free in enumerate(self._free) if free.numel() >= size), None)
@@ -44,7 +47,9 @@ class HostArena:
             self._free.append(self._allocate(size, size + self._to_come))
         block = self._free[index]
         self._free[index] = block[size:]
-        return block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start = block.storage_offset()
+        part = block.untyped_storage()[start : start + math.prod(shape) * dtype.itemsize]
+        return torch.empty(0, dtype=dtype).set_(part).view(shape)
 
     def _allocate(self, least: int, wanted: int) -> Tensor:
         """Return a block of at least `least` bytes, and of at most `wanted` if that is possible."""

@@ -609,6 +609,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             group.update(canonical({name: group[name] for name in options}))
+            for route, parameter in zip(self._routes[number], group["params"], strict=True):
+                check_storage(route.name, parameter, group)  # its dtype may have changed too
 
     def _check_new_keys(self) -> None:
         """Warn, once, about keys that were written into groups later and have no effect, though they look as if.

@@ -73,6 +73,8 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
     for record in records:
         state, parameter = states[record.tensor], record.tensor
         template: Tensor | None = None
+        if record.rounding != "remainder":
+            state.pop(REMAINDER, None)  # it would not fit the weights if their group asks for it again
         for spec in record.all_state:
             if spec.name in state and state[spec.name].shape != spec.shape(parameter, record.view):
                 warn_user(

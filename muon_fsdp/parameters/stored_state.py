@@ -28,16 +28,12 @@ def stored_tensors(record: ParameterRecord, state: Mapping[str, Any]) -> list[tu
 
 
 def is_stored(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter has all of its state, in the form that its group asks for.
-
-    Without an encoding any floating-point dtype is left as it is: lists of tensors update it.
-    """
+    """Return whether a parameter has all of its state, in the form that its group asks for."""
     for spec in record.all_state:
         names = _names(spec, record.encoding)
         if not all(name in state for name in names):
             return False
-        must_match = spec.is_sharded and (record.encoding is not None or not state[spec.name].is_floating_point())
-        if must_match and tuple(state[name].dtype for name in names) != _dtypes(spec, record):
+        if spec.is_sharded and tuple(state[name].dtype for name in names) != _dtypes(spec, record):
             return False
     return True
 
@@ -81,7 +77,9 @@ def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, are
 def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> State:
     """Return state of one kind in the form in which it is stored, given that in working precision."""
     if record.encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
-        return {spec.name: value}
+        dtype = spec.dtype(record.tensor)
+        has_changed = spec.is_moment and value.dtype is not dtype  # it was stored in bfloat16, or somebody has cast it
+        return {spec.name: like(value, local(value).to(dtype)) if has_changed else value}
     stored = record.encoding.encode(spec, local(value).float())
     return {**stored, spec.name: like(value, stored[spec.name])}
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -43,6 +43,7 @@ from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
 SECONDS_AT_EXIT = 10.0  # how long a program that ends waits for exchanges with other ranks
+SECONDS_TO_RELEASE = 0.1  # and then for threads of gloo, which free the tensors of an exchange after it has ended
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class RoundContext:
         device: where the stages run.
         stream: the CUDA stream on which they run; None on a CPU.
         written: a CUDA event after the last step, which has written the state; None on a CPU.
+        num_threads: with how many threads `step()` computes on a CPU. Another number would give other bits, and a new
+            thread does not inherit that of `torch.set_num_threads`.
     """
 
     records: Sequence[ParameterRecord]
@@ -72,6 +75,7 @@ class RoundContext:
     device: torch.device
     stream: Any = None
     written: Any = None
+    num_threads: int = 1
 
 
 class _Read(NamedTuple):
@@ -410,6 +414,8 @@ class Round:
         """
         context = self._context
         assert context is not None
+        if context.stream is None:
+            torch.set_num_threads(context.num_threads)
         self._sink.samples = context.samples.start(context.device.type, rarely=False)
         try:
             with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
@@ -529,9 +535,9 @@ _threads: WeakSet[RoundThread] = WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before Python does: one that comes back from gloo while Python shuts down aborts the process.
+    """End all threads before Python does: one that needs Python's lock while Python shuts down aborts the process.
 
-    A thread may wait for a rank that never comes, so this does not wait without end.
+    A thread may wait for a rank that never comes, so this does not wait without end. Threads of gloo can't be joined.
     """
     alive = [thread for thread in _threads if thread.is_alive()]
     for thread in alive:
@@ -539,3 +545,5 @@ def _end_threads() -> None:
     end = monotonic() + SECONDS_AT_EXIT
     for thread in alive:
         thread.join(max(0.0, end - monotonic()))
+    if alive:
+        sleep(SECONDS_TO_RELEASE)

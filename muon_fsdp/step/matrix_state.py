@@ -164,7 +164,7 @@ class MatrixStates:
             for state in self._set_states:
                 state.bind(lambda class_, spec: self._parts_of(class_, spec, inputs.states))
         self._times += 1
-        have_new_flags = [state.fill(inputs.updated) for state in self._set_states]
+        have_new_flags = [state.fill(inputs.updated) for state in self._set_states]  # all of them
         if self._times == 1 or any(have_new_flags):
             rules = enumerate(self._rules)
             self._unchecked = {i for i, rule in rules if any(spec.zero_error for spec in rule.matrix_state)}

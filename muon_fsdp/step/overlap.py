@@ -275,6 +275,7 @@ class BackwardOverlap:
             device,
             self._stream,
             written,
+            torch.get_num_threads(),
         )
         self._thread.begin(Round(self._next, context))
 

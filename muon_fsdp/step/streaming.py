@@ -130,7 +130,7 @@ class StreamedStore(StateStore):
                 stream.synchronize()
             if self._has_weights:
                 torch.cuda.current_stream(device).synchronize()  # `Weights` copies them
-        self._next, self._states, self._updated = {}, {}, ()
+        self._next, self._states, self._updated, self._seen = {}, {}, (), {}
 
     def lend(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
