@@ -14,6 +14,7 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm import host_memory
 from muon_fsdp.comm.host_memory import HostArena
+from muon_fsdp.rules import RULES
 from muon_fsdp.step import planned_step
 from tests import offload_cases as cases
 from tests.comparisons import assert_same
@@ -159,8 +160,35 @@ def test_measured_steps_are_those_of_state_on_the_device():
     assert "update_angle/0.weight" in numbers[0]
 
 
-def test_a_step_that_fails_leaves_state_that_can_be_read(monkeypatch):
-    """The host has what the stages before the failure have computed."""
+def test_a_step_that_fails_halfway_leaves_the_state_of_state_on_the_device(monkeypatch):
+    """The host has what the stages before the failure have computed, and training can go on."""
+    directions, calls = RULES["muon"].directions, []
+
+    def failing(batches):
+        calls.append(batches)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return directions(batches)
+
+    states, weights = [], []
+    for offload_state in (False, True):
+        with cases.watched(), monkeypatch.context() as patch:
+            calls.clear()
+            model = model_of()
+            optimizer = MuonOptimizer(model, lr=0.02, offload_state=offload_state, max_stage_bytes=1)
+            patch.setattr(RULES["muon"], "directions", failing)
+            with pytest.raises(ZeroDivisionError):
+                train(model, optimizer, range(1))
+            assert len(calls) == 2
+            states.append(copy.deepcopy(optimizer.state_dict()["state"]))
+            train(model, optimizer, range(1, 3))
+            weights.append([parameter.detach() for parameter in model.parameters()])
+    assert_same(*states)
+    assert_same(*weights)
+
+
+def test_a_step_that_is_refused_leaves_state_that_can_be_read():
+    """Nothing has changed on the host."""
     with cases.watched():
         model = model_of()
         optimizer = MuonOptimizer(model, lr=0.02, offload_state=True, nonfinite="raise")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muon_fsdp import MuonOptimizer, create_hybrid_optimizer
+from muon_fsdp.rules.muon import _residual
 from tests.comparisons import assert_same
 from tests.optimizer_cases import mlp, train, weights
 from tests.reference import ReferenceAdamW, ReferenceMuon, matrix_with_condition
@@ -268,6 +269,15 @@ def test_exact_keeps_a_gradient_that_is_not_finite_to_its_own_matrix():
 
 
 # -------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_the_residual_of_a_large_matrix_is_summed_in_parts(is_tall):
+    matrices = torch.randn(2, 256, 20_000) / 20_000**0.5  # two parts, of at most 16,384 columns
+    gram = matrices.double() @ matrices.double().mT
+    expected = (gram - torch.eye(256)).norm(dim=(1, 2)) / 16
+    found = _residual(matrices.mT if is_tall else matrices)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_metrics_report_the_update_and_skipped_steps():

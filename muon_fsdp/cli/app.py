@@ -115,10 +115,10 @@ def call(arguments: Sequence[str]) -> int:
         return app(list(arguments) or ["--help"], prog_name="muon-fsdp", standalone_mode=False) or 0
     except UsageError as error:
         where = error.ctx.command_path if error.ctx else "muon-fsdp"
-        unknown = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
-        hint = hint_at_flag(unknown) if unknown and where.endswith(" plan") else ""
+        is_unknown = hasattr(error, "possibilities")  # names of other flags that look alike
+        hint = hint_at_flag(error.option_name) if is_unknown and where.endswith(" plan") else ""
         if hint:
-            error.possibilities = None  # names of other flags that look alike
+            error.possibilities = None
         message = " ".join(error.format_message().split()).rstrip(".") + hint
         print_error(f"{message} (see {where} --help)")
         return 2

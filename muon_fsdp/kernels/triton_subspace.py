@@ -159,9 +159,8 @@ def _orthonormal_kernel(partials, first_program, factors, KNOWN: tl.constexpr, S
     inner = inner * scales[:, None] * scales[None, :]
     combined = tl.where(row == col, 1.0, 0.0).to(tl.float64)
     for step in range(SIZE):
-        inner_row = tl.sum(
-            tl.where(row == step, inner, 0.0), axis=0
-        )  # equal to the column, because the remaining block is symmetric
+        # Equal to the column, because the remaining block is symmetric.
+        inner_row = tl.sum(tl.where(row == step, inner, 0.0), axis=0)
         combined_row = tl.sum(tl.where(row == step, combined, 0.0), axis=0)
         pivot = tl.sum(tl.where(tl.arange(0, SIZE) == step, inner_row, 0.0), axis=0)
         depends = pivot <= DEPENDENT  # False for NaN

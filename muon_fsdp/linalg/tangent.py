@@ -275,9 +275,8 @@ class _Search:
         self.f_low, self.f_high = -torch.ones_like(component), torch.ones_like(component)
         self.seen_low = torch.zeros_like(component, dtype=torch.bool)
         self.seen_high = torch.zeros_like(self.seen_low)
-        guess = torch.full_like(
-            component, math.sqrt(rank)
-        )  # a guess that suits matrices with nearly equal singular values
+        # This suits matrices with nearly equal singular values.
+        guess = torch.full_like(component, math.sqrt(rank))
         slope, start = known.slope, known.multiplier
         self.slope = guess if slope is None else torch.where(slope > 0, slope.to(guess.dtype), guess)
         point = torch.zeros_like(component) if start is None else start.to(component.dtype)

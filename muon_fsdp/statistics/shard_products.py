@@ -146,9 +146,8 @@ class ShardProducts:
                 key = (turn, shard.dtype, swapped, operand.unit, operand.aligned, operand.aligned_rows)
                 groups[key].append(operand)
         launches: tuple[list[Multiplication], list[Multiplication]] = ([], [])
-        for key in sorted(
-            groups, key=lambda key: int(key[0])
-        ):  # launches that add to a result come after the one that writes it
+        # Launches that add to a result come after the one that writes it.
+        for key in sorted(groups, key=lambda key: int(key[0])):
             turn, dtype, swapped = key[:3]
             for transposed in (False, True):
                 multiplication = Multiplication.of(

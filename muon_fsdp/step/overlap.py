@@ -212,9 +212,8 @@ class BackwardOverlap:
             return UNREADY
         if not is_running or self._round.has_read(position, parameter.grad):
             return 0
-        if self._is_last(position) and self._round.has_arrived(
-            position
-        ):  # else there was another backward, or a late one
+        # Else there was another backward, or a late one.
+        if self._is_last(position) and self._round.has_arrived(position):
             self._found_changes = True
         return CHANGED
 

@@ -41,9 +41,8 @@ class _Fact(NamedTuple):
 
     record: ParameterRecord
     what: str  # "values", "gradients", or the state by name
-    fingerprint: (
-        Tensor  # of this rank, float64: one hash; or random sums and a norm; -inf if there is nothing to compare
-    )
+    # Of this rank, float64: one hash; or random sums and a norm; -inf if there is nothing to compare.
+    fingerprint: Tensor
     tolerance: float  # 0 for a hash
 
     @property

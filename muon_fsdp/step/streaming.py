@@ -130,7 +130,7 @@ class StreamedStore(StateStore):
                 stream.synchronize()
             if self._has_weights:
                 torch.cuda.current_stream(device).synchronize()  # `Weights` copies them
-        self._next, self._states, self._updated, self._seen = {}, {}, (), {}
+        self._next, self._states, self._updated = {}, {}, ()
 
     def lend(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -188,7 +188,7 @@ class StreamedStore(StateStore):
 
         Args:
             stage: the stage.
-            back: whether numbers are left out that a later stage counts from too.
+            back: whether the copies go back to the host; a count that later stages start from too then stays as it is.
         """
         kept, copies = [], []
         for position, places in self._places[stage.number].items():

@@ -32,9 +32,8 @@ class WeightFactors:
     ) -> None:
         self._parameters = {p.position: p for p in parameters if RULES[p.rule].multiplies_weights}
         self._boxes, self._classes, self._class_of = boxes, classes, class_of
-        self._first = _running_sums(
-            [class_.count for class_ in classes]
-        )  # the number of each class's first matrix among all
+        # The number of each class's first matrix among all.
+        self._first = _running_sums([class_.count for class_ in classes])
         # By class, as the first call of `factors` shows. Those that depend on the update are of whole matrices.
         self._kinds: dict[int, tuple[FactorKind, FactorKind]] = {
             index: ("matrix", "matrix") for index, class_ in enumerate(classes) if RULES[class_.rule].update_statistics

@@ -295,7 +295,7 @@ def _check_options(options: Mapping[str, Any], rule: Rule) -> None:
 
 
 def _of_the_rest(name: str) -> str:
-    """Return the name that an argument of the optimizer has here: the element-wise rule's are those of the rest."""
+    """Return the name of an option of this program, given that of the optimizer: `adamw_lr` is `rest_lr` here."""
     return name.replace(f"{DEFAULT_OTHER_RULE}_", "rest_")
 
 
