@@ -16,7 +16,8 @@ CURVES = {
     "curves_gpt2": ("GPT-2, 124M parameters, 300 steps of 65,536 tokens", True),
     "curves_ranks": ("GPT of 10.8M parameters, float32, on one, two and four ranks", False),
 }
-SEARCHES = dict.fromkeys(("search_small", "storage_small"), "GPT of 10.8M parameters, 600 steps of 8,192 tokens")
+SEARCHES = ("search_small", "storage_small", "rules_small")
+TITLE_OF_SEARCHES = "GPT of 10.8M parameters, 600 steps of 8,192 tokens"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (title, is_best) in CURVES.items():
         if (path := folder / f"{name}.csv").exists():
             curves.write_plot(path, title, is_best)
-    for name, title in SEARCHES.items():
+    for name in SEARCHES:
         if (folder / f"{name}_curves.csv").exists():
-            search_report.write_plot(folder / name, title)
+            search_report.write_plot(folder / name, TITLE_OF_SEARCHES)
     for name, size in finetuning.SIZES.items():
         if (path := folder / f"finetuning_{name}.csv").exists():
             finetuning.write_plot(finetuning.read_csv(path), path.with_suffix(""), finetuning.title_of(size))

@@ -10,8 +10,8 @@ python -m experiments.search --model gpt2 --steps 300 --folder runs/gpt2 --name 
 Newton-Schulz steps, and `--plan storage` ways to store state and to round weights. Flags after `--` go to the training
 program in every run.
 
-A finished run is one file in FOLDER/results and is never run again. With `--seconds`, runs that are under way when the
-time is over save a checkpoint and stop. The same command continues, also after a crash. FOLDER has NAME.csv (every
+FOLDER/search.json keeps every finished run, none of which is run again. With `--seconds`, runs that are under way when
+the time is over save a checkpoint and stop. The same command continues, also after a crash. FOLDER has NAME.csv (every
 run), NAME_curves.csv (mean, lowest and highest loss over seeds) or, for chains, NAME_means.csv (mean and standard
 error), NAME.md (tables) and a plot.
 """
@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -75,7 +75,7 @@ class Running:
 
 
 class Store:
-    """The folder of a search: `results` has a file for each finished run, `runs` has the folders of unfinished ones."""
+    """The folder of a search: `search.json` has every finished run, `runs` has the folders of unfinished ones."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         """Open the folder.
@@ -84,15 +84,23 @@ class Store:
             ValueError: the folder belongs to a search of another model, length or data.
         """
         self.folder = folder
-        for name in ("results", "runs"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        file = folder / "search.json"
-        saved = json.loads(file.read_text()) if file.exists() else facts
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        self._file = folder / "search.json"
+        document = json.loads(self._file.read_text()) if self._file.exists() else {"search": facts, "runs": []}
+        saved = document["search"]
         if saved != facts:
             names = ", ".join(f"{name} is {saved.get(name)!r} there and {facts[name]!r} here" for name in facts
                               if saved.get(name) != facts[name])  # fmt: skip
             raise ValueError(f"{folder} has the runs of another search: {names}; pass another --folder")
-        _write(file, facts)
+        self._facts, self._runs = facts, document["runs"]
+        self._save()
+
+    def _save(self) -> None:
+        """Write the file, a line for each run, so that an interruption leaves the old file or the new one."""
+        aside = self._file.with_suffix(".partial")
+        runs = ",\n".join(json.dumps(run) for run in self._runs)
+        aside.write_text(f'{{"search": {json.dumps(self._facts)},\n"runs": [\n{runs}\n]}}\n')
+        os.replace(aside, self._file)
 
     def output(self, job: Job) -> Path:
         """Return the folder of a run that is not finished."""
@@ -104,25 +112,15 @@ class Store:
 
     def finished(self) -> list[Finished]:
         """Return all finished runs."""
-        return [Finished.from_json(json.loads(file.read_text())) for file in sorted(self._results())]
-
-    def _results(self) -> Iterable[Path]:
-        return (self.folder / "results").glob("*.json")
+        return [Finished.from_json(run) for run in self._runs]
 
     def keep(self, job: Job, facts: dict[str, Any]) -> Finished:
         """Write the result of a run, and delete its folder, because checkpoints are large."""
-        document = {"setting": asdict(job.setting), "seed": job.seed, **facts}
-        _write(self.folder / "results" / f"{job.name}.json", document)
+        self._runs.append({"setting": asdict(job.setting), "seed": job.seed, **facts})
+        self._save()
         shutil.rmtree(self.output(job), ignore_errors=True)
         self.errors(job).unlink(missing_ok=True)
-        return Finished.from_json(document)
-
-
-def _write(file: Path, document: dict[str, Any]) -> None:
-    """Write JSON so that an interruption leaves the old file or the new one."""
-    aside = file.with_suffix(".partial")
-    aside.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(aside, file)
+        return Finished.from_json(self._runs[-1])
 
 
 def result_facts(output: Path, seconds: float, parallel: int) -> dict[str, Any]:

@@ -189,6 +189,12 @@ def times_started(folder: Path) -> Counter[str]:
     return Counter(line.removesuffix(" resumed") for line in calls(folder))
 
 
+def names_of_finished(folder: Path) -> list[str]:
+    """Return the names of the runs that a search has kept."""
+    runs = json.loads((folder / "search.json").read_text())["runs"]
+    return [search.Job(Setting(**run["setting"]), run["seed"]).name for run in runs]
+
+
 def test_an_interrupted_search_continues_where_it_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped, finished = [], {}
     for part in ("-0.008-", "-w0.25"):  # the lr of the other parameters, and later the warmup
@@ -197,9 +203,7 @@ def test_an_interrupted_search_continues_where_it_stopped(folder: Path, capsys: 
         assert "runs are left: the same command continues" in capsys.readouterr().out
         stopped += [path for path in (folder / "runs").iterdir() if path.is_dir() and part in path.name]
         so_far = times_started(folder)  # a run that was stopped beside the slow one is started again later
-        finished |= {
-            file.stem: so_far[file.stem] for file in (folder / "results").iterdir() if file.stem not in finished
-        }
+        finished |= {name: so_far[name] for name in names_of_finished(folder) if name not in finished}
     assert len(stopped) == 2
     saved = stopped[1] / "checkpoints" / "step-1"
     saved.rename(saved.with_name("step-1.partial"))  # as after a kill while the checkpoint was written
@@ -217,7 +221,7 @@ def test_runs_stop_when_the_time_is_over(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(search, "STOPPING_SECONDS", 0.2)
     monkeypatch.setattr(search, "TRAINER", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     assert search.main(command(folder, "--seconds", "0.5")) == 3
-    assert not any((folder / "results").iterdir())
+    assert names_of_finished(folder) == []
 
 
 def test_a_run_that_diverges_is_a_result_and_another_failure_ends_the_search(

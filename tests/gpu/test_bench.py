@@ -12,7 +12,7 @@ from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import Ceilings, Setup
 from muon_fsdp.benchmarks.multi_gpu import Workload, combine, measure, measure_network
-from muon_fsdp.benchmarks.ranks import Ranks
+from muon_fsdp.benchmarks.ranks import Ranks, RanksError
 from muon_fsdp.training.model import GPTConfig
 from tests.cli_cases import run
 from tests.multi_gpu_cases import on_ranks
@@ -77,7 +77,10 @@ def test_ranks_that_share_a_gpu_are_compared():
         assert ranks.place.shares_gpu == (torch.cuda.device_count() < 2)
         return [ranks.run(measure_network, 2**20), *(ranks.run(measure, tiny, name, 2) for name in names)]
 
-    for network, *by_name in on_ranks(2, work):
+    for found_by_rank in on_ranks(2, work):
+        if isinstance(found_by_rank, RanksError):
+            raise found_by_rank
+        network, *by_name = found_by_rank
         assert min(network) > 0
         for name, by_rank in zip(names, by_name, strict=True):
             found = combine(by_rank, tiny)
