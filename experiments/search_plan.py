@@ -132,7 +132,7 @@ OTHER_LRS = {"hyperball": 0.02, "spectral_sphere": 0.02}
 # The chains that are compared. Those of the plugin are points of docs/experiments/frontier.csv that the package lacks.
 CHAINS = {
     "muon": ("keller", "polar_express", "accurate", "fast", "17-17", "33-17", "65-65"),
-    "normuon": ("keller", "accurate", "fast"),
+    "normuon": ("keller", "polar_express", "accurate", "fast", "17-17", "65-65"),
 }
 PLUGIN_CHAINS = ("17-17", "33-17", "65-65")
 # At these learning rates seeds differ by 0.0025 only; at those of `TUNED`, differences between chains would drown.

@@ -110,9 +110,7 @@ class Ranks:
         """
         self._calls += 1
         failed = f"{self._calls}/error"
-        result, error = self._run_here(function, args, failed)
-        if error is not None:  # the first error counts: later ones are consequences, such as closed connections
-            self._store.compare_set(failed, "", f"rank {self.place.rank}: {error}")
+        result = self._run_here(function, args, failed)
         self._store.set(f"{self._calls}/result/{self.place.rank}", json.dumps(result))
         keys = [f"{self._calls}/result/{rank}" for rank in range(self.place.size)]
         self._store.wait(keys, timedelta(seconds=self._limit + _PATIENCE_SECONDS))
@@ -120,33 +118,45 @@ class Ranks:
             raise RanksError(self._store.get(failed).decode())
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def _run_here(self, function: Callable[..., Any], args: tuple[Any, ...], failed: str) -> tuple[Any, str | None]:
-        """Call the function in a new process of this rank, until the time limit or until the store has `failed`.
+    def _run_here(self, function: Callable[..., Any], args: tuple[Any, ...], failed: str) -> Any:
+        """Call the function in a new process of this rank; write to the store's `failed` if that does not succeed.
 
         Returns:
-            The result, and the error if there is one.
+            The result, or None if the function failed on this rank or another.
         """
         ours, theirs = self._context.Pipe()
         join = (self.place, f"muon_fsdp bench/{self._calls}", self._limit, self._backend)
         process = self._context.Process(target=_serve, args=(theirs, join, function, args), daemon=True)
         process.start()
         theirs.close()
-        deadline = time.monotonic() + self._limit
         try:
-            while not ours.poll(0.1):
-                if time.monotonic() > deadline:
-                    return None, f"it took longer than {self._limit:g} s and was stopped"
-                if self._store.check([failed]):
-                    return None, None
-            result, error = ours.recv()
-            if error is not None:
-                time.sleep(_GRACE_SECONDS)
-            return result, error
-        except EOFError:
-            return None, "its process died without a message"
-        finally:
+            result, error = self._wait(ours, failed)
+            if error is not None:  # the first error counts: later ones are consequences, such as closed connections
+                self._store.compare_set(failed, "", f"rank {self.place.rank}: {error}")
+            return result
+        finally:  # after the error is known to all, because a process that holds a GPU can take long to end
             process.kill()
             process.join()
+
+    def _wait(self, ours: Connection, failed: str) -> tuple[Any, str | None]:
+        """Wait for the reply of a process until the time limit, or until the store has `failed`.
+
+        Returns:
+            The result, and the error if there is one.
+        """
+        deadline = time.monotonic() + self._limit
+        while not ours.poll(0.1):
+            if time.monotonic() > deadline:
+                return None, f"it took longer than {self._limit:g} s and was stopped"
+            if self._store.check([failed]):
+                return None, None
+        try:
+            result, error = ours.recv()
+        except EOFError:
+            return None, "its process died without a message"
+        if error is not None:
+            time.sleep(_GRACE_SECONDS)
+        return result, error
 
 
 def on_this_machine(
