@@ -139,11 +139,12 @@ def page() -> str:
         parts += [f"## {title}", note, rows_of(shown)]
     for title, name in (("Options of the sphere", "Sphere"), ("Options of FSDPMuonOptimizer only", "FSDPMuon")):
         parts += [f"## {title}", rows_of([option for option in defaults(name) if option not in names])]
+    shown_above = {**defaults("Sphere"), **defaults("Muon")}
     others = [
         (f"`{rule.name}`", f"`{option.name}`", code_value(option.default), option.doc)
         for rule in BUILT_IN.values()
         for option in rule.all_options.values()
-        if not any(option.name in defaults(name) for name in ("Muon", "Sphere")) and rule.name != "adamw"
+        if rule.name != "adamw" and (option.name not in shown_above or shown_above[option.name] != option.default)
     ]
     introduction = 'Pass them together with the rule, for example `MuonOptimizer(model, rule="normuon", beta2=0.95)`.'
     parts += ["## Options of other rules", introduction, table(["rule", "option", "default", "meaning"], others)]

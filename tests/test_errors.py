@@ -52,6 +52,7 @@ def matrix() -> nn.Parameter:
             r"Unknown option 'momentun' in overrides\['\*'\]; did you mean 'momentum'",
         ),
         ({"overrides": {"*": "adamw"}}, "overrides need names"),
+        ({"foreach": True}, r"Unknown option 'foreach' in MuonOptimizer; leave it out"),
         ({"overrides": {"*": {"params": []}}}, "Unknown option 'params'"),
         ({"rule": "adamw", "lr": 0.1}, "'lr' has no effect; pass 'adamw_lr'"),
     ],

@@ -33,6 +33,7 @@ class Scale:
 
 # Around 0.02 the spectral norm of an update is the learning rate. AdamW's ratio: docs/guides/hyperparameters.md.
 _AROUND_0_02 = (2e-3, 0.3)
+RELATIVE_LRS = (2e-3, math.inf)  # of rules that keep the norm of a matrix, which tame a large lr
 ADAMW_RATIO = 0.15
 
 _SCALES: dict[str, Scale] = {

@@ -296,7 +296,9 @@ class MuonOptimizer(GroupedOptimizer):
             warn_user(
                 "step() found no gradient of any parameter, for the second time in succession, so nothing was updated. "
                 "Call zero_grad() after step(), not between backward() and step(). With FSDP2, call "
-                "set_requires_gradient_sync(True) before the last backward() of a step."
+                "set_requires_gradient_sync(True) before the last backward() of a step. If fully_shard, to_empty or "
+                "load_state_dict(assign=True) came after the optimizer, the model has other parameters now: build the "
+                "optimizer last."
             )
 
     def _still_accumulates(self) -> bool:

@@ -24,6 +24,7 @@ Group: TypeAlias = dict[str, Any]
 # The learning rate of AdamW where matrices have no usual ratio to it: scale "size" or a number, or a user's own rule.
 INDEPENDENT_LR = 3e-4
 _WHOLE_OPTIMIZER = (*ARGUMENTS, "gradient_accumulation_steps")  # what a group can't have
+_OF_TORCH = {"foreach", "fused", "capturable", "maximize", "amsgrad", "differentiable"}  # options that we do not have
 
 
 # ------------------------------------------------------------------------------------------------------------ options
@@ -52,7 +53,7 @@ class Source:
                 f"{self.where}: {unknown[0]!r} is a setting of the whole optimizer: pass it to its constructor"
             )
         known = [*_option_names(), *(ARGUMENTS if self.is_constructor else ("rule",))]
-        near = suggestion(unknown[0], known)
+        near = "; leave it out" if unknown[0] in _OF_TORCH else suggestion(unknown[0], known)
         raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
 
     def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:

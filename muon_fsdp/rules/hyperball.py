@@ -10,9 +10,9 @@ from torch import Tensor
 
 from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, working_dtype
-from muon_fsdp.linalg.scaling import ADAMW_RATIO, damp
+from muon_fsdp.linalg.scaling import ADAMW_RATIO, RELATIVE_LRS, damp
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
 
 
 class Hyperball(Muon):
@@ -80,10 +80,13 @@ class Hyperball(Muon):
         return ADAMW_RATIO
 
     def warnings(self, group: GroupOptions) -> list[str]:
+        found = unusual_lr(group, RELATIVE_LRS, "With rule='hyperball' a step is about lr times the norm of its matrix")
         if group["weight_decay"] == 0:
-            return []
+            return found
         return [
-            "weight_decay has no effect on matrices with rule='hyperball', which keeps their norm. Pass weight_decay=0."
+            *found,
+            "weight_decay has no effect on matrices with rule='hyperball', which keeps their norm. "
+            "Pass weight_decay=0.",
         ]
 
     def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:

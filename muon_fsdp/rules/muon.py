@@ -158,24 +158,12 @@ class Muon(Rule):
         check_steps(group["ns_steps"], group["orthogonalization"])
 
     def warnings(self, group: GroupOptions) -> list[str]:
-        scale, lr = scale_named(group["scale"]), group["lr"]
-        # A tensor is not read, which would wait for the device; a resumed group has a scheduled lr.
-        if scale is None or scale.usual_lrs is None or isinstance(lr, Tensor) or lr == 0 or "initial_lr" in group:
+        name, scale = group["scale"], scale_named(group["scale"])
+        if scale is None or scale.usual_lrs is None:
             return []
-        low, high = scale.usual_lrs
-        name = group["scale"]
-        if lr < low:
-            return [
-                f"lr={lr:g} looks like a learning rate of AdamW. With scale={name!r} the spectral norm of an update is "
-                f"about lr, so the matrices will hardly train. Pass lr=0.02, or keep lr={lr:g} and pass "
-                "scale='match_rms_adamw', which gives updates the size of AdamW's."
-            ]
-        if lr > high:
-            return [
-                f"lr={lr:g} is far above the usual 0.02. With scale={name!r} the spectral norm of an update is about "
-                "lr, so training will likely diverge. Pass lr=0.02."
-            ]
-        return []
+        effect = f"With scale={name!r} the spectral norm of an update is about lr"
+        keep = "keep lr={lr:g} and pass scale='match_rms_adamw', which gives updates the size of AdamW's"
+        return unusual_lr(group, scale.usual_lrs, effect, keep)
 
     def not_capturable(self, group: GroupOptions) -> str | None:
         return "orthogonalization='exact' waits for the host" if group["orthogonalization"] == "exact" else None
@@ -188,6 +176,28 @@ class Muon(Rule):
             inverse_norms=batch.inverse_norms,
         )
         return _residual(orthogonal)
+
+
+def unusual_lr(group: GroupOptions, usual: tuple[float, float], effect: str, keep: str = "") -> list[str]:
+    """Return a warning, at most one, if the learning rate of a group is likely a mistake.
+
+    Args:
+        group: the options of the group.
+        usual: the range of learning rates that are not warned about.
+        effect: what the learning rate decides.
+        keep: what to do instead to keep one of AdamW, with "{lr:g}" in its place.
+    """
+    lr, (low, high) = group["lr"], usual
+    # A tensor is not read, which would wait for the device; a resumed group has a scheduled lr.
+    if isinstance(lr, Tensor) or lr == 0 or "initial_lr" in group or low <= lr <= high:
+        return []
+    if lr < low:
+        remedy = f", or {keep.format(lr=lr)}" if keep else ""
+        return [
+            f"lr={lr:g} looks like a learning rate of AdamW. {effect}, so the matrices will hardly train. Pass lr=0.02"
+            f"{remedy}."
+        ]
+    return [f"lr={lr:g} is far above the usual 0.02. {effect}, so training will likely diverge. Pass lr=0.02."]
 
 
 def orthogonalize_batches(

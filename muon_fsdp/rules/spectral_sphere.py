@@ -11,11 +11,11 @@ from torch import Tensor
 from muon_fsdp.declarations.option import Option, PlannedOptions, number, positive
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.linalg.newton_schulz import inverse_norms, orthogonalization_flops
-from muon_fsdp.linalg.scaling import ADAMW_RATIO, damp
+from muon_fsdp.linalg.scaling import ADAMW_RATIO, RELATIVE_LRS, damp
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
 from muon_fsdp.statistics.observer import TopSingular
 
 # Orthogonalizations per matrix that the planner assumes: the median once lambda starts from the last step's value.
@@ -132,11 +132,14 @@ class SpectralSphere(Muon):
         return ADAMW_RATIO
 
     def warnings(self, group: GroupOptions) -> list[str]:
+        effect = "With rule='spectral_sphere' the spectral norm of an update is lr times the radius"
+        found = unusual_lr(group, RELATIVE_LRS, effect)
         if group["retract_mode"] != "hard" or group["weight_decay"] == 0:
-            return []
+            return found
         return [
+            *found,
             "weight_decay has no effect on matrices with retract_mode='hard', which brings them back to their "
-            "sphere at every step. Pass weight_decay=0, or retract_mode='dynamic'."
+            "sphere at every step. Pass weight_decay=0, or retract_mode='dynamic'.",
         ]
 
     def metrics(self, last: Mapping[str, Tensor], total: Mapping[str, float]) -> dict[str, float]:
