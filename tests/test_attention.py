@@ -306,3 +306,96 @@ def test_public_models_tell_their_heads(name, heads):
         model = PUBLIC_MODELS[name]()
     report = MuonOptimizer(model, attention="per_head").plan_report(world_size=8)
     assert heads in {row.matrices for row in report.rows}
+
+
+# ------------------------------------------------------------------------- numbers of the module and of those around it
+
+
+class Projections(nn.ModuleDict):
+    """Layers by name, and numbers that their module notes."""
+
+    def __init__(self, rows_of: dict[str, int], width: int, **numbers: int) -> None:
+        super().__init__({name: nn.Linear(width, rows, bias=False) for name, rows in rows_of.items()})
+        self.__dict__.update(numbers)
+
+
+def tower(attention: nn.Module, **config: int) -> nn.Module:
+    """Return a model with attention two levels down, whose only configuration is at the top."""
+    model = nn.ModuleDict({"tower": nn.ModuleDict({"attn": attention})})
+    model.config = SimpleNamespace(**config)
+    return model
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_numbers_of_heads_belong_together(has_dropout):
+    """The attention of a tower for images says how many heads it has, and the configuration is that of the text."""
+    own = Projections({"qkv_proj": 216, "out_proj": 72}, 72, num_heads=6)
+    if has_dropout:
+        own["out_proj"] = nn.Sequential(own["out_proj"], nn.Dropout(0.0))
+    model = tower(own, num_attention_heads=8, num_key_value_heads=3, head_dim=16)
+    optimizer = MuonOptimizer(model)
+    assert several(optimizer)["qkv_proj"] == "3 of 72x72"
+    assert several(MuonOptimizer(model, attention="per_head"))["qkv_proj"] == "18 of 12x72"
+    before = own["qkv_proj"].weight.detach().clone()
+    qk_clip(optimizer, {"tower.attn": [400.0, *[1.0] * 5]})
+    changed = (own["qkv_proj"].weight != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [*range(12), *range(72, 84)]
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "expected"),
+    [
+        (  # linear attention in a model whose configuration describes its full attention
+            Projections(
+                {"q_proj": 48, "k_proj": 48, "v_proj": 48}, 64,
+                num_k_heads=4, num_v_heads=2, head_k_dim=12, head_v_dim=24,
+            ),
+            {"num_attention_heads": 8},
+            {"q_proj": "4 of 12x64", "k_proj": "4 of 12x64", "v_proj": "2 of 24x64"},
+        ),
+        (  # layers with other groups than the configuration's
+            Projections(
+                {"q_proj": 64, "k_proj": 16, "v_proj": 8}, 64, head_dim=8, v_head_dim=4, num_key_value_groups=4
+            ),
+            {"num_attention_heads": 8, "num_key_value_heads": 4},
+            {"q_proj": "8 of 8x64", "k_proj": "2 of 8x64", "v_proj": "2 of 4x64"},
+        ),
+        (Projections({"q_proj": 64}, 64, num_heads=4, head_dim=16), {}, {"q_proj": "4 of 16x64"}),
+        (Projections({"q_proj": 64}, 64, num_heads=4), {}, {}),  # no size of heads, and nothing beside it
+        (
+            Projections({"c_q": 64, "c_k": 32, "c_v": 32}, 64, n_head=4, n_kv_head=2),
+            {}, {"c_q": "4 of 16x64", "c_k": "2 of 16x64", "c_v": "2 of 16x64"},
+        ),
+    ],
+)  # fmt: skip
+def test_heads_of_projections(own, config, expected):
+    assert several(MuonOptimizer(tower(own, **config), attention="per_head")) == expected
+
+
+class Told(Projections):
+    """A module that may tell how its weight is divided."""
+
+    def __init__(self, sizes: object) -> None:
+        super().__init__({"fused": 32}, 16)
+        self.sizes = sizes
+
+    def muon_split_sizes(self) -> dict[str, object]:
+        return {} if self.sizes == () else {"fused.weight": self.sizes}
+
+
+@pytest.mark.parametrize("sizes", [((16, 8, 8), ()), ((), (16, 8, 8)), ((16, 8, 8), (16, 8, 8))])
+def test_a_shared_weight_is_divided_as_one_of_its_modules_tells(sizes):
+    model = nn.ModuleDict({"a": Told(sizes[0]), "b": Told(sizes[1])})
+    model["b"]["fused"].weight = model["a"]["fused"].weight
+    assert several(MuonOptimizer(model)) == {"fused": "16x16, 2 of 8x16"}
+
+
+def test_sizes_that_contradict_each_other_or_are_none_are_errors():
+    model = nn.ModuleDict({"a": Told((16, 8, 8)), "b": Told((20, 12))})
+    model["b"]["fused"].weight = model["a"]["fused"].weight
+    with pytest.raises(
+        ValueError, match=r"Told 'b': .* \(20, 12\) .* shares this weight, \(16, 8, 8\): return the same"
+    ):
+        MuonOptimizer(model)
+    with pytest.raises(ValueError, match=r"returns the sizes None for 'fused.weight': they must be positive integers"):
+        MuonOptimizer(nn.ModuleDict({"a": Told(None)}))

@@ -329,6 +329,56 @@ def test_the_order_of_qkv_must_be_told():
     torch.testing.assert_close(model["attn"].qkv.weight, torch.cat([before[:24] * 0.5, before[24:]]))
 
 
+def refuse(own: nn.Module, text: str) -> None:
+    """Expect that `qk_clip` refuses a module of attention, with this text."""
+    model = nn.ModuleDict({"attn": own})
+    with pytest.raises(ValueError, match=text):
+        qk_clip(MuonOptimizer(model), {"attn": [400.0] * HEADS})
+
+
+def test_an_order_that_the_module_tells_counts_under_any_name():
+    own = cases.Fused()
+    own.muon_split_sizes = lambda: {"qkv_proj.weight": (cases.KV_HEADS * SIZE, cases.KV_HEADS * SIZE, HEADS * SIZE)}
+    refuse(own, r"muon_split_sizes\(\) of Fused cuts 'qkv_proj' into .* not Q, then K, then V")
+
+
+def test_a_weight_of_queries_and_keys_would_be_scaled_twice():
+    own = cases.Separate()
+    own.num_key_value_heads = HEADS
+    own.k_proj = nn.Linear(cases.WIDTH, HEADS * SIZE)
+    own.k_proj.weight = own.q_proj.weight
+    refuse(own, r"q_proj\.weight and k_proj\.weight of module 'attn' are one weight")
+
+
+class Norms(cases.Separate):
+    """Attention that normalizes queries and keys, if told so, as its configuration says for all layers."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        self.config.use_qk_norm = True
+        if has_norm:
+            self.qk_norm = nn.LayerNorm(SIZE)
+
+
+def test_a_layer_without_the_norms_of_its_class_is_clipped():
+    model = nn.ModuleDict({"normed": Norms(True), "plain": Norms(False)})
+    optimizer = MuonOptimizer(model)
+    with pytest.raises(ValueError, match="module 'normed' normalizes queries or keys"):
+        qk_clip(optimizer, {"normed": [400.0] * HEADS})
+    assert qk_clip(optimizer, {"plain": [400.0] * HEADS}) == {"plain": [0.25] * HEADS}
+    refuse(Norms(False), "module 'attn' normalizes")  # nothing shows that its class makes modules of norms
+
+
+@pytest.mark.parametrize("what", ["inner", "scale"])
+def test_norms_in_a_module_of_their_own_and_cosines_are_recognized(what):
+    own = cases.Separate()
+    if what == "inner":
+        own.norm = nn.ModuleDict({"query_norm": nn.LayerNorm(SIZE), "key_norm": nn.LayerNorm(SIZE)})
+    else:
+        own.logit_scale = nn.Parameter(torch.zeros(HEADS, 1, 1))
+    refuse(own, "module 'attn' normalizes queries or keys")
+
+
 @pytest.mark.parametrize("chunk", [3, 256])
 def test_the_training_model_measures_causal_logits(chunk):
     q, k = torch.randn(2, 3, 4, 10, 6, generator=torch.Generator().manual_seed(0))  # (B, heads, T, head_dim) each

@@ -106,6 +106,25 @@ def test_rules_and_options_of_groups():
     assert nesterov == {name: name != "kimi_k2" for name in nesterov}  # GLM-4.5 does not say
 
 
+def test_embeddings_that_are_matrices_keep_their_learning_rate():
+    """ "*embed*" also matches the projection of patches, and the mapping of ALBERT's embedding."""
+    for name, lr in (("nanochat", 0.3), ("modded_nanogpt_track_3", 0.7), ("deepseek_v4_1_flash", None)):
+        recipe = muon_fsdp.recipes[name]
+        model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(40, 8),
+                "patch_embed": nn.Linear(8, 8, bias=False),
+                "lm_head": nn.Linear(8, 40),
+            }
+        )
+        optimizer = MuonOptimizer(model, **recipe.options)
+        by_name = {n: group for group in optimizer.param_groups for n in group["param_names"]}
+        patch, table = by_name["patch_embed.weight"], by_name["embed_tokens.weight"]
+        assert (patch["rule"], patch["lr"]) == (recipe.options.get("rule", "muon"), recipe.options["lr"]), name
+        assert table["rule"] == ("sinkhorn" if lr is None else "adamw")
+        assert table["lr"] == (recipe.options["lr"] if lr is None else lr)
+
+
 def scheduled(steps: int) -> tuple[MuonOptimizer, RecipeScheduler]:
     optimizer = MuonOptimizer(tiny_model(), **muon_fsdp.recipes["nanochat"].options)
     scheduler = muon_fsdp.recipes["nanochat"].scheduler(optimizer, 1000)
@@ -132,6 +151,8 @@ def test_a_scheduler_resumes():
     saved = pickle.loads(pickle.dumps(scheduler.state_dict()))
     second, resumed = scheduled(0)
     resumed.load_state_dict(saved)
+    assert [group["lr"] for group in second.param_groups] == [group["lr"] for group in first.param_groups]
+    assert second.param_groups[0]["momentum"] == first.param_groups[0]["momentum"]
     for each, its in ((first, scheduler), (second, resumed)):
         each.step()
         its.step()

@@ -191,16 +191,22 @@ def _as_numbers(name: str, logits: Logits, num_heads: int) -> Tensor:
 
 
 def _refuse_shared(modules: Sequence[_Module]) -> None:
-    """Raise if two modules share a weight, which would be scaled twice."""
-    owners: dict[int, str] = {}
+    """Raise if two projections share a weight, which would be scaled twice."""
+    owners: dict[int, tuple[str, str]] = {}  # by parameter the names of a module and of a projection in it
     for module in modules:
         for projection, record in module.records:
-            if id(record.tensor) in owners:
+            owner, name = owners.setdefault(id(record.tensor), (module.name, projection.name))
+            if (owner, name) == (module.name, projection.name):
+                continue
+            if owner == module.name:
                 raise ValueError(
-                    f"qk_clip: {module.name}.{projection.name} is the weight of module {owners[id(record.tensor)]!r} "
-                    "too: pass the logits of one of the two, each the larger one of both"
+                    f"qk_clip: {name} and {projection.name} of module {owner!r} are one weight, which would be scaled "
+                    "twice: leave it out"
                 )
-        owners |= {id(record.tensor): module.name for _, record in module.records}
+            raise ValueError(
+                f"qk_clip: {module.name}.{projection.name} is the weight of module {owner!r} too: pass the logits of "
+                "one of the two, each the larger one of both"
+            )
 
 
 def _reduce(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -31,7 +31,10 @@ BY_HEAD_CLASS = re.compile(
     r"Bloom|CodeGen|Disentangled|Falcon|GPTBigCode|InternLM2|MiniMaxLightning|NeoX|Persimmon|QKVLinear"
 )
 
+_MISSING = "{} is not known: neither {} nor a configuration around it has one of the attributes {}"
+
 Value = TypeVar("Value", int, bool)
+Modules: TypeAlias = Sequence[nn.Module | None]  # a module, then the modules around it; None where only names are known
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,21 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class HeadNumbers:
+    """What a module and its configuration say about heads.
+
+    Args:
+        count: the number of query heads.
+        kv_count: the number of key heads; None if nothing says it.
+        size: the rows of a head; None if nothing says it.
+    """
+
+    count: int
+    kv_count: int | None
+    size: int | None
+
+
+@dataclass(frozen=True)
 class _Heads:
     """Sizes of attention whose heads have one size."""
 
@@ -104,7 +122,7 @@ def path_to(model: nn.Module, name: str) -> list[nn.Module]:
     return modules[::-1]
 
 
-def value_of(path: Sequence[nn.Module | None], names: Iterable[str], kind: type[Value]) -> Value | None:
+def value_of(path: Modules, names: Iterable[str], kind: type[Value]) -> Value | None:
     """Return a value that a module, its configuration or that of a module around it has by one of these names.
 
     Args:
@@ -113,23 +131,75 @@ def value_of(path: Sequence[nn.Module | None], names: Iterable[str], kind: type[
         kind: `int` for a positive number, `bool` for a flag.
     """
     names = tuple(names)
-    for holder in (path[0], *(getattr(module, "config", None) for module in path)):
-        for name in names:
-            try:
-                value = getattr(holder, name, None)
-            except RuntimeError:  # of Transformers: the layers have different values, and the configuration has none
-                continue
-            if type(value) is kind and (kind is bool or value > 0):
-                return value
+    found = (_own_value(holder, names, kind) for holder in (path[0], *_configurations(path)))
+    return next((value for value in found if value is not None), None)
+
+
+def _configurations(path: Modules) -> list[object]:
+    """Return the configurations of a module and of the modules around it, from inside to outside."""
+    found = (getattr(module, "config", None) for module in path)
+    return [config for config in found if config is not None]
+
+
+def _own_value(holder: object, names: Iterable[str], kind: type[Value]) -> Value | None:
+    """Return the first value that a module or a configuration itself has by one of these names."""
+    for name in names:
+        try:
+            value = getattr(holder, name, None)
+        except RuntimeError:  # of Transformers: the layers have different values, and the configuration has none
+            continue
+        if type(value) is kind and (kind is bool or value > 0):
+            return value
     return None
+
+
+def head_numbers(path: Modules) -> HeadNumbers | None:
+    """Return the numbers of heads that belong together; None if nothing says how many query heads there are.
+
+    The module's own numbers come first, then those of configurations from inside to outside, up to the first that says
+    the number of heads. If the module says it, a configuration with another number is that of other attention: a tower
+    for images may lie in a model whose only configuration is that of its text.
+    """
+    module, configs = path[0], _configurations(path)
+    count = _own_value(module, HEADS, int)
+    if count is not None:
+        holders = [module, *(c for c in configs[:1] if _own_value(c, HEADS, int) in (None, count))]
+    else:
+        counts = [_own_value(config, HEADS, int) for config in configs]
+        at = next((index for index, each in enumerate(counts) if each is not None), None)
+        if at is None:
+            return None
+        count, holders = counts[at], [module, *configs[: at + 1]]
+    assert count is not None
+
+    def find(names: Iterable[str]) -> int | None:
+        return next((value for each in holders if (value := _own_value(each, names, int)) is not None), None)
+
+    per_group = _own_value(module, _QUERIES_PER_GROUP, int)
+    kv_count = _own_value(module, KV_HEADS, int)
+    if kv_count is None and per_group is not None and count % per_group == 0:
+        kv_count = count // per_group
+    return HeadNumbers(count, kv_count or find(KV_HEADS), find(HEAD_DIM))
 
 
 def has_qk_norm(path: Sequence[nn.Module]) -> bool:
     """Return whether a module of attention normalizes its queries or keys, so that their sizes have no effect."""
-    norms = [module for name, module in path[0].named_children() if _NORM.fullmatch(name)]
+    module = path[0]
+    norms = _norms(module)
     if norms:
-        return any(not isinstance(module, nn.Identity) for module in norms)
-    return bool(value_of(path, _NORM_FLAGS, bool))
+        return any(not isinstance(norm, nn.Identity) for norm in norms)
+    if "logit_scale" in dict(module.named_parameters(recurse=False)):  # attention by cosines
+        return True
+    # A class that makes modules for it, in some layers only, has none in this one.
+    is_made = any(type(other) is type(module) and _norms(other) for other in path[-1].modules())
+    return not is_made and bool(value_of(path, _NORM_FLAGS, bool))
+
+
+def _norms(module: nn.Module) -> list[nn.Module]:
+    """Return the normalizations of queries and keys of a module, which may lie in a module of their own."""
+    children = list(module.named_children())
+    inner = [pair for _, child in children for pair in child.named_children()]
+    return [each for name, each in (*children, *inner) if _NORM.fullmatch(name)]
 
 
 def read_attention(path: Sequence[nn.Module]) -> Attention:
@@ -162,8 +232,7 @@ def read_attention(path: Sequence[nn.Module]) -> Attention:
             raise ValueError(f"{type(module).__name__} does not store {fused!r} as rows of Q, then K, then V")
         num_rows = _num_rows(fused, layers[fused])
         heads = _fused_heads(path, num_rows, layers[fused].get_parameter("weight").numel() // num_rows)
-        if fused in _UNCERTAIN_LAYERS:
-            _require_told(module, fused, heads)
+        _require_order(module, fused, heads)
         rows = _query_rows(heads, 0) + _key_rows(heads, heads.count * heads.size)
         projections = _of_layer(fused, layers[fused], rows)
     else:
@@ -180,9 +249,10 @@ def _first(layers: Iterable[str], names: Iterable[str]) -> str | None:
 
 def _heads(path: Sequence[nn.Module], query_rows: int, key_rows: int) -> _Heads:
     """Return the heads of separate projections."""
-    count = _required(path, HEADS, "the number of heads")
-    size = value_of(path, HEAD_DIM, int) or (query_rows // count if query_rows % count == 0 else 0)
-    kv_count = num_kv_heads(path, count) or (count if key_rows == query_rows else None)
+    numbers = _required_numbers(path)
+    count = numbers.count
+    size = numbers.size or (query_rows // count if query_rows % count == 0 else 0)
+    kv_count = numbers.kv_count or (count if key_rows == query_rows else None)
     if kv_count is None:
         raise ValueError(f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}")
     _require_rows(path, "queries", query_rows, count, size)
@@ -198,8 +268,8 @@ def _fused_heads(path: Sequence[nn.Module], num_rows: int, num_cols: int) -> _He
         num_rows: the rows of the weight.
         num_cols: its columns, which tell whether Q, K and V are equally large where no number does.
     """
-    count = _required(path, HEADS, "the number of heads")
-    kv_count, size = num_kv_heads(path, count), value_of(path, HEAD_DIM, int)
+    numbers = _required_numbers(path)
+    count, kv_count, size = numbers.count, numbers.kv_count, numbers.size
     if kv_count is None and size is None and num_rows != 3 * num_cols:
         raise ValueError(f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}")
     kv_count = kv_count or count
@@ -208,11 +278,17 @@ def _fused_heads(path: Sequence[nn.Module], num_rows: int, num_cols: int) -> _He
     return _divided(count, kv_count, size)
 
 
-def _require_told(module: nn.Module, fused: str, heads: _Heads) -> None:
-    """Raise unless a module tells that the rows of a fused weight are Q, then K, then V."""
+def _require_order(module: nn.Module, fused: str, heads: _Heads) -> None:
+    """Raise if a module tells that the rows of a fused weight are not Q, then K, then V, or if it should tell."""
     sizes = (heads.count * heads.size, heads.kv_count * heads.size, heads.kv_count * heads.size)
     tell = getattr(module, "muon_split_sizes", None)
-    if not callable(tell) or tuple(tell().get(f"{fused}.weight", ())) != sizes:
+    told = tuple(tell().get(f"{fused}.weight", ())) if callable(tell) else ()
+    if told and told != sizes:
+        raise ValueError(
+            f"muon_split_sizes() of {type(module).__name__} cuts {fused!r} into {told}, which is not Q, then K, then "
+            f"V: {sizes}"
+        )
+    if not told and fused in _UNCERTAIN_LAYERS:
         raise ValueError(
             f"weights named {fused!r} are stored as Q, then K, then V in some models and by head in others: if "
             f"{type(module).__name__} stores Q first, give it a method muon_split_sizes() that returns "
@@ -220,13 +296,11 @@ def _require_told(module: nn.Module, fused: str, heads: _Heads) -> None:
         )
 
 
-def num_kv_heads(path: Sequence[nn.Module | None], count: int) -> int | None:
-    """Return the number of key heads beside `count` query heads; None if no module and no configuration has it."""
-    kv_count = value_of(path, KV_HEADS, int)
-    per_group = value_of(path, _QUERIES_PER_GROUP, int)
-    if kv_count is None and per_group is not None and count % per_group == 0:
-        return count // per_group
-    return kv_count
+def _required_numbers(path: Sequence[nn.Module]) -> HeadNumbers:
+    numbers = head_numbers(path)
+    if numbers is None:
+        raise ValueError(_MISSING.format("the number of heads", type(path[0]).__name__, HEADS))
+    return numbers
 
 
 def _divided(count: int, kv_count: int, size: int) -> _Heads:
@@ -238,10 +312,7 @@ def _divided(count: int, kv_count: int, size: int) -> _Heads:
 def _required(path: Sequence[nn.Module], names: tuple[str, ...], what: str) -> int:
     value = value_of(path, names, int)
     if value is None:
-        raise ValueError(
-            f"{what} is not known: neither {type(path[0]).__name__} nor a configuration around it has one of the "
-            f"attributes {names}"
-        )
+        raise ValueError(_MISSING.format(what, type(path[0]).__name__, names))
     return value
 
 
@@ -273,7 +344,7 @@ def _latent_attention(path: Sequence[nn.Module], layers: dict[str, nn.Module], k
     query = _first(layers, _LATENT_QUERY_LAYERS)
     if query is None:
         raise ValueError(f"{key!r} has no projection of queries beside it: the parts are {sorted(layers)}")
-    count = _required(path, HEADS, "the number of heads")
+    count = _required_numbers(path).count
     plain = _required(path, ("qk_nope_head_dim",), "the size of keys without position")
     rotary = _required(path, ("qk_rope_head_dim",), "the size of rotary keys")
     value = _required(path, ("v_head_dim",), "the size of values")

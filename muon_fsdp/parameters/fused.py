@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from muon_fsdp.declarations.settings import Attention
-from muon_fsdp.parameters.attention import BY_HEAD_CLASS, HEAD_DIM, HEADS, KV_HEADS, num_kv_heads
-from muon_fsdp.parameters.facts import Fused, Layer, Layers, Path
+from muon_fsdp.parameters.attention import BY_HEAD_CLASS, HEAD_DIM, HEADS, HeadNumbers
+from muon_fsdp.parameters.facts import Facts, Fused, Layer, Layers
 
 Options: TypeAlias = tuple[tuple[str, object], ...]
 
@@ -20,7 +20,7 @@ _IN_ORDER_NAME = re.compile(r"(.*_)?c_attn|qkv_proj|wqkv|w_pack|in_proj_qkv|in_p
 _GATE_FIRST_NAME = re.compile(r"w?(g|gate_?)qkv(_proj)?")
 _LATENTS_NAME = re.compile(r"(.*_)?q_?kv_(a|down)(_.*)?")  # the compressed Q, the compressed K and V, a rotary key
 _PER_HEAD_NAME = re.compile(
-    r"(w|to_)?([qkv]|q_b|q_up)(_(proj|proj_weight|linear|lin|fc))?|(query|key|value)(_(proj|layer))?"
+    r"(w|to_|c_)?([qkv]|q_b|q_up)(_(proj|proj_weight|linear|lin|fc))?|(query|key|value)(_(proj|layer))?"
 )
 
 _QKV_NAME = re.compile(r".*qkv.*|(.*_)?c_attn|.*query_key_value.*|w_pack")
@@ -48,7 +48,9 @@ def find_fused(layers: Layers, attention: Attention) -> None:
         facts = layer.facts
         if facts.other_reason is not None or facts.labelled or 1 in facts.logical_shape:
             continue
-        sizes = declared.get(layer.path)
+        if facts.num_heads or facts.split_sizes:  # cut already at another place of the same weight
+            continue
+        sizes = declared.get(facts)
         if sizes is not None:  # one size says that it is one matrix
             facts.fused = Fused("parts by its module", _split_sizes(*sizes), is_known=True) if len(sizes) > 1 else None
         else:
@@ -71,9 +73,9 @@ def _cut(layers: Layers, layer: Layer, fused: Fused | None, attention: Attention
     return fused.options if fused.is_known else ()
 
 
-def _declared(layers: Layers) -> dict[Path, tuple[int, ...]]:
-    """Return the rows of the matrices in each weight, by its place, where a module tells them itself."""
-    found = {}
+def _declared(layers: Layers) -> dict[Facts, tuple[int, ...]]:
+    """Return the rows of the matrices in each weight, where a module tells them itself."""
+    found: dict[Facts, tuple[int, ...]] = {}
     for path, module in layers.modules_with(_METHOD):
         which = f"{type(module).__name__} {'.'.join(path)!r}"
         given = getattr(module, _METHOD)()
@@ -87,34 +89,53 @@ def _declared(layers: Layers) -> dict[Path, tuple[int, ...]]:
                 raise ValueError(
                     f"{which}: muon_split_sizes() names {name!r}, which is no matrix of the module: leave it out"
                 )
-            sizes = tuple(sizes)
-            is_valid = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
-            if not is_valid or sum(sizes) != of_name[0].rows:
+            facts, rows = of_name[0].facts, of_name[0].rows
+            are_sizes = isinstance(sizes, Iterable) and not isinstance(sizes, str)
+            sizes = tuple(sizes) if are_sizes else sizes
+            is_valid = are_sizes and all(type(size) is int and size > 0 for size in sizes)
+            if not is_valid or sum(sizes) != rows:
                 raise ValueError(
                     f"{which}: muon_split_sizes() returns the sizes {sizes} for {name!r}: they must be positive "
-                    f"integers that add up to its {of_name[0].rows} output features"
+                    f"integers that add up to its {rows} output features"
                 )
-            found[of_name[0].path] = sizes
+            if found.setdefault(facts, sizes) != sizes:
+                raise ValueError(
+                    f"{which}: muon_split_sizes() returns the sizes {sizes} for {name!r}, and another module, which "
+                    f"shares this weight, {found[facts]}: return the same sizes"
+                )
     return found
 
 
 def _heads(layers: Layers, layer: Layer) -> Options:
     """Return the option that cuts a weight of queries, keys or values alone into heads, if their sizes are known."""
     beside = [other for other in (layer, *layers.beside(layer)) if _PER_HEAD_NAME.fullmatch(other.name)]
-    of_kind = {next(letter for letter in other.name if letter in "qkv"): other for other in beside}
-    is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))
-    heads = layers.number_at(layer.parent, HEADS)
-    if layer not in beside or heads is None or not of_kind.keys() >= ({"q"} if is_latent else {"q", "k", "v"}):
+    of_kind = {_kind(other): other for other in beside}
+    if layer not in beside:
         return ()
-    size = layers.number_at(layer.parent, HEAD_DIM) or of_kind["q"].rows // heads
-    if layer is not of_kind["q"]:
-        kv_heads = num_kv_heads(layers.around(layer.parent), heads) or heads
-        return _equal_heads(layer, size) if layer.rows == kv_heads * size else ()
+    kind = _kind(layer)
+    linear = layers.own_number(layer.parent, "head_v_dim" if kind == "v" else "head_k_dim")
+    if linear is not None:  # linear attention, beside which the configuration may describe full attention
+        heads = layers.own_number(layer.parent, "num_v_heads" if kind == "v" else "num_k_heads")
+        return _equal_heads(layer, linear) if heads is not None and layer.rows == heads * linear else ()
+    numbers = layers.heads_at(layer.parent)
+    is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))
+    # Without a size of heads, only all three beside each other tell that the rows of Q are its heads alone.
+    if numbers is None or (not is_latent and numbers.size is None and not of_kind.keys() >= {"q", "k", "v"}):
+        return ()
+    size = numbers.size or (of_kind["q"].rows // numbers.count if "q" in of_kind else 0)
+    if kind != "q":
+        size = (layers.number_at(layer.parent, ("v_head_dim",)) or size) if kind == "v" else size
+        return _equal_heads(layer, size) if layer.rows == (numbers.kv_count or numbers.count) * size else ()
     if is_latent:
         parts = [layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
         size = sum(part for part in parts if part is not None)
     # Twice the rows: every head, or all heads, have a gate. A block of this size is a head or a gate either way.
-    return _equal_heads(layer, size) if layer.rows in (heads * size, 2 * heads * size) else ()
+    return _equal_heads(layer, size) if layer.rows in (numbers.count * size, 2 * numbers.count * size) else ()
+
+
+def _kind(layer: Layer) -> str:
+    """Return "q", "k" or "v", which the name of a projection of attention begins with or contains first."""
+    return next(letter for letter in layer.name.removeprefix("c_") if letter in "qkv")
 
 
 def _equal_heads(layer: Layer, size: int) -> Options:
@@ -236,18 +257,19 @@ def _attention(layers: Layers, layer: Layer) -> Fused:
     if _queries(layers, layer):
         return _keys_and_values(layers, layer) or Fused("K, V")
     if _LATENTS_NAME.fullmatch(layer.name):
-        numbers = [layers.number_at(layer.parent, (n,)) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
-        latents = [number for number in numbers if number is not None]
-        is_known = len(latents) == len(numbers) and sum(latents) == layer.rows
+        ranks = [layers.number_at(layer.parent, (n,)) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
+        latents = [rank for rank in ranks if rank is not None]
+        is_known = len(latents) == len(ranks) and sum(latents) == layer.rows
         return Fused("latent Q, latent K and V, rotary K", _split_sizes(*latents) if is_known else (), (), is_known)
-    heads, head_dim = (layers.number_at(layer.parent, names) for names in (HEADS, HEAD_DIM))
+    numbers = layers.heads_at(layer.parent)
     is_by_head = any(map(BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
     if is_by_head or "query_key_value" in layer.name:
-        size = head_dim or (layer.cols // heads if heads else 0)
+        size = layers.number_at(layer.parent, HEAD_DIM) if numbers is None else numbers.size
+        size = size or (layer.cols // numbers.count if numbers is not None else 0)
         cut = _equal_heads(layer, size)
-        is_sized = heads is not None and (head_dim is not None or _read(layers, layer) == heads * size)
+        is_sized = numbers is not None and (numbers.size is not None or _read(layers, layer) == numbers.count * size)
         return Fused("Q, K, V by head", cut, cut if is_sized else ())
-    return _attention_by_numbers(layers, layer, heads, head_dim) or Fused(
+    return _attention_by_numbers(layers, layer, numbers) or Fused(
         "Q, K, V", _split_sizes(*sizes) if (sizes := _attention_sizes(layers, layer)) else ()
     )
 
@@ -257,7 +279,7 @@ def _read(layers: Layers, layer: Layer) -> int | None:
     return next((o.cols for o in layers.beside(layer) if _OUT_NAME.fullmatch(o.name) and o.rows == layer.cols), None)
 
 
-def _attention_by_numbers(layers: Layers, layer: Layer, heads: int | None, head_dim: int | None) -> Fused | None:
+def _attention_by_numbers(layers: Layers, layer: Layer, numbers: HeadNumbers | None) -> Fused | None:
     """Return Q, K and V, and a gate before or after them, if numbers of the module or its configuration fit."""
     rows, is_in_order = layer.rows, _IN_ORDER_NAME.fullmatch(layer.name) is not None
     key_dim, value_dim = (layers.number_at(layer.parent, (name,)) for name in ("key_dim", "value_dim"))
@@ -269,9 +291,9 @@ def _attention_by_numbers(layers: Layers, layer: Layer, heads: int | None, head_
         if is_in_order and key and value and key_dim % key == 0 and value_dim % value == 0:
             by_head = _split_sizes(*[key] * (2 * key_dim // key), *[value] * (value_dim // value))
         return Fused("Q, K, V", _split_sizes(key_dim, key_dim, value_dim), by_head, is_in_order)
-    if not heads:
+    if numbers is None:
         return None
-    kv_heads, read = num_kv_heads(layers.around(layer.parent), heads), _read(layers, layer)
+    heads, kv_heads, head_dim, read = numbers.count, numbers.kv_count, numbers.size, _read(layers, layer)
     has_gate = _GATE_FIRST_NAME.fullmatch(layer.name) is not None
     if kv_heads is head_dim is read is None and rows != (4 if has_gate else 3) * layer.cols:  # queries may be grouped
         return None
@@ -299,8 +321,8 @@ def _attention_sizes(layers: Layers, layer: Layer) -> Sequence[int] | None:
 def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
     """Return K and V if the weight has twice the rows of one of them; shared ones are one matrix."""
     queries = _queries(layers, layer)
-    heads = layers.number_at(layer.parent, KV_HEADS) or layers.number_at(layer.parent, HEADS)
-    head_dim = layers.number_at(layer.parent, HEAD_DIM)
+    numbers = layers.heads_at(layer.parent)
+    heads, head_dim = (None, None) if numbers is None else (numbers.kv_count or numbers.count, numbers.size)
     size = heads * head_dim if heads and head_dim else next(iter(queries), 0)
     if not queries or layer.rows != 2 * size:
         return None
@@ -310,8 +332,11 @@ def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
 
 def _queries_and_gate(layers: Layers, layer: Layer) -> Fused | None:
     """Return Q and a gate of its size, as in Qwen3-Next; nothing tells whether they alternate head by head."""
-    heads, size = (layers.number_at(layer.parent, names) for names in (HEADS, HEAD_DIM))
-    if not (heads and size) or layer.rows != 2 * heads * size or _read(layers, layer) != heads * size:
+    numbers = layers.heads_at(layer.parent)
+    if numbers is None or numbers.size is None:
+        return None
+    heads, size = numbers.count, numbers.size
+    if layer.rows != 2 * heads * size or _read(layers, layer) != heads * size:
         return None
     cut = _equal_heads(layer, size)  # a block of this size is a head or a gate either way
     return Fused("Q, gate", cut, cut)

@@ -147,7 +147,7 @@ class RecipeScheduler(LRScheduler):
         return {"name": self.recipe.name, **{key: value for key, value in saved.items() if key != "recipe"}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the step of a saved scheduler of the same recipe.
+        """Load the step of a saved scheduler of the same recipe, and set the options of all groups for it.
 
         Raises:
             ValueError: the state is that of another recipe.
@@ -157,6 +157,13 @@ class RecipeScheduler(LRScheduler):
         if name != self.recipe.name:
             raise ValueError(f"this scheduler follows the recipe {self.recipe.name!r}, and the saved one {name!r}")
         super().load_state_dict(saved)
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.get_lr(), strict=True):  # making this scheduler has set those of step 0
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self.recipe.set_options(groups, self.base_decays, self.last_epoch, self.total_steps)
 
 
 class Recipes(dict[str, Recipe]):
@@ -230,7 +237,7 @@ _ALL = (
             **_MUON_V4,
             **_ADAMW_V4,
             "attention": "per_head",
-            "overrides": {"*embed*": _SINKHORN, "*lm_head*": _SINKHORN},
+            "overrides": {"*embed_tokens*": _SINKHORN, "*lm_head*": _SINKHORN},
         },
         ("DeepSeek-V4.1 report, section 2.5", "arXiv 2606.19348"),
         # 28T of 40T tokens at 2.6e-4, then a cosine.
@@ -252,8 +259,8 @@ _ALL = (
             "adamw_betas": (0.8, 0.95),
             "adamw_eps": 1e-10,
             "overrides": {
-                "*embed*": {"lr": 0.3, "betas": (0.8, 0.995), "weight_decay": 0.001},
-                "*lm_head*": {"lr": 0.008, "betas": (0.8, 0.96), "weight_decay": 0.01},
+                "*embed*": {"adamw_lr": 0.3, "adamw_betas": (0.8, 0.995), "adamw_weight_decay": 0.001},
+                "*lm_head*": {"adamw_lr": 0.008, "adamw_betas": (0.8, 0.96), "adamw_weight_decay": 0.01},
             },
         },
         ("nanochat 92d63d4",),
@@ -279,7 +286,7 @@ _ALL = (
             "adamw_betas": (0.8, 0.95),
             "adamw_eps": 1e-10,
             "adamw_weight_decay": 0.001,
-            "overrides": {"*embed*": {"lr": 0.7}, "*lm_head*": {"lr": 0.004}},
+            "overrides": {"*embed*": {"adamw_lr": 0.7}, "*lm_head*": {"adamw_lr": 0.004}},
         },
         ("modded-nanogpt track 3, baseline 36 (3250 steps)",),
         lr=Schedule(1.0, (Phase(0.3, 1.0), Phase(1.0, 0.0))),

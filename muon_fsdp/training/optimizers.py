@@ -47,9 +47,10 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _by_recipe(model: nn.Module, name: str, config: TrainConfig) -> MuonOptimizer:
-    """Make the optimizer of a published recipe. Its overrides call the embedding "*embed*", and this model "wte"."""
+    """Make the optimizer of a published recipe, whose overrides have other names of the embedding than this model."""
     options = {**recipes[name].options, **_storage(config)}
-    named = {pattern.replace("embed", "wte"): given for pattern, given in options.pop("overrides", {}).items()}
+    renamed = {"*embed*": "*wte*", "*embed_tokens*": "*wte*"}
+    named = {renamed.get(pattern, pattern): given for pattern, given in options.pop("overrides", {}).items()}
     names = [clean_name(each) for each, _ in model.named_parameters()]  # without a head of its own if it is tied
     overrides = {pattern: given for pattern, given in named.items() if any(fnmatchcase(n, pattern) for n in names)}
     return MuonOptimizer(model, **options, overrides=overrides or None, **_settings(config))
