@@ -123,7 +123,8 @@ def test_every_option_of_every_rule_is_listed_once():
     names |= {name for owner in constructors for name in inspect.signature(owner.__init__).parameters}
     names -= {"self", "params", "model", "options"}
     assert names == set(listed)
-    assert {name for name in names if listed.count(name) > 1} == {"beta2", "eps"}  # of FSDPMuonOptimizer and of NorMuon
+    # Of FSDPMuonOptimizer and of NorMuon; Sinkhorn has a learning rate of its own.
+    assert {name for name in names if listed.count(name) > 1} == {"beta2", "eps", "lr"}
     assert "| `nesterov` |" not in PAGE.read_text().partition("## muon_fsdp.elementwise")[0]
     for owner in constructors:
         assert "(options.md)" in PAGE.read_text().partition(f"## {owner.__name__}\n")[2].partition("\n## ")[0]

@@ -298,6 +298,23 @@ def test_a_router_that_is_a_parameter_of_the_experts():
     assert (turned["gating"].rule, turned["w_gate"].rule) == ("adamw", "muon")
 
 
+@pytest.mark.parametrize("has_numbers", [True, False])
+def test_experts_whose_rows_follow_each_other_are_cut(has_numbers):
+    """As in MegaBlocks and DBRX: (experts * ffn, hidden) in one weight, in a module that says both numbers."""
+    experts = nn.Module()
+    experts.w1, experts.w2 = (nn.Parameter(torch.randn(4 * 6, 10)) for _ in range(2))
+    if has_numbers:
+        experts.moe_num_experts, experts.ffn_hidden_size = 4, 6
+    router = nn.ModuleDict({"layer": nn.Linear(10, 4, bias=False)})
+    model = nn.ModuleDict({"ffn": nn.ModuleDict({"router": router, "experts": nn.ModuleDict({"mlp": experts})})})
+    optimizer = MuonOptimizer(model)
+    found = rows(optimizer)
+    assert {found[f"ffn.experts.mlp.{name}"].matrices for name in ("w1", "w2")} == {
+        "4 of 6x10" if has_numbers else "24x10"
+    }
+    assert rules(optimizer)["ffn.router.layer.weight"] == ("adamw" if has_numbers else "muon")
+
+
 def test_a_mixture_has_its_routers_in_one_place():
     model = nn.ModuleDict(
         {"moe": nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": listed()}), "probe": nn.Linear(8, 4)}

@@ -279,6 +279,8 @@ def test_a_captured_step_reads_the_numbers_in_place():
         (PLAIN, "momentum_buffer", 0.0, "'momentum_buffer' is PerParameter state of rule 'toy_given'"),
         ("embedding", "log_rate", 0.0, "rule 'adamw' of parameter 'embedding' has no.*Valid names are none"),
         ("sphere", "singular_subspace", 0.0, "belongs to a statistic of W that rule 'spectral_sphere'"),
+        (FUSED, "log_rate", "x", r"one value per matrix, 3 in all.*; got 'x'"),
+        (FUSED, "log_rate", None, r"one value per matrix, 3 in all.*; got None"),
         (FUSED, "log_rate", [0.0, 1.0], r"one value per matrix, 3 in all.* of shape \(\); got 2 value"),
         (FUSED, "gains", torch.zeros(3, 16), r"shape \(16,\) or \(12,\) or \(4,\); that of matrix 1 has shape \(16,\)"),
         (PLAIN, "gains", torch.zeros(13), r"1 in all.*shape \(14,\); got 13 value"),

@@ -298,6 +298,18 @@ def test_wrong_arguments_are_named():
         qk_clip(MuonOptimizer(shared), {**good, "other": [1.0] * HEADS})
 
 
+@pytest.mark.parametrize("given", [None, ["a"] * HEADS, [1 + 2j] * HEADS, {0: 1.0}, 4.0, [400.0]])
+def test_logits_that_are_no_numbers_are_named(given):
+    model = cases.Model()
+    with pytest.raises(ValueError, match=f"module 'separate' has {HEADS} query heads, and max_logits has .*: pass one"):
+        qk_clip(MuonOptimizer(model), {"separate": given})
+
+
+def test_large_logits_in_lists_keep_their_precision():
+    model = cases.Model().double()
+    assert qk_clip(MuonOptimizer(model), {"separate": [1e39] * HEADS})["separate"] == pytest.approx([1e-37] * HEADS)
+
+
 def test_fused_rows_by_head_are_refused():
     class GPTNeoXAttention(cases.Fused):
         pass

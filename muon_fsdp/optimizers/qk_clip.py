@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -143,7 +144,7 @@ def _read(optimizer: GroupedOptimizer, max_logits: Mapping[str, Logits]) -> list
     names = {clean_name(name): name for name, _ in model.named_modules(remove_duplicate=False)}
     records = {id(record.tensor): record for record in optimizer._records()}
     modules = []
-    for name, given in sorted((clean_name(given), given) for given in max_logits):
+    for name, given in sorted((clean_name(str(given)), given) for given in max_logits):
         if name not in names:
             similar = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
             hint = f"; modules with such a name are {first_names(similar)}" if similar else ""
@@ -179,13 +180,15 @@ def _record(module: str, projection: Projection, records: Mapping[int, Parameter
 
 def _as_numbers(name: str, logits: Logits, num_heads: int) -> Tensor:
     """Return the logits of a module as float64. NaN becomes infinity, which no reduction loses."""
-    numbers = torch.as_tensor(logits).detach()
-    numbers = local(numbers).to(torch.float64) if not numbers.is_complex() else numbers
-    if numbers.is_complex() or tuple(numbers.shape) != (num_heads,):
+    numbers, got = None, f"{logits!r}"
+    with suppress(TypeError, ValueError, RuntimeError):  # of torch, about what are no numbers
+        given = logits.detach() if isinstance(logits, Tensor) else torch.as_tensor(logits, dtype=torch.float64)
+        got = f"numbers of shape {tuple(given.shape)}"
+        numbers = None if given.is_complex() else local(given).to(torch.float64)
+    if numbers is None or tuple(numbers.shape) != (num_heads,):
         raise ValueError(
-            f"qk_clip: module {name!r} has {num_heads} query heads, and max_logits has numbers of shape "
-            f"{tuple(numbers.shape)}: pass one real number per head of the whole model, not of a tensor-parallel "
-            "shard, and -inf for heads of other ranks"
+            f"qk_clip: module {name!r} has {num_heads} query heads, and max_logits has {got}: pass one real number per "
+            "head of the whole model, not of a tensor-parallel shard, and -inf for heads of other ranks"
         )
     return torch.where(numbers.isnan(), torch.inf, numbers)
 

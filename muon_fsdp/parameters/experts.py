@@ -19,6 +19,9 @@ _ROUTER_CLASS = re.compile(r"Router|Gating")
 _NUMBERED = re.compile(r"(expert_?)?\d+")  # a place in a ModuleList, or in a ModuleDict of "expert_0", "expert_1", ...
 _DOWN_NAME = re.compile(r"(.*_)?(down|w2|fc2|wo|out|output)(_.*)?|c_proj|dense_4h_to_h|linear2")
 _UP_NAME = re.compile(r"(.*_)?(gate|up|w1|w3|w13|fc1|wi|in|input)(_.*)?|c_fc|dense_h_to_4h|linear1|v1")
+# What a module of experts calls their number, and the rows of each.
+_COUNTS = ("num_experts", "moe_num_experts", "num_local_experts", "n_experts")
+_SIZES = ("ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size", "moe_intermediate_size", "intermediate_dim")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ def _all_experts(layers: Layers) -> Iterator[_Experts]:
                 if length > 0 and _NUMBERED.fullmatch(part):
                     lists[layer.path[:length]][part].append(layer)
     around = {path[:length] for path, _ in stacks for length in range(len(path))}
+    for path, (count, members) in _in_rows(layers).items():
+        for layer in members:
+            layer.facts.num_heads = count
+        yield _Experts(path, frozenset({count}), members, stacked=False, named=True)
     for (path, count), members in stacks.items():
         of_all_ranks = getattr(layers.module(path), "num_experts", count)
         counts = frozenset({count, of_all_ranks if isinstance(of_all_ranks, int) else count})
@@ -92,6 +99,25 @@ def _all_experts(layers: Layers) -> Iterator[_Experts]:
             )
             members = [layer for item in items.values() for layer in item]
             yield _Experts(path, frozenset({len(items)}), members, stacked=False, named=named)
+
+
+def _in_rows(layers: Layers) -> dict[Path, tuple[int, list[Layer]]]:
+    """Return the bare weights whose rows are those of all experts one after the other, as in MegaBlocks and DBRX.
+
+    Returns:
+        By module the number of experts and the weights, if the module itself tells the number and the rows of each.
+    """
+    found: dict[Path, tuple[int, list[Layer]]] = {}
+    for layer in layers.all:
+        if layer.is_bare and len(layer.facts.shape) == 2 and not layer.facts.labelled:
+            counts, sizes = (
+                [number for name in names if (number := layers.own_number(layer.parent, name)) is not None]
+                for names in (_COUNTS, _SIZES)
+            )
+            count = next((each for each in counts if each > 1 and layer.rows in [each * size for size in sizes]), None)
+            if count is not None:
+                found.setdefault(layer.parent, (count, []))[1].append(layer)
+    return found
 
 
 def _routers(layers: Layers, experts: _Experts) -> list[tuple[Layer, int]]:

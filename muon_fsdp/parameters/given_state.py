@@ -51,9 +51,12 @@ def values_of_matrices(record: ParameterRecord, spec: PerMatrix, values: Any) ->
     shapes = [spec.shape_of_matrix(rows, cols) for count, rows, cols in record.view.block_shapes for _ in range(count)]
     if isinstance(values, DTensor):
         raise TypeError(f"{where} is whole on every rank: pass plain numbers, not a DTensor")
-    parts = _parts(values, shapes)
     shown = " or ".join(dict.fromkeys(map(str, shapes)))
     expected = f"one value per matrix, {len(shapes)} in all, each a number or a tensor of shape {shown}"
+    try:
+        parts = _parts(values, shapes)
+    except (TypeError, ValueError, RuntimeError):  # of torch, about a value that is no number
+        raise ValueError(f"{where} needs {expected}; got {values!r}") from None
     if len(parts) != len(shapes):
         raise ValueError(f"{where} needs {expected}; got {len(parts)} value(s)")
     for number, (part, shape) in enumerate(zip(parts, shapes, strict=True)):

@@ -27,13 +27,15 @@ VIEW_OPTIONS = (
     Option(
         "num_heads",
         None,
-        "cut the rows of every matrix into this many equal matrices; None leaves it whole",
+        "cut the rows of every matrix into this many equal matrices; None leaves them as the model tells, and "
+        'view="matrix" whole',
         check=integer,
     ),
     Option(
         "split_sizes",
         None,
-        "cut the rows of every matrix into matrices of these heights, as in a fused QKV weight; None leaves it whole",
+        "cut the rows of every matrix into matrices of these heights, as in a fused QKV weight; None leaves them as "
+        "the model tells",
         check=sizes,
     ),
     Option(
