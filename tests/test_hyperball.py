@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from muon_fsdp import FSDPMuonOptimizer, MuonOptimizer
+from muon_fsdp.comm.agreement import Agreement
 from tests import extending_cases as cases
-from tests import toy_rules
+from tests import graph_cases, toy_rules
 from tests.pool import RankPool
 from tests.reference import damping, polar
 
@@ -121,6 +122,239 @@ def test_a_zero_matrix_is_an_error_that_names_it():
     routed = MuonOptimizer([("good", good), ("bad", bad)], rule="hyperball", overrides={"bad": "muon"})
     routed.step()
     assert bad.any()
+
+
+class Residual(nn.Module):
+    """Layers of which two start from zero, as residual branches often do, and take part only where they are asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch, self.last, self.other = (nn.Linear(6, 6) for _ in range(4))
+        nn.init.zeros_(self.branch.weight)
+        nn.init.zeros_(self.other.weight)
+
+    def forward(self, x: torch.Tensor, *, has_branches: bool) -> torch.Tensor:
+        x = self.first(x)
+        if has_branches:
+            x = x + self.branch(x) + self.other(x)
+        return self.last(x)
+
+
+LAYOUTS = {  # how the model lies on two ranks
+    "fsdp": {},
+    "hsdp": {},
+    "ddp": {},
+    "shard_state": {"shard_state": True},
+    "tp": {},
+}
+
+
+def laid_out(model: nn.Module, layout: str | None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    if layout == "fsdp":
+        return fully_shard(model)
+    if layout == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    if layout in ("ddp", "shard_state"):
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    if layout == "tp":
+        plan = dict.fromkeys(("first", "branch", "last", "other"), ColwiseParallel(output_layouts=Replicate()))
+        return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    return model
+
+
+def everything(optimizer: MuonOptimizer) -> dict[tuple[object, str], object]:
+    """Return copies of all parameters and all state of this rank, and the counters and options of groups."""
+    found: dict[tuple[object, str], object] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {(number, name): value for name, value in group.items() if name != "params"}
+        for p in group["params"]:
+            for name, value in {"weight": p, **optimizer.state.get(p, {})}.items():
+                found[p, name] = getattr(value.detach(), "_local_tensor", value.detach()).clone()
+    return found
+
+
+def assert_unchanged(optimizer: MuonOptimizer, before: dict[tuple[object, str], object]) -> None:
+    """Check every bit; a step that is refused may have created state, which is zero."""
+    after = everything(optimizer)
+    assert before.keys() <= after.keys()
+    for (of, name), value in after.items():
+        expected = before.get((of, name), torch.zeros(()))
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, expected.expand_as(value).to(value.dtype)), name
+        else:
+            assert value == expected, name
+
+
+def errors_of_zeros(
+    layout: str | None, overlap: str = "step", later: bool = False, **options: object
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Take steps while two matrices are zero, then initialize them and train on; return errors and weights."""
+    torch.manual_seed(0)
+    model = laid_out(Residual(), layout)
+    optimizer = MuonOptimizer(model, rule="hyperball", lr=0.05, max_stage_bytes=100, overlap=overlap, **options)
+
+    def compute(step: int, has_branches: bool = True) -> None:
+        optimizer.zero_grad()
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        model(x, has_branches=has_branches).square().mean().backward()
+
+    errors = []
+    for step in range(2 * later):
+        compute(step, has_branches=False)
+        optimizer.step()
+    for step in range(2, 5):
+        compute(step)
+        before = everything(optimizer)
+        with pytest.raises(ValueError, match="must not be zero") as raised:
+            optimizer.step()
+        errors.append(str(raised.value))
+        assert_unchanged(optimizer, before)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not cases.whole(p).any():
+                assert name.endswith("weight")
+                nn.init.constant_(getattr(p, "_local_tensor", p), 0.1)
+    for step in range(5, 8):
+        compute(step)
+        optimizer.step()
+    return errors, {name.removeprefix("module."): cases.whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zero_matrices_on_ranks(ranks: RankPool, layout, overlap, later):
+    """Every rank raises what one device does, before anything changes, and goes on once they are initialized."""
+    alone, weights = errors_of_zeros(None, overlap, later)
+    assert all("frobenius_norm of 'branch.weight', 'other.weight' must not be zero: " in text for text in alone)
+    for errors, found in ranks.run(2, errors_of_layout, layout, overlap, later):
+        assert [text.replace("module.", "") for text in errors] == alone
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def errors_of_layout(layout: str, overlap: str, later: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    return errors_of_zeros(layout, overlap, later, **LAYOUTS[layout])
+
+
+def test_replicas_are_compared_again_after_the_error(ranks: RankPool):
+    """The remedy may give every replica other weights."""
+    ranks.run(2, unequal_remedy)
+
+
+def unequal_remedy() -> None:
+    import torch.distributed as dist
+
+    model = laid_out(Residual(), "ddp")
+    optimizer = MuonOptimizer(model, rule="hyperball")
+    model(torch.ones(2, 6), has_branches=True).square().mean().backward()
+    with pytest.raises(ValueError, match="must not be zero"):
+        optimizer.step()
+    for layer in (model.module.branch, model.module.other):
+        nn.init.constant_(layer.weight, 1.0 + dist.get_rank())
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="differ in its values"):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+
+
+def test_a_zero_matrix_between_replays(ranks: RankPool):
+    """With a captured step too, ranks hear of a matrix that is zero when it takes part for the first time."""
+    ranks.run(2, zeros_between_replays)
+
+
+def zeros_between_replays() -> None:
+    numbers = []
+
+    def refused(optimizer: MuonOptimizer, step: int) -> None:
+        late = optimizer.param_groups[0]["params"][1]
+        if step < 3:
+            late.grad = None
+        if step == 3:
+            weight = late.detach().clone()
+            late.detach().zero_()
+            before = everything(optimizer)
+            with pytest.raises(ValueError, match=r"frobenius_norm of 'param\[1\]' must not be zero"):
+                optimizer.step()
+            assert_unchanged(optimizer, before)
+            late.detach().copy_(weight)
+            numbers.append(optimizer.plan_report().cuda_graph)
+
+    expected = graph_cases.Recorded("hyperball", False).train(refused)
+    assert all(map(torch.equal, graph_cases.Recorded("hyperball", True).train(refused), expected))
+    assert numbers[1].startswith("captured")
+
+
+@pytest.mark.parametrize("shares_gradient", [False, True])
+def test_a_zero_matrix_that_one_rank_holds(ranks: RankPool, shares_gradient):
+    """The other rank hears of it before anything changes, also if the expert has the only gradient."""
+    first, second = ranks.run(2, errors_of_an_expert, shares_gradient)
+    reason = "rule 'hyperball': frobenius_norm of 'expert' must not be zero: such a matrix can't keep its norm. "
+    reason += "Initialize it, or give it another rule with overrides"
+    assert second == [("ValueError", reason)] * 2
+    assert first == [("RuntimeError", f"Rank 1 cannot take this step, so no rank does: {reason}")] * 2
+
+
+def errors_of_an_expert(shares_gradient: bool) -> list[tuple[str, str]]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    params = {
+        "shared": nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])),
+        "norm": nn.Parameter(distribute_tensor(torch.randn(6), mesh, [Shard(0)])),
+    }
+    if dist.get_rank() == 1:
+        params["expert"] = nn.Parameter(torch.zeros(6, 4))
+    optimizer = MuonOptimizer(params.items(), rule="hyperball")
+    errors = []
+    for name, p in params.items():
+        p.grad = torch.ones_like(p) if shares_gradient or name == "expert" else None
+    for _ in range(2):
+        before = everything(optimizer)
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            optimizer.step()
+        errors.append((type(raised.value).__name__, str(raised.value)))
+        assert_unchanged(optimizer, before)
+    if "expert" in params:
+        nn.init.eye_(params["expert"])
+    optimizer.step()
+    assert "expert" not in params or not torch.equal(params["expert"], torch.eye(6, 4))
+    return errors
+
+
+def test_a_matrix_is_checked_once(ranks: RankPool):
+    """Steps after the first agree once, and rules that do not ask agree once in every step."""
+    assert ranks.run(2, reductions_of_steps, "hyperball") == [[2, 1, 1]] * 2
+    assert ranks.run(2, reductions_of_steps, "muon") == [[1, 1, 1]] * 2
+
+
+def reductions_of_steps(rule: str) -> list[int]:
+    model = laid_out(nn.Linear(6, 6), "fsdp")
+    optimizer = MuonOptimizer(model, rule=rule)
+    counts, reduce = [], Agreement._reduce
+
+    def counted(self: Agreement, *args: object) -> list[int]:
+        counts[-1] += 1
+        return reduce(self, *args)
+
+    Agreement._reduce = counted
+    try:
+        for _ in range(3):
+            counts.append(0)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+    finally:
+        Agreement._reduce = reduce
+    return counts
 
 
 def test_weight_decay_and_scale_have_no_place():

@@ -10,9 +10,9 @@ that decides about a step.
    overlap with these, and so on: together they are the ranks that one step connects. The store is used because a rank
    that fails, or has other parameters, can report that there, and no collective can hang.
 2. At every step (`before_step`), these ranks reduce one small vector of integers by maximum: whether the step only
-   creates state, whether a gradient is not finite, whether replicas must be compared, a hash for every set and whether
-   its ranks have loaded a checkpoint, and for every parameter a code of its gradient and whether its stage may start in
-   backward. Every rank gets the same `Agreed` back and decides from that alone.
+   creates state, whether a gradient is not finite, whether replicas must be compared or matrices checked, a hash for
+   every set and whether its ranks have loaded a checkpoint, and for every parameter a code of its gradient and whether
+   its stage may start in backward. Every rank gets the same `Agreed` back and decides from that alone.
 3. If something is wrong, the same reduction reports it. A rank that cannot take the step calls `fail`, and all ranks
    raise its error. A rank whose parameters have changed calls `leave`; `before_step` then returns None on the others,
    and all ranks start again with 1. Where hashes differ, ranks exchange descriptions through the store, and all raise
@@ -76,6 +76,7 @@ class _Flag(IntEnum):
     COMPARES = 4  # what the rank has not compared with other ranks yet: `WRITTEN` or `REPLICAS`, 0 if nothing
     NUM_UPDATES = 5  # steps that have updated parameters
     MEASURES = 6  # the rank wants the step to be measured
+    STARTS = 7  # the rank has a matrix that takes part for the first time, with state that must not start from zero
 
 
 # The integers of a set begin with its hash, minus its hash, and four about loading, of state and of weights:
@@ -94,6 +95,7 @@ class Agreed:
     early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
     num_updates: int = 0  # steps that have updated parameters before this one
     measures: bool = False  # some rank wants the step to be measured, which needs all of them
+    starts: bool = False  # some rank has a matrix that takes part for the first time and must be checked
     # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
     state_loaded_on: tuple[int, int] | None = None
     weights_loaded_on: tuple[int, int] | None = None
@@ -242,6 +244,7 @@ class Agreement:
         compares: int = 0,
         num_updates: int = 0,
         measures: bool = False,
+        starts: bool = False,
         loaded: Mapping[Ranks, tuple[bool, bool]] | None = None,
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
@@ -257,6 +260,8 @@ class Agreement:
             compares: what this rank wants to compare with other ranks: `WRITTEN`, `REPLICAS`, or 0 for nothing.
             num_updates: steps that have updated parameters, of which all ranks get the largest number.
             measures: whether this rank wants the step to be measured.
+            starts: whether a matrix of this rank takes part for the first time, with state that must not start from
+                zero.
             loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 
         Returns:
@@ -273,6 +278,7 @@ class Agreement:
         integers[_Flag.COMPARES] = compares
         integers[_Flag.NUM_UPDATES] = num_updates
         integers[_Flag.MEASURES] = (1 + my_rank()) * measures
+        integers[_Flag.STARTS] = (1 + my_rank()) * starts
         for ranks, count in self.counts.items():
             of_set = codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
@@ -304,6 +310,7 @@ class Agreement:
             largest_early,
             largest[_Flag.NUM_UPDATES],
             largest[_Flag.MEASURES] > 0,
+            largest[_Flag.STARTS] > 0,
             self._loaded_on(largest, 2),
             self._loaded_on(largest, 4),
         )

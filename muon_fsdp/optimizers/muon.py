@@ -421,6 +421,7 @@ class MuonOptimizer(GroupedOptimizer):
                 compares=0 if written is not None else planned.wish_to_compare(self.state),
                 written=written,
                 measures=planned.wants_to_measure,
+                starts=written is None and planned.may_start(found.codes),
                 has_loaded=self._has_loaded,
                 changed=changed,
             )
@@ -432,14 +433,21 @@ class MuonOptimizer(GroupedOptimizer):
         _warn_about_loads(agreed)
         # A step that updates nothing needs no equal replicas: torch.distributed.checkpoint takes one before it loads
         # weights, and gradients that accumulate may not be reduced yet.
-        updates &= agreed.not_finite_on is None and any(map(any, agreed.codes.values()))
-        if not agreed.compares or not updates:
+        compares = agreed.compares * any(map(any, agreed.codes.values()))
+        if not (compares or agreed.starts) or not updates or agreed.not_finite_on is not None:
             return planned, agreed
-        if agreed.compares == REPLICAS:
-            with self._agreement.reporting():
-                planned.compare_replicas(self.state, found.in_layout(planned.shared.by_position(agreed.codes)))
         self._create_state(planned)
-        # Ranks that hold none of the replicas that differ hear of the error here.
+        with self._agreement.reporting():
+            codes, error = planned.shared.by_position(agreed.codes), None
+            if agreed.starts:
+                updated = found.codes.keys() | {position for position, code in codes.items() if code != NO_GRADIENT}
+                error = planned.find_zeros(self.state, updated, measures=agreed.measures)
+            if compares == REPLICAS:
+                planned.compare_replicas(self.state, found.in_layout(codes))
+            if error is not None:  # only now, because other ranks wait for the comparison
+                planned.expect_comparison()  # the user will change weights
+                raise error
+        # Ranks that hold none of the replicas that differ, or of the matrices that are zero, hear of the error here.
         return self._agree(planned, found, inert=inert, updates=updates, written=planned.written.texts(self.state))
 
     def _meet(self, planned: PlannedStep) -> PlannedStep:

@@ -8,7 +8,7 @@ settles: state that one rank has changed reaches all ranks that need it, in one 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,6 +31,7 @@ from muon_fsdp.step.changes import addresses_of
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.weight_factors import FactorOptions, Factors, WeightFactors, as_factor
+from muon_fsdp.text import first_names
 
 # The first steps, in which an iterative statistic may have no vector to start from. They are two, because a matrix of
 # zeros gets its first direction in the first step.
@@ -123,8 +124,9 @@ class MatrixStates:
         self._set_states = [_SetState(matrix_set) for matrix_set in self.sets]
         self.addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step; a captured step keeps them
         self._times = 0  # steps with these tensors
-        # The classes with matrices that take part for the first time and whose state must not start from zero.
-        self._unchecked: set[int] = set()
+        # Positions of parameters that have not taken part yet and whose state must not start from zero.
+        self._unstarted: set[int] = set()
+        self.expect_start()
         self._now: list[_ClassValues] = []
         self._finished: list[_ClassValues] = []  # of the last step that has ended
         self._stream = self._own_stream(stages)
@@ -148,6 +150,57 @@ class MatrixStates:
 
     # -------------------------------------------------------------------------------------------- before the stages
 
+    def expect_start(self) -> None:
+        """Note that all matrices whose state must not start from zero may take part for the first time."""
+        members = [member for class_ in self._classes if _nonzero(class_) for member in class_.members]
+        self._unstarted = {member.position for member in members}
+
+    def may_start(self, positions: Iterable[int]) -> bool:
+        """Return whether one of these parameters takes part for the first time, with state that must not be zero."""
+        return bool(self._unstarted) and not self._unstarted.isdisjoint(positions)
+
+    def find_zeros(
+        self,
+        shards: Sequence[Tensor],
+        states: Mapping[int, State],
+        updated: Collection[int],
+        names: Sequence[str],
+    ) -> ValueError | None:
+        """Find state that would start from zero and must not; a collective of all ranks that hold such matrices.
+
+        It raises nothing, because ranks that hold none of the matrices that it names have other collectives to join.
+
+        Args:
+            shards: the local part of every parameter.
+            states: the state of every parameter.
+            updated: the positions of the parameters that are updated.
+            names: the names of all parameters.
+        """
+        by_position = {position: shards[position] for position in self._parameters}
+        wrong: dict[tuple[str, PerMatrix], list[int]] = defaultdict(list)
+        for matrix_set in self.sets:
+            specs = [_nonzero(class_) for class_ in matrix_set.classes]
+            if not any(specs):
+                continue
+            observer = Observer(matrix_set, [[str(spec.initial) for spec in each] for each in specs])
+            found = observer.observe(by_position, [{} for _ in specs], Recorder(), cold=False)
+            for class_, each, statistics in zip(matrix_set.classes, specs, found, strict=True):
+                for spec in each:
+                    state = torch.cat(self._parts_of(class_, spec, states)).view(class_.count, -1)
+                    statistic = statistics[str(spec.initial)].view(class_.count, -1)
+                    is_zero = ((state == 0) & (statistic == 0)).any(1).tolist()  # the host waits for the device
+                    wrong[class_.rule, spec] += [
+                        member.position
+                        for member in class_.members
+                        if member.position in updated and any(is_zero[member.first : member.first + member.count])
+                    ]
+        for (rule, spec), positions in wrong.items():
+            if positions:
+                of_names = first_names([names[position] for position in sorted(set(positions))])
+                where = f"rule {rule!r}: {spec.initial} of {of_names}"
+                return ValueError(f"{where} must not be zero: {spec.zero_error}")
+        return None
+
     def fill(self, inputs: StepInputs) -> None:
         """Find the state tensors of this step, and write flags and options where a captured step reads them."""
         now = [
@@ -164,10 +217,10 @@ class MatrixStates:
             for state in self._set_states:
                 state.bind(lambda class_, spec: self._parts_of(class_, spec, inputs.states))
         self._times += 1
-        have_new_flags = [state.fill(inputs.updated) for state in self._set_states]  # all of them
-        if self._times == 1 or any(have_new_flags):
-            rules = enumerate(self._rules)
-            self._unchecked = {i for i, rule in rules if any(spec.zero_error for spec in rule.matrix_state)}
+        for state in self._set_states:
+            state.fill(inputs.updated)
+        if self._unstarted:
+            self._unstarted.difference_update(inputs.updated)
         for values in self._per_step:
             values.fill(inputs.groups)
 
@@ -232,9 +285,6 @@ class MatrixStates:
         factors = None
         if rule.multiplies_weights:
             try:
-                if index in self._unchecked:
-                    self._check_zeros(index, current, failures)
-                    self._unchecked.remove(index)  # not if it raised: the next step must not go on with zeros
                 if rule.update_statistics:
                     current.before = {name: value.clone() for name, value in current.state.items()}
                     current.after = {name: value.clone() for name, value in current.state.items()}
@@ -280,27 +330,6 @@ class MatrixStates:
             name: _checked(rule, name, value, torch.Size((count,))) for name, value in values.diagnostics.items()
         }
         return (as_factor(of_weights, class_, count), as_factor(of_updates, class_, count)), state, diagnostics
-
-    @property
-    def checks_zeros(self) -> bool:
-        """Return whether matrices take part for the first time whose state must not start from zero."""
-        return bool(self._unchecked)
-
-    def _check_zeros(self, index: int, current: _ClassValues, failures: Failures) -> None:
-        """Raise if state that must not start from zero does; the host waits for the device."""
-        class_ = self._classes[index]
-        updated = torch.cat([updated for state in self._set_states for updated in state.updated])
-        first = sum(other.count for other in self._classes[:index])
-        updated = updated[first : first + class_.count]
-        for spec in self._rules[index].matrix_state:
-            if spec.zero_error is None:
-                continue
-            is_zero = ((current.state[spec.name].view(class_.count, -1) == 0).any(1) & updated).tolist()
-            wrong = [m.position for m in class_.members if any(is_zero[m.first : m.first + m.count])]
-            if wrong:
-                names = failures.names_of(wrong)
-                where = f"rule {class_.rule!r}: {spec.initial} of {names}"
-                raise ValueError(f"{where} must not be zero: {spec.zero_error}")
 
     def _originals(self, index: int) -> State:
         """Return the rule's state of a class before this step."""
@@ -605,20 +634,15 @@ class _SetState:
         """Read and write these state tensors from now on: for a class, the parts of the parameters' state."""
         self._parts = [parts_of(entry.class_, entry.spec) for entry in (*self.of_rules, *self.observed)]
 
-    def fill(self, updated: Collection[int]) -> bool:
-        """Write which matrices are updated, given the positions of parameters, to where a captured step reads it.
-
-        Returns:
-            Whether these are others than in the step before.
-        """
+    def fill(self, updated: Collection[int]) -> None:
+        """Write which matrices are updated, given the positions of parameters, to where a captured step reads it."""
         flags = tuple([member.position in updated for class_ in self._classes for member in class_.members])
         if flags != self._flags:
             counts = [member.count for class_ in self._classes for member in class_.members]
             each = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
             self._updated.copy_(pinned(each, torch.bool, self._updated.device), non_blocking=True)
             torch.index_select(self._updated, 0, self._matrix_of, out=self._elements)
-        are_new, self._flags = flags != self._flags, flags
-        return are_new
+        self._flags = flags
 
     def read(self) -> list[tuple[State, State]]:
         """Return, for every class, copies of its rule's state and of the observed state that statistics start from."""
@@ -735,6 +759,11 @@ class _Awaited(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def _nonzero(class_: MatrixClass) -> list[PerMatrix]:
+    """Return the state of a class that must not start from zero."""
+    return [spec for spec in RULES[class_.rule].matrix_state if spec.zero_error is not None]
 
 
 def _checked(rule: Rule, name: str, value: object, shape: torch.Size) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -86,7 +86,6 @@ class PlannedStep:
         self.has_state = False  # whether the state of all parameters was found to fit
         self.state_tensors = StateTensors()
         self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
-        self.expect_comparison()
         self._settings = settings
         for record in records:
             _check_placed(record)
@@ -110,6 +109,7 @@ class PlannedStep:
             self.store = StreamedStore(records, self.plan.stages, self.store)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
+        self.expect_comparison()
         self.samples = Samples(self.plan.stages)
         self._specs = specs
         self._meter: Meter | None = None  # made by the first step that is measured
@@ -141,8 +141,10 @@ class PlannedStep:
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     def expect_comparison(self) -> None:
-        """Note that the next step that updates anything must compare replicas, if there are any."""
+        """Note that the next step that updates anything must compare replicas and check matrices, if there are any."""
         self.compares_replicas = any(record.layout.num_replicas > 1 for record in self.records)
+        if self.matrices is not None:
+            self.matrices.expect_start()
 
     def wish_to_compare(self, states: States) -> int:
         """Return what this rank wants to compare with other ranks before the next update."""
@@ -164,6 +166,25 @@ class PlannedStep:
         """
         compare_replicas(self.records, states, gradients, self.shared.like)
         self.compares_replicas = False
+
+    def may_start(self, positions: Collection[int]) -> bool:
+        """Return whether one of these parameters takes part for the first time, with state that must not be zero."""
+        return self.matrices is not None and self.matrices.may_start(positions)
+
+    def find_zeros(self, states: States, updated: Collection[int], *, measures: bool) -> ValueError | None:
+        """Find state that would start from zero and must not; all ranks of the step must call this.
+
+        Args:
+            states: the state of the optimizer.
+            updated: the positions of the parameters that are updated.
+            measures: whether the step is measured, on all ranks alike.
+        """
+        self.make_groups(measures=measures)
+        if self.matrices is None:
+            return None
+        shards = self._observed([record.part() for record in self.records])
+        by_position = {record.position: dict(states[record.tensor]) for record in self.records}
+        return self.matrices.find_zeros(shards, by_position, updated, self._names)
 
     def abandon(self) -> None:
         """Free the memory of a captured step, and end what was started in backward; another plan follows."""
@@ -272,13 +293,10 @@ class PlannedStep:
         observed = self._observed(inputs.shards)
         if self.matrices is not None:
             self.matrices.fill(inputs)
-            are_known = self.matrices.factors.are_known
-            # Whether weights can be fused depends on the kinds of factors. Values that must not be zero are read once.
-            if not are_known or self.matrices.checks_zeros:
+            if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
                 self.matrices.begin(observed, Recorder(), failures)
                 has_begun = True
-                if not are_known:
-                    self._fused = None
+                self._fused = None
         fused = self._fuse(inputs, addressed)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()

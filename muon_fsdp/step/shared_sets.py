@@ -221,6 +221,7 @@ class StepAgreement:
         compares: int,
         written: Written | None = None,
         measures: bool = False,
+        starts: bool = False,
         has_loaded: bool = False,
         changed: Collection[int] = (),
     ) -> Agreed | None:
@@ -236,6 +237,8 @@ class StepAgreement:
             compares: what is still to be compared: `WRITTEN`, `REPLICAS`, or 0 for nothing.
             written: by position, per-matrix state as text, which must be equal; None if it is not compared.
             measures: whether this rank wants the step to be measured for `metrics()`.
+            starts: whether a matrix of this rank takes part for the first time, with state that must not start from
+                zero.
             has_loaded: whether this rank has loaded optimizer state since the last step.
             changed: positions of the sharded parameters whose weights were written to before the first step.
 
@@ -244,7 +247,8 @@ class StepAgreement:
         """
         num_updates = max((group.get(NUM_UPDATES, 0) for group in groups), default=0)
         if self._agreement is None:
-            return Agreed(inert, my_rank() if not_finite else None, num_updates=num_updates, measures=measures)
+            found = my_rank() if not_finite else None
+            return Agreed(inert, found, num_updates=num_updates, measures=measures, starts=starts)
         by_ranks, early_by_ranks = (
             {
                 ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
@@ -268,6 +272,7 @@ class StepAgreement:
             compares=compares,
             num_updates=num_updates,
             measures=measures,
+            starts=starts,
             loaded=loaded,
         )
         if agreed is None:
