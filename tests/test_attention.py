@@ -361,6 +361,10 @@ def test_numbers_of_heads_belong_together(has_dropout):
             {"q_proj": "8 of 8x64", "k_proj": "2 of 8x64", "v_proj": "2 of 4x64"},
         ),
         (Projections({"q_proj": 64}, 64, num_heads=4, head_dim=16), {}, {"q_proj": "4 of 16x64"}),
+        (  # the size of values is that of other layers
+            Projections({"q_proj": 64, "k_proj": 64, "v_proj": 64}, 64, num_heads=4, head_dim=16),
+            {"v_head_dim": 8}, dict.fromkeys(("q_proj", "k_proj", "v_proj"), "4 of 16x64"),
+        ),
         (Projections({"q_proj": 64}, 64, num_heads=4), {}, {}),  # no size of heads, and nothing beside it
         (
             Projections({"c_q": 64, "c_k": 32, "c_v": 32}, 64, n_head=4, n_kv_head=2),

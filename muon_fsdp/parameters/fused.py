@@ -124,8 +124,11 @@ def _heads(layers: Layers, layer: Layer) -> Options:
         return ()
     size = numbers.size or (of_kind["q"].rows // numbers.count if "q" in of_kind else 0)
     if kind != "q":
-        size = (layers.number_at(layer.parent, ("v_head_dim",)) or size) if kind == "v" else size
-        return _equal_heads(layer, size) if layer.rows == (numbers.kv_count or numbers.count) * size else ()
+        of_value = layers.number_at(layer.parent, ("v_head_dim",)) if kind == "v" else None
+        fitting = [
+            each for each in (of_value, size) if each and layer.rows == (numbers.kv_count or numbers.count) * each
+        ]
+        return _equal_heads(layer, fitting[0]) if fitting else ()
     if is_latent:
         parts = [layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
         size = sum(part for part in parts if part is not None)
