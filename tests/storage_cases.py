@@ -19,7 +19,7 @@ from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations import encoding
 from muon_fsdp.linalg import codes
-from muon_fsdp.step.random_numbers import random_bits
+from muon_fsdp.step.random_numbers import RandomNumbers
 from tests.distributed_cases import OPTIONS, lay_out, make_model, replicas_of, sharded_state, train
 
 BLOCK = 4  # instead of 256, so that shards of small matrices have several blocks and cut some
@@ -69,9 +69,11 @@ def curve(layout: str | None, dtype: torch.dtype, steps: int, options: dict[str,
 def bits_of_elements(layout: str | None) -> dict[str, Tensor]:
     """Return the random bits of every parameter, put together from the shards of all ranks."""
     _, optimizer, *_ = build(layout, torch.bfloat16)
+    random = RandomNumbers(optimizer._records())
+    random.fill(0, dict(enumerate(optimizer.param_groups)))
     found = {}
     for record in optimizer._records():
-        part, template = random_bits(record), record.state_template()
+        part, template = random.bits(record), record.state_template()
         is_sharded = isinstance(template, DTensor)
         name = record.name.replace("module.", "")
         found[name] = whole(DTensor.from_local(part, template.device_mesh, template.placements, run_check=False,
@@ -124,23 +126,37 @@ def state_of(module: nn.Module, optimizer: MuonOptimizer) -> dict[str, Tensor]:
     }
 
 
-def resume(state_dtype: str, rounding: str, layout: str | None = None) -> None:
-    """Check that a resumed run has the weights of one that was not interrupted, bit for bit."""
+def resume(state_dtype: str, rounding: str, layout: str | None = None, into: str = "new") -> None:
+    """Check that a resumed run has the weights of one that was not interrupted, bit for bit.
+
+    Args:
+        state_dtype: how state is stored.
+        rounding: how weights are rounded.
+        layout: as in `build`.
+        into: what loads: a "new" optimizer, one that "stepped" and so has a plan, or a new one through "dcp", which
+            takes a step to make state.
+    """
     with small_blocks():
         options = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": 7}
         module, optimizer, rank, size = build(layout, torch.bfloat16, **options)
         train(module, optimizer, range(3), rank, size)
-        saved = copy.deepcopy(optimizer.state_dict())
+        by_dcp = into == "dcp"
+        saved = copy.deepcopy(get_optimizer_state_dict(module, optimizer) if by_dcp else optimizer.state_dict())
         stored = [
             {name: local(value).clone() for name, value in optimizer.state[p].items()} for p in module.parameters()
         ]
         weights = [local(p).detach().clone() for p in module.parameters()]
         train(module, optimizer, range(3, 6), rank, size)
         other, second, *_ = build(layout, torch.bfloat16, **{**options, "rounding_seed": 0})
+        if into == "stepped":
+            train(other, second, range(2), rank, size)
         with torch.no_grad():
             for p, value in zip(other.parameters(), weights, strict=True):
                 local(p).copy_(value)
-        second.load_state_dict(saved)
+        if by_dcp:
+            set_optimizer_state_dict(other, second, saved)
+        else:
+            second.load_state_dict(saved)
         for p, expected in zip(other.parameters(), stored, strict=True):
             assert expected.keys() == second.state[p].keys()
             for name, value in expected.items():

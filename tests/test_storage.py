@@ -344,6 +344,31 @@ def test_resuming_is_bit_identical(state_dtype, rounded):
     cases.resume(state_dtype, rounded)
 
 
+@pytest.mark.parametrize("into", ["stepped", "dcp"])
+@pytest.mark.parametrize(("state_dtype", "rounded"), [("float32", "stochastic"), ("int8", "nearest")])
+def test_resuming_is_bit_identical_where_a_step_is_planned(state_dtype, rounded, into):
+    """Loading replaces the groups and leaves the plan: seed and number of the step are those of the new groups."""
+    cases.resume(state_dtype, rounded, into=into)
+
+
+@pytest.mark.parametrize("replaced", ["loaded", "assigned"])
+def test_every_step_draws_other_bits_after_groups_were_replaced(replaced):
+    """A decay of 1/8 of the distance to the next number moves 7 of 8 weights within 16 steps; the same bits, 1 of 8."""
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = MuonOptimizer([weight], lr=1.0, weight_decay=2.0**-11, rounding="stochastic")
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    if replaced == "loaded":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    weight.data.fill_(1.0)
+    for _ in range(16):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    assert float((weight == 1).float().mean()) == pytest.approx((7 / 8) ** 16, abs=0.03)
+
+
 def test_a_checkpoint_without_a_remainder_loads_and_one_with_it_loads_elsewhere():
     model = model_of(torch.bfloat16)
     plain = MuonOptimizer(model, lr=0.02)
@@ -561,6 +586,11 @@ def test_a_checkpoint_of_four_ranks_loads_on_three(ranks: RankPool, tmp_path, sa
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp_sharded"])
 def test_resuming_on_the_same_ranks_is_bit_identical(ranks: RankPool, layout):
     ranks.run(4, cases.resume, "int8", "remainder", layout)
+
+
+@pytest.mark.parametrize(("layout", "into"), [("fsdp", "dcp"), ("hsdp", "stepped")])
+def test_resuming_on_ranks_is_bit_identical_where_a_step_is_planned(ranks: RankPool, layout, into):
+    ranks.run(4, cases.resume, "int8", "stochastic", layout, into)
 
 
 def test_a_raw_checkpoint_is_loaded_into_the_state_dict(ranks: RankPool, tmp_path):
