@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.dtensors import local
@@ -166,6 +172,30 @@ def resume(state_dtype: str, rounding: str, layout: str | None = None, into: str
         train(other, second, range(3, 6), rank, size)
         for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(local(p), local(q)), name
+
+
+def gathered_beside_short_rows(rule: str, rounding: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Step with a weight of which rank 0 holds 64 columns, stored in 8 bits, and rank 1 63, stored in float32.
+
+    Returns:
+        The keys of its state on this rank, and its state gathered by torch.distributed.checkpoint.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(127, 100, bias=False)).bfloat16()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": RowwiseParallel()})
+    weight = model[0].weight
+    optimizer = MuonOptimizer(model.named_parameters(), rule=rule, state_dtype="int8", rounding=rounding)
+    weight.grad = distribute_tensor(torch.randn(100, 127).bfloat16(), weight.device_mesh, weight.placements)
+    optimizer.step()
+    stored = local(optimizer.state[weight]["momentum_buffer"])
+    assert stored.dtype == (torch.int8 if stored.shape[1] == 64 else torch.float32)
+    keys = list(optimizer.state_dict()["state"][0])
+    if dist.get_rank() == 1:  # in any other order, too
+        state = optimizer.state[weight]
+        optimizer.state[weight] = dict(reversed(state.items()))
+        assert list(optimizer.state_dict()["state"][0]) == keys
+    options = StateDictOptions(full_state_dict=True)
+    return keys, get_optimizer_state_dict(model, optimizer, options=options)["state"].get("0.weight", {})
 
 
 def raw_checkpoint(path: str) -> None:

@@ -593,5 +593,14 @@ def test_resuming_on_ranks_is_bit_identical_where_a_step_is_planned(ranks: RankP
     ranks.run(4, cases.resume, "int8", "stochastic", layout, into)
 
 
+@pytest.mark.parametrize(("rule", "rounded"), [("muon", "remainder"), ("adamw", "stochastic")])
+def test_ranks_that_store_a_weight_differently_have_its_state_in_one_order(ranks: RankPool, rule, rounded):
+    """torch.distributed.checkpoint gathers it key by key."""
+    found = ranks.run(2, cases.gathered_beside_short_rows, rule, rounded)
+    assert found[0][0] == found[1][0]
+    assert len(found[0][0]) > 1
+    assert found[0][1]["momentum_buffer"].shape == (100, 127)
+
+
 def test_a_raw_checkpoint_is_loaded_into_the_state_dict(ranks: RankPool, tmp_path):
     ranks.run(2, cases.raw_checkpoint, str(tmp_path))

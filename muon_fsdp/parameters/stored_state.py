@@ -110,14 +110,19 @@ def in_place(
 
 
 def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with working precision in the place of what is stored in another form."""
+    """Return the state of a parameter with working precision in the place of what is stored in another form.
+
+    The state that is declared comes first, in that order: torch.distributed.checkpoint gathers in the order of keys,
+    and other ranks may store their shards otherwise.
+    """
     found = dict(state)
     for spec in record.all_state:
         encoding = _encoding_of(record, spec, state)
         if encoding is not None and isinstance(spec, PerParameter):
             stored = {name: local(found.pop(name)) for name in encoding.names(spec)}
             found[spec.name] = like(state[spec.name], encoding.decode(spec, stored))
-    return found
+    declared = [spec.name for spec in record.all_state if spec.name in found]
+    return {name: found[name] for name in dict.fromkeys((*declared, *found))}
 
 
 def _encoding_of(record: ParameterRecord, spec: StateSpec, state: Mapping[str, Any]) -> Encoding | None:
