@@ -198,6 +198,21 @@ def gathered_beside_short_rows(rule: str, rounding: str) -> tuple[list[str], dic
     return keys, get_optimizer_state_dict(model, optimizer, options=options)["state"].get("0.weight", {})
 
 
+def state_of_the_whole_shape(state_dtype: str, offload_state: bool) -> str:
+    """Write state of the whole parameter, plain, where it is sharded; return the error."""
+    with small_blocks():
+        options = {"state_dtype": state_dtype, "offload_state": offload_state}
+        module, optimizer, rank, size = build("ddp_sharded", torch.float32, **options)
+        train(module, optimizer, range(1), rank, size)
+        weight = module.get_parameter("module.blocks.0.up.weight")
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        try:
+            train(module, optimizer, range(1, 2), rank, size)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
 def raw_checkpoint(path: str) -> None:
     """Check that `dcp.load` into `optimizer.state_dict()` works although boxes of rank 0 come with it."""
     with small_blocks():

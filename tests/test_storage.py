@@ -602,5 +602,14 @@ def test_ranks_that_store_a_weight_differently_have_its_state_in_one_order(ranks
     assert found[0][1]["momentum_buffer"].shape == (100, 127)
 
 
+@pytest.mark.parametrize("offload_state", [False, True])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_plain_state_beside_sharded_state_is_refused_by_name(ranks: RankPool, state_dtype, offload_state):
+    for message in ranks.run(2, cases.state_of_the_whole_shape, state_dtype, offload_state):
+        assert "state 'momentum_buffer' of parameter" in message
+        assert "up.weight' has shape" in message
+        assert "instead of" in message
+
+
 def test_a_raw_checkpoint_is_loaded_into_the_state_dict(ranks: RankPool, tmp_path):
     ranks.run(2, cases.raw_checkpoint, str(tmp_path))

@@ -96,10 +96,12 @@ def in_place(
         known: the state that the parameter has.
         arena: where tensors that fit come from if there are none.
     """
-    if not is_offloaded(record, spec):
+    forms = stored_forms(record, spec) if is_offloaded(record, spec) else []
+    # State of another shape was written by a user, and the step refuses it by name.
+    if not forms or any(local(stored[name]).shape != shape for name, shape, _ in forms):
         return stored
     found = {}
-    for name, shape, dtype in stored_forms(record, spec):
+    for name, shape, dtype in forms:
         part = known.get(name)
         part = local(part) if isinstance(part, Tensor) else None
         if part is None or (part.shape, part.dtype, part.device.type) != (shape, dtype, "cpu"):
