@@ -124,6 +124,17 @@ def test_rounding_at_random_is_right_on_average(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", HALF)
+def test_rounding_at_random_keeps_finite_numbers_finite(dtype):
+    """Beyond the largest number there is no neighbour to round to."""
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([largest, largest * (1 + 2**-13), -largest * (1 + 2**-10), torch.inf, -torch.inf, torch.nan])
+    for bits in (0, 30000, 65535):
+        found = rounding.round_at_random(values, torch.full(values.shape, bits), dtype)
+        expected = torch.tensor([largest, largest, -largest, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", [1.0, 1e-3, 2e-8, 1e-38])
 def test_a_remainder_has_eight_more_bits(dtype, size):
     values = torch.randn(1000) * size
@@ -518,6 +529,29 @@ def test_kernels_store_and_round_as_lists_do(request, dtype, state_dtype, rounde
             else:
                 tolerance = 2**-6 if value.dtype == torch.bfloat16 else 1e-5
                 assert_near(stored.float(), value.float(), atol=tolerance * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_kernels_keep_the_largest_weights_finite_as_lists_do(request, dtype):
+    """An update of a quarter of the distance between neighbours moves them outward; rounded up, they would be inf."""
+    info = torch.finfo(dtype)
+    lr = info.max * info.eps / 8
+
+    def step() -> torch.Tensor:
+        signs = torch.randn(1000, generator=torch.Generator().manual_seed(0)).sign()
+        weight = nn.Parameter((signs * info.max).to(DEVICE, dtype))
+        weight.grad = -weight.detach().sign()
+        MuonOptimizer(
+            [weight], rule="adamw", adamw_lr=lr, adamw_weight_decay=0.0, rounding="stochastic", cuda_graph=False
+        ).step()
+        return weight.detach()
+
+    expected = step()
+    launched = request.getfixturevalue("kernels_everywhere")
+    found = step()
+    assert "_adamw_kernel" in launched
+    assert torch.equal(found, expected)
+    assert bool((found.abs() == info.max).all())
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks
