@@ -12,14 +12,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations import encoding
 from muon_fsdp.linalg import codes
-from muon_fsdp.step.random_numbers import random_bits
+from muon_fsdp.step.random_numbers import RandomNumbers
 from tests.distributed_cases import OPTIONS, lay_out, make_model, replicas_of, sharded_state, train
 
 BLOCK = 4  # instead of 256, so that shards of small matrices have several blocks and cut some
@@ -69,9 +75,11 @@ def curve(layout: str | None, dtype: torch.dtype, steps: int, options: dict[str,
 def bits_of_elements(layout: str | None) -> dict[str, Tensor]:
     """Return the random bits of every parameter, put together from the shards of all ranks."""
     _, optimizer, *_ = build(layout, torch.bfloat16)
+    random = RandomNumbers(optimizer._records())
+    random.fill(0, dict(enumerate(optimizer.param_groups)))
     found = {}
     for record in optimizer._records():
-        part, template = random_bits(record), record.state_template()
+        part, template = random.bits(record), record.state_template()
         is_sharded = isinstance(template, DTensor)
         name = record.name.replace("module.", "")
         found[name] = whole(DTensor.from_local(part, template.device_mesh, template.placements, run_check=False,
@@ -124,23 +132,37 @@ def state_of(module: nn.Module, optimizer: MuonOptimizer) -> dict[str, Tensor]:
     }
 
 
-def resume(state_dtype: str, rounding: str, layout: str | None = None) -> None:
-    """Check that a resumed run has the weights of one that was not interrupted, bit for bit."""
+def resume(state_dtype: str, rounding: str, layout: str | None = None, into: str = "new") -> None:
+    """Check that a resumed run has the weights of one that was not interrupted, bit for bit.
+
+    Args:
+        state_dtype: how state is stored.
+        rounding: how weights are rounded.
+        layout: as in `build`.
+        into: what loads: a "new" optimizer, one that "stepped" and so has a plan, or a new one through "dcp", which
+            takes a step to make state.
+    """
     with small_blocks():
         options = {"state_dtype": state_dtype, "rounding": rounding, "rounding_seed": 7}
         module, optimizer, rank, size = build(layout, torch.bfloat16, **options)
         train(module, optimizer, range(3), rank, size)
-        saved = copy.deepcopy(optimizer.state_dict())
+        by_dcp = into == "dcp"
+        saved = copy.deepcopy(get_optimizer_state_dict(module, optimizer) if by_dcp else optimizer.state_dict())
         stored = [
             {name: local(value).clone() for name, value in optimizer.state[p].items()} for p in module.parameters()
         ]
         weights = [local(p).detach().clone() for p in module.parameters()]
         train(module, optimizer, range(3, 6), rank, size)
         other, second, *_ = build(layout, torch.bfloat16, **{**options, "rounding_seed": 0})
+        if into == "stepped":
+            train(other, second, range(2), rank, size)
         with torch.no_grad():
             for p, value in zip(other.parameters(), weights, strict=True):
                 local(p).copy_(value)
-        second.load_state_dict(saved)
+        if by_dcp:
+            set_optimizer_state_dict(other, second, saved)
+        else:
+            second.load_state_dict(saved)
         for p, expected in zip(other.parameters(), stored, strict=True):
             assert expected.keys() == second.state[p].keys()
             for name, value in expected.items():
@@ -150,6 +172,45 @@ def resume(state_dtype: str, rounding: str, layout: str | None = None) -> None:
         train(other, second, range(3, 6), rank, size)
         for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(local(p), local(q)), name
+
+
+def gathered_beside_short_rows(rule: str, rounding: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Step with a weight of which rank 0 holds 64 columns, stored in 8 bits, and rank 1 63, stored in float32.
+
+    Returns:
+        The keys of its state on this rank, and its state gathered by torch.distributed.checkpoint.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(127, 100, bias=False)).bfloat16()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": RowwiseParallel()})
+    weight = model[0].weight
+    optimizer = MuonOptimizer(model.named_parameters(), rule=rule, state_dtype="int8", rounding=rounding)
+    weight.grad = distribute_tensor(torch.randn(100, 127).bfloat16(), weight.device_mesh, weight.placements)
+    optimizer.step()
+    stored = local(optimizer.state[weight]["momentum_buffer"])
+    assert stored.dtype == (torch.int8 if stored.shape[1] == 64 else torch.float32)
+    keys = list(optimizer.state_dict()["state"][0])
+    if dist.get_rank() == 1:  # in any other order, too
+        state = optimizer.state[weight]
+        optimizer.state[weight] = dict(reversed(state.items()))
+        assert list(optimizer.state_dict()["state"][0]) == keys
+    options = StateDictOptions(full_state_dict=True)
+    return keys, get_optimizer_state_dict(model, optimizer, options=options)["state"].get("0.weight", {})
+
+
+def state_of_the_whole_shape(state_dtype: str, offload_state: bool) -> str:
+    """Write state of the whole parameter, plain, where it is sharded; return the error."""
+    with small_blocks():
+        options = {"state_dtype": state_dtype, "offload_state": offload_state}
+        module, optimizer, rank, size = build("ddp_sharded", torch.float32, **options)
+        train(module, optimizer, range(1), rank, size)
+        weight = module.get_parameter("module.blocks.0.up.weight")
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        try:
+            train(module, optimizer, range(1, 2), rank, size)
+        except RuntimeError as error:
+            return str(error)
+    return ""
 
 
 def raw_checkpoint(path: str) -> None:

@@ -24,6 +24,7 @@ from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
 from muon_fsdp.rules.muon import MuonKernels
 from muon_fsdp.step import planned_step
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.sources import StateStore
 from tests.comparisons import assert_near, assert_same
 from tests.distributed_cases import OPTIONS, lay_out, make_model, train
@@ -69,7 +70,9 @@ class ToyStore(StateStore):
         self.lent.add(stage.number)
         return self._decoded(stage, states, listed)
 
-    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
+    def take_back(
+        self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
+    ) -> None:
         self.lent.remove(stage.number)
         for position, state in lent.items():
             for name in self._names(position):
@@ -208,7 +211,9 @@ class LoggedStore(StateStore):
         self.log.append((stage.rule, len(self.open_loans)))
         return super().lend(stage, states, listed, fused)
 
-    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
+    def take_back(
+        self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
+    ) -> None:
         self.open_loans.remove(stage.number)
 
 

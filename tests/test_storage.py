@@ -124,6 +124,17 @@ def test_rounding_at_random_is_right_on_average(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", HALF)
+def test_rounding_at_random_keeps_finite_numbers_finite(dtype):
+    """Beyond the largest number there is no neighbour to round to."""
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([largest, largest * (1 + 2**-13), -largest * (1 + 2**-10), torch.inf, -torch.inf, torch.nan])
+    for bits in (0, 30000, 65535):
+        found = rounding.round_at_random(values, torch.full(values.shape, bits), dtype)
+        expected = torch.tensor([largest, largest, -largest, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", [1.0, 1e-3, 2e-8, 1e-38])
 def test_a_remainder_has_eight_more_bits(dtype, size):
     values = torch.randn(1000) * size
@@ -344,6 +355,31 @@ def test_resuming_is_bit_identical(state_dtype, rounded):
     cases.resume(state_dtype, rounded)
 
 
+@pytest.mark.parametrize("into", ["stepped", "dcp"])
+@pytest.mark.parametrize(("state_dtype", "rounded"), [("float32", "stochastic"), ("int8", "nearest")])
+def test_resuming_is_bit_identical_where_a_step_is_planned(state_dtype, rounded, into):
+    """Loading replaces the groups and leaves the plan: seed and number of the step are those of the new groups."""
+    cases.resume(state_dtype, rounded, into=into)
+
+
+@pytest.mark.parametrize("replaced", ["loaded", "assigned"])
+def test_every_step_draws_other_bits_after_groups_were_replaced(replaced):
+    """A decay of 1/8 of the distance to the next number moves 7 of 8 weights within 16 steps; the same bits, 1 of 8."""
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = MuonOptimizer([weight], lr=1.0, weight_decay=2.0**-11, rounding="stochastic")
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    if replaced == "loaded":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    weight.data.fill_(1.0)
+    for _ in range(16):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    assert float((weight == 1).float().mean()) == pytest.approx((7 / 8) ** 16, abs=0.03)
+
+
 def test_a_checkpoint_without_a_remainder_loads_and_one_with_it_loads_elsewhere():
     model = model_of(torch.bfloat16)
     plain = MuonOptimizer(model, lr=0.02)
@@ -495,6 +531,29 @@ def test_kernels_store_and_round_as_lists_do(request, dtype, state_dtype, rounde
                 assert_near(stored.float(), value.float(), atol=tolerance * float(value.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_kernels_keep_the_largest_weights_finite_as_lists_do(request, dtype):
+    """An update of a quarter of the distance between neighbours moves them outward; rounded up, they would be inf."""
+    info = torch.finfo(dtype)
+    lr = info.max * info.eps / 8
+
+    def step() -> torch.Tensor:
+        signs = torch.randn(1000, generator=torch.Generator().manual_seed(0)).sign()
+        weight = nn.Parameter((signs * info.max).to(DEVICE, dtype))
+        weight.grad = -weight.detach().sign()
+        MuonOptimizer(
+            [weight], rule="adamw", adamw_lr=lr, adamw_weight_decay=0.0, rounding="stochastic", cuda_graph=False
+        ).step()
+        return weight.detach()
+
+    expected = step()
+    launched = request.getfixturevalue("kernels_everywhere")
+    found = step()
+    assert "_adamw_kernel" in launched
+    assert torch.equal(found, expected)
+    assert bool((found.abs() == info.max).all())
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 # Every layout, with ways to store state and to round dealt out.
@@ -561,6 +620,29 @@ def test_a_checkpoint_of_four_ranks_loads_on_three(ranks: RankPool, tmp_path, sa
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp_sharded"])
 def test_resuming_on_the_same_ranks_is_bit_identical(ranks: RankPool, layout):
     ranks.run(4, cases.resume, "int8", "remainder", layout)
+
+
+@pytest.mark.parametrize(("layout", "into"), [("fsdp", "dcp"), ("hsdp", "stepped")])
+def test_resuming_on_ranks_is_bit_identical_where_a_step_is_planned(ranks: RankPool, layout, into):
+    ranks.run(4, cases.resume, "int8", "stochastic", layout, into)
+
+
+@pytest.mark.parametrize(("rule", "rounded"), [("muon", "remainder"), ("adamw", "stochastic")])
+def test_ranks_that_store_a_weight_differently_have_its_state_in_one_order(ranks: RankPool, rule, rounded):
+    """torch.distributed.checkpoint gathers it key by key."""
+    found = ranks.run(2, cases.gathered_beside_short_rows, rule, rounded)
+    assert found[0][0] == found[1][0]
+    assert len(found[0][0]) > 1
+    assert found[0][1]["momentum_buffer"].shape == (100, 127)
+
+
+@pytest.mark.parametrize("offload_state", [False, True])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_plain_state_beside_sharded_state_is_refused_by_name(ranks: RankPool, state_dtype, offload_state):
+    for message in ranks.run(2, cases.state_of_the_whole_shape, state_dtype, offload_state):
+        assert "state 'momentum_buffer' of parameter" in message
+        assert "up.weight' has shape" in message
+        assert "instead of" in message
 
 
 def test_a_raw_checkpoint_is_loaded_into_the_state_dict(ranks: RankPool, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -10,6 +11,8 @@ ROUNDINGS = {"nearest": 0, "stochastic": 1, "remainder": 2}
 NEAREST, STOCHASTIC, WITH_REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _STEPS = tl.constexpr(127.0)
+_LARGEST_BFLOAT16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
+_LARGEST_FLOAT16 = tl.constexpr(torch.finfo(torch.float16).max)
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
 
 
@@ -44,6 +47,8 @@ def store_weight(pointer, remainders, element, mask, weight, random, ROUNDING: t
             down = tl.floor(steps)
             size = (down + tl.where(bits.to(tl.float32) < (steps - down) * 65536.0, 1.0, 0.0)) * quantum
             rounded = tl.where(weight < 0, -size, size)
+        largest = _LARGEST_BFLOAT16 if tl.bfloat16 == TYPE else _LARGEST_FLOAT16
+        rounded = tl.minimum(tl.maximum(rounded, -largest), largest)
         weight = tl.where(tl.abs(weight) < float("inf"), rounded, weight)
     elif ROUNDING == WITH_REMAINDER:
         stored = weight.to(TYPE).to(tl.float32)

@@ -14,7 +14,7 @@ _STEPS = 127  # of a remainder, on each side
 
 
 def round_at_random(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 values in half precision, rounded up or down so that their mean is right.
+    """Return float32 values in half precision, rounded up or down so that their mean is right; finite ones stay finite.
 
     Args:
         values: float32.
@@ -28,7 +28,8 @@ def round_at_random(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
         steps = values.abs() / quantum
         down = steps.floor()
         rounded = (down + (bits < (steps - down) * 65536)).mul_(quantum).copysign_(values)
-    return torch.where(values.isfinite(), rounded, values).to(dtype)
+    largest = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), rounded.clamp_(-largest, largest), values).to(dtype)
 
 
 def remainder_of(values: Tensor, rounded: Tensor) -> Tensor:

@@ -262,8 +262,6 @@ class MuonOptimizer(GroupedOptimizer):
             num_updates=agreed.num_updates,
         )
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
-        for group in self.param_groups:
-            group[NUM_UPDATES] = agreed.num_updates  # random rounding reads it; a rank may have loaded another number
         device = inputs.device
         with on_device(device), without_autocast(device.type):
             failures = planned.run(inputs, kept, measures=agreed.measures)

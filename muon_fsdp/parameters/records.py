@@ -37,7 +37,8 @@ class ParameterRecord:
         position: its number among the parameters of all groups.
         tensor: the parameter that the user passed, a plain tensor or a DTensor.
         group_index: the number of its parameter group.
-        group: that group. It is live: `lr` and other per-step options are read from it at every step.
+        group: that group when the record was made. Loading puts another dict with the same planned options in its
+            place, so a step reads per-step options from the groups of its inputs.
         rule: the rule of its group.
         route: why it has this rule, decided when it was added.
         view: how it is read as matrices; None under an element-wise rule.

@@ -96,10 +96,12 @@ def in_place(
         known: the state that the parameter has.
         arena: where tensors that fit come from if there are none.
     """
-    if not is_offloaded(record, spec):
+    forms = stored_forms(record, spec) if is_offloaded(record, spec) else []
+    # State of another shape was written by a user, and the step refuses it by name.
+    if not forms or any(local(stored[name]).shape != shape for name, shape, _ in forms):
         return stored
     found = {}
-    for name, shape, dtype in stored_forms(record, spec):
+    for name, shape, dtype in forms:
         part = known.get(name)
         part = local(part) if isinstance(part, Tensor) else None
         if part is None or (part.shape, part.dtype, part.device.type) != (shape, dtype, "cpu"):
@@ -110,14 +112,19 @@ def in_place(
 
 
 def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with working precision in the place of what is stored in another form."""
+    """Return the state of a parameter with working precision in the place of what is stored in another form.
+
+    The state that is declared comes first, in that order: torch.distributed.checkpoint gathers in the order of keys,
+    and other ranks may store their shards otherwise.
+    """
     found = dict(state)
     for spec in record.all_state:
         encoding = _encoding_of(record, spec, state)
         if encoding is not None and isinstance(spec, PerParameter):
             stored = {name: local(found.pop(name)) for name in encoding.names(spec)}
             found[spec.name] = like(state[spec.name], encoding.decode(spec, stored))
-    return found
+    declared = [spec.name for spec in record.all_state if spec.name in found]
+    return {name: found[name] for name in dict.fromkeys((*declared, *found))}
 
 
 def _encoding_of(record: ParameterRecord, spec: StateSpec, state: Mapping[str, Any]) -> Encoding | None:

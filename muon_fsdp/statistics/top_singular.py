@@ -83,7 +83,8 @@ class Survey:
     def _run(self, subspaces: Sequence[Tensor], products: ShardProducts, cold: bool) -> list[Surveyed]:
         if cold:
             starts = self._starts(products)
-            subspaces = [normalized_or(known, start) for known, start in zip(subspaces, starts, strict=True)]
+            # In the layout of later surveys, which decides in what order products are summed.
+            subspaces = [normalized_or(*each).contiguous() for each in zip(subspaces, starts, strict=True)]
         elif self._by_kernels:
             subspaces = self._filled(subspaces)
         else:

@@ -251,4 +251,4 @@ def _obstacle(record: ParameterRecord, inputs: StepInputs) -> str | None:
         reason = f"CUDA graphs need a GPU, and it is on {shard.device.type!r}"
     if reason is None and grad is not None and grad.dtype not in FUSED_DTYPES:
         reason = f"its gradient is {grad.dtype}"
-    return reason or rule.not_capturable(record.group)
+    return reason or rule.not_capturable(inputs.groups[record.group_index])

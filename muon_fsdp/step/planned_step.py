@@ -287,7 +287,7 @@ class PlannedStep:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
-        self.random.fill(inputs.num_updates)
+        self.random.fill(inputs.num_updates, inputs.groups)
         addressed = replace(inputs, states={i: self.store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         observed = self._observed(inputs.shards)
@@ -317,7 +317,7 @@ class PlannedStep:
             settings, matrices, random = self._settings, self.matrices, self.random
             shared = (self.records, settings, recorder, random, matrices, kept)
             source = StepSource(inputs, fused, self.store, *shared)
-            weights = Weights(self.records, inputs.states)
+            weights = Weights(self.records, inputs.states, random)
             sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
             if self.matrices is not None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from muon_fsdp.declarations.settings import NUM_UPDATES
 from muon_fsdp.linalg.philox import element_bits, parameter_key, uniform
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Member, Stage
+from muon_fsdp.rules.base import GroupOptions
 
 Draw: TypeAlias = Callable[[int, tuple[int, ...], torch.dtype], Tensor]  # of a call, a shape and a dtype
 _BatchKey: TypeAlias = tuple[int, int, tuple[Member, ...]]  # a stage, a batch in it and its members
 
 
 class RandomNumbers:
-    """The random numbers of all matrices of an optimizer.
+    """The random numbers of all matrices of an optimizer, and the random bits of all elements.
 
     Args:
         records: one per parameter.
@@ -32,10 +32,14 @@ class RandomNumbers:
         self._streams: dict[_BatchKey, tuple[Tensor, Tensor]] = {}
         self._numbers: dict[torch.device, Tensor] = {}  # of the present step
         self._number = 0
+        self._groups: Mapping[int, GroupOptions] = {}
 
-    def fill(self, number: int) -> None:
-        """Write the number of the present step to where a captured step reads it."""
-        self._number = number
+    def fill(self, number: int, groups: Mapping[int, GroupOptions]) -> None:
+        """Take the number of the present step, also to where a captured step reads it, and the options of its groups.
+
+        The groups of records may be older: loading puts other ones in their place, and the plan stays.
+        """
+        self._number, self._groups = number, groups
         for tensor in self._numbers.values():
             tensor.fill_(number)
 
@@ -52,6 +56,11 @@ class RandomNumbers:
             number: the number of the step; None for the present one.
         """
         return partial(self._draw, stage, (stage.number, batch, tuple(members)), device, number)
+
+    def bits(self, record: ParameterRecord) -> Tensor:
+        """Return 32 random bits for every element of a parameter that this rank updates, the same on all replicas."""
+        seed = self._groups[record.group_index].get("rounding_seed", 0)
+        return element_bits(record.random_key, self._number, seed, record.element_numbers())
 
     def _draw(
         self,
@@ -97,10 +106,3 @@ class RandomNumbers:
         if len(members) == len(stage.batches[batch].members):  # there may be many other subsets
             self._streams[key] = stream
         return stream
-
-
-def random_bits(record: ParameterRecord) -> Tensor:
-    """Return 32 random bits for every element of a parameter that this rank updates, the same on all replicas."""
-    group = record.group
-    of_step = group.get(NUM_UPDATES, 0), group.get("rounding_seed", 0)
-    return element_bits(record.random_key, *of_step, record.element_numbers())

@@ -27,7 +27,7 @@ from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs, in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
 from muon_fsdp.step.metrics import Sample
-from muon_fsdp.step.random_numbers import RandomNumbers, random_bits
+from muon_fsdp.step.random_numbers import RandomNumbers
 
 
 class ListedShard(NamedTuple):  # a dataclass takes three times as long to make, for thousands of parameters a step
@@ -179,8 +179,10 @@ class StateStore:
         """
         return {i: _local_state(self._records[i], states[i]) for i in listed}
 
-    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
-        """Store what a stage has left in the tensors that were lent."""
+    def take_back(
+        self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
+    ) -> None:
+        """Store what a stage has left in the tensors that were lent; `random` draws the bits of this step."""
 
     def copies(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -225,14 +227,17 @@ class EncodedStore(StateStore):
     ) -> dict[int, State]:
         return {i: self._working(i, states[i]) for i in listed}
 
-    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
+    def take_back(
+        self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
+    ) -> None:
         for position, working in lent.items():
             record = self._records[position].cut(stage.rows.get(position))
             if record.encoding is None:
                 continue
             for spec in record.rule.all_state:
                 if isinstance(spec, PerParameter) and spec.is_moment:
-                    dither = self._dither(record) if spec.code == "positive" else None
+                    # 16 random bits for every element decide how second moments are rounded at this step.
+                    dither = (random.bits(record) >> 16).to(torch.int32) if spec.code == "positive" else None
                     for name, value in record.encoding.encode(spec, working[spec.name], dither).items():
                         local(states[position][name]).copy_(value)
 
@@ -246,11 +251,6 @@ class EncodedStore(StateStore):
         """Return local tensors of state; those that are stored in another form are decoded."""
         record = self._records[position]
         return _local_state(record, decode_state(record, state) if record.encoding is not None else state)
-
-    @staticmethod
-    def _dither(record: ParameterRecord) -> Tensor:
-        """Return 16 random bits for every element, which decide how second moments are rounded at this step."""
-        return (random_bits(record) >> 16).to(torch.int32)
 
 
 def make_store(records: Sequence[ParameterRecord]) -> StateStore:
@@ -363,7 +363,7 @@ class StepSource:
         return self._store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)
 
     def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        self._store.take_back(stage, self._inputs.states, lent)
+        self._store.take_back(stage, self._inputs.states, lent, self._random)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None

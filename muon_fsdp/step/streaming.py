@@ -23,6 +23,7 @@ from muon_fsdp.parameters.stored_state import is_offloaded, stored_forms
 from muon_fsdp.plan.costs import NUM_SLOTS
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.sources import StateStore
 
 
@@ -149,8 +150,10 @@ class StreamedStore(StateStore):
         self._seen[stage.number] = seen = {i: self.addressed(i, states[i], stage.number) for i in (*listed, *fused)}
         return self._inner.lend(stage, seen, listed, fused)
 
-    def take_back(self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State]) -> None:
-        self._inner.take_back(stage, self._seen.pop(stage.number), lent)
+    def take_back(
+        self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
+    ) -> None:
+        self._inner.take_back(stage, self._seen.pop(stage.number), lent, random)
         slot = self._slot(stage.number)
         if slot is not None:
             with self._copying(slot, "out"):

@@ -11,7 +11,7 @@ from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels.tables import REMAINDER
 from muon_fsdp.linalg.rounding import remainder_of, round_at_random, with_remainder
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.step.random_numbers import random_bits
+from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.sources import ListedShard
 
 
@@ -21,10 +21,11 @@ class Weights:
     Args:
         records: one per parameter.
         states: the state of every parameter, which includes what rounding has dropped.
+        random: draws the bits that decide how weights are rounded at random.
     """
 
-    def __init__(self, records: Sequence[ParameterRecord], states: Mapping[int, State]) -> None:
-        self._records, self._states = records, states
+    def __init__(self, records: Sequence[ParameterRecord], states: Mapping[int, State], random: RandomNumbers) -> None:
+        self._records, self._states, self._random = records, states, random
 
     def lend(self, listed: Sequence[ListedShard]) -> list[Tensor]:
         """Return tensors for `apply` to change: the shards, or copies of those that are not rounded by it or not here.
@@ -40,7 +41,7 @@ class Weights:
                 continue
             record, rounded = self._record(each), weight
             if record.rounding == "stochastic":
-                rounded = round_at_random(weight, random_bits(record) & 0xFFFF, each.shard.dtype)
+                rounded = round_at_random(weight, self._random.bits(record) & 0xFFFF, each.shard.dtype)
             elif record.rounding == "remainder":
                 rounded = weight.to(each.shard.dtype)
                 self._remainder(each).copy_(remainder_of(weight, rounded), non_blocking=True)
