@@ -563,5 +563,10 @@ def test_resuming_on_the_same_ranks_is_bit_identical(ranks: RankPool, layout):
     ranks.run(4, cases.resume, "int8", "remainder", layout)
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+def test_remainders_that_a_checkpoint_lacks_begin_with_zeros(ranks: RankPool, tmp_path, layout):
+    ranks.run(4, cases.without_remainders, str(tmp_path), layout)
+
+
 def test_a_raw_checkpoint_is_loaded_into_the_state_dict(ranks: RankPool, tmp_path):
     ranks.run(2, cases.raw_checkpoint, str(tmp_path))
