@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -227,3 +230,25 @@ def raw_checkpoint(path: str) -> None:
         for key, value in state_of(module, optimizer).items():
             assert torch.equal(local(value), expected[key]), key
         dist.barrier()
+
+
+def without_remainders(path: str, layout: str) -> None:
+    """Check that DCP loads what was saved with another rounding as `docs/guides/checkpoints.md` says, and only so."""
+    module, optimizer, rank, size = build(layout, torch.bfloat16)
+    train(module, optimizer, range(2), rank, size)
+    dcp.save({"optimizer": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=path)
+    expected = {key: whole(value) for key, value in state_of(module, optimizer).items()}
+    second = MuonOptimizer(module.named_parameters(), **OPTIONS, rounding="remainder")
+    module.zero_grad()
+    state = {"optimizer": get_optimizer_state_dict(module, second)}
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: .*\.weight_remainder"):
+        dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(module, second, state["optimizer"])
+    for key, value in state_of(module, second).items():
+        if key.endswith("weight_remainder"):
+            assert not local(value).any(), key
+        else:
+            assert torch.equal(whole(value), expected[key]), key
+    train(module, second, range(2, 4), rank, size)
+    assert any(local(second.state[p]["weight_remainder"]).any() for p in module.parameters())

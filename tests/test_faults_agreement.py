@@ -20,6 +20,7 @@ from tests.distributed_cases import lay_out, make_model, train
 from tests.fault_cases import LIMIT, backward, error_of, give_gradients, net, sharded
 from tests.pool import RankPool
 from tests.promises import promise
+from tests.storage_cases import build, small_blocks
 
 
 def nan_far_away(sets: list[list[int]]) -> float:
@@ -113,6 +114,68 @@ def test_numbers_that_differ_between_ranks_are_told(ranks: RankPool, name, value
             assert "Ranks disagree about what to optimize: parameter" in text
             assert f"rank 1 has {name}={value!r}" in text
             assert text.count("=") == 2  # what is equal is not printed
+
+
+def damaged_on_one_rank(damage: str, options: dict[str, Any]) -> tuple[list[str], str]:
+    """Damage the stored momentum of one weight on rank 0, after two steps, and restore it after two more.
+
+    Check that the steps between change nothing, and that the step after them works.
+
+    Returns:
+        The errors of the two steps, and that of the step after.
+    """
+    with small_blocks():
+        return _damaged_on_one_rank(damage, options)
+
+
+def _damaged_on_one_rank(damage: str, options: dict[str, Any]) -> tuple[list[str], str]:
+    module, optimizer, data_rank, data_size = build("fsdp", torch.float32, **options)
+    train(module, optimizer, range(2), data_rank, data_size)
+    name, parameter = "blocks.0.up.weight", module.get_parameter("blocks.0.up.weight")
+    state = optimizer.state[parameter]
+    given = dict(state)
+    if dist.get_rank() == 0:
+        if damage == "no scales":
+            del state["momentum_buffer_scales"]
+        elif damage == "other scales":
+            state["momentum_buffer_scales"] = torch.ones(1, 1)
+        else:
+            state["momentum_buffer"] = torch.zeros(parameter.shape if damage == "whole" else (3, 5))
+    before = {key: local(p).clone() for key, p in module.named_parameters()}
+    stored = {key: local(value).clone() for key, value in given.items()}
+    errors = []
+    for step in (2, 3):
+        errors.append(error_of(lambda step=step: train(module, optimizer, [step], data_rank, data_size)))
+        assert f"of parameter {name!r}" in errors[-1]
+    for key, p in module.named_parameters():
+        assert torch.equal(local(p), before[key]), key
+    for key, value in given.items():
+        assert torch.equal(local(value), stored[key]), key
+    state.update(given)
+    error = error_of(lambda: train(module, optimizer, [4], data_rank, data_size))
+    assert_changed(local(parameter), before[name])
+    return errors, error
+
+
+@promise(
+    "The stored state of a parameter is damaged on one rank: scales of 8 bits are gone, or a tensor of another shape "
+    "was written",
+    "All ranks raise before anything is changed, and name the parameter; once it is restored, steps continue",
+)
+@pytest.mark.parametrize(
+    ("damage", "text", "options"),
+    [
+        ("no scales", "is torch.int8 without its scales", {"state_dtype": "int8"}),
+        ("other scales", "has shape (1, 1) on cpu instead of", {"state_dtype": "int8", "overlap": "backward"}),
+        ("whole", "instead of", {}),
+        ("whole", "instead of", {"state_dtype": "int8", "offload_state": True}),
+        ("small", "has shape (3, 5) instead of", {"state_dtype": "bfloat16", "overlap": "backward"}),
+    ],
+)
+def test_state_that_is_damaged_on_one_rank_is_told(ranks: RankPool, damage, text, options):
+    for errors, after in ranks.run(2, damaged_on_one_rank, damage, options, timeout=LIMIT):
+        assert all(text in error for error in errors)
+        assert after == ""
 
 
 class Conv1D(nn.Module):

@@ -10,16 +10,18 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from experiments import curves
 from muon_fsdp import FSDPMuonOptimizer
-from muon_fsdp.training import checkpoint
+from muon_fsdp.training import checkpoint, unpickling
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig, parse
 from muon_fsdp.training.program import main
@@ -114,6 +116,26 @@ def test_the_length_of_a_resumed_run(text: Path, tmp_path: Path, capsys) -> None
     printed = capsys.readouterr().out
     assert "note: settings that differ from the checkpoint's: clip_norm 1.0 -> 0.5\n" in printed
     assert read_result(output).num_steps == 4  # as it was told at first, not the default of 100
+
+
+def test_a_checkpoint_without_remainders_begins_with_zeros(text: Path, tmp_path: Path, ranks: RankPool, capsys) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    options = ("--weights", "bfloat16", "--save-every", "2", "--rounding")
+    assert main(flags(text, folders[0], 4, *options, "nearest")) == 0
+    shutil.rmtree(folders[0] / "checkpoints" / "step-00000004")
+    shutil.copytree(folders[0], folders[1])
+    resumed = ("--resume", *options, "remainder")
+    assert main(flags(text, folders[0], 4, *resumed)) == 0
+    assert "note: settings that differ from the checkpoint's: rounding nearest -> remainder" in capsys.readouterr().out
+    finish(ranks, 2, flags(text, folders[1], 4, "--fsdp", *resumed))
+    for folder in folders:
+        saved = FileSystemReader(folder / "checkpoints" / "step-00000004").read_metadata().state_dict_metadata
+        assert any(key.endswith(".weight_remainder") for key in saved)
+        assert read_result(folder).num_steps == 4
+    shutil.rmtree(folders[0] / "checkpoints" / "step-00000004")
+    with patch.object(unpickling, "REMAINDER", "momentum_buffer"):  # nothing else may be missing
+        assert main(flags(text, folders[0], 4, *resumed)) == 1
+    assert "Missing key in checkpoint state_dict" in capsys.readouterr().err
 
 
 def test_queries_and_keys_without_norm(text: Path, tmp_path: Path, capsys) -> None:

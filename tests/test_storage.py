@@ -645,5 +645,10 @@ def test_plain_state_beside_sharded_state_is_refused_by_name(ranks: RankPool, st
         assert "instead of" in message
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+def test_remainders_that_a_checkpoint_lacks_begin_with_zeros(ranks: RankPool, tmp_path, layout):
+    ranks.run(4, cases.without_remainders, str(tmp_path), layout)
+
+
 def test_a_raw_checkpoint_is_loaded_into_the_state_dict(ranks: RankPool, tmp_path):
     ranks.run(2, cases.raw_checkpoint, str(tmp_path))

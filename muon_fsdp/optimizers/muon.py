@@ -43,7 +43,6 @@ from muon_fsdp.parameters.state_dict import (
     check_and_complete,
     create_missing,
     fitting_state,
-    has_all_state,
     loading_hooks,
     what_was_not_loaded,
 )
@@ -224,15 +223,20 @@ class MuonOptimizer(GroupedOptimizer):
             self._update(planned, found, agreed)
         return loss
 
-    def _prepare(self) -> tuple[PlannedStep, Gradients]:
+    def _prepare(self, *, checks_state: bool = True) -> tuple[PlannedStep, Gradients]:
         """Return the plan and the gradients.
 
         If this fails, the error is reported to the other ranks, which would otherwise wait for this one.
+
+        Args:
+            checks_state: whether state must fit, as a step needs it.
         """
         try:
             planned = self._current_plan()
             if self._watch is not None:
                 self._watch.check(planned.records)
+            if checks_state:
+                planned.check_state({record.position: self.state[record.tensor] for record in planned.records})
             if self._early_values:  # ranks compare state before this step
                 self._create_state(planned)
             if planned.overlap is not None:
@@ -348,12 +352,10 @@ class MuonOptimizer(GroupedOptimizer):
             self._complete_groups()
             create_missing(self._records(), self.state)
         else:
-            states = {record.position: self.state[record.tensor] for record in planned.records}
-            if planned.has_state and not planned.state_tensors.have_changed(states):
+            if planned.has_state:
                 return
-            if not (planned.has_state and has_all_state(planned.records, self.state)):
-                create_missing(planned.records, self.state)
-                planned.has_state = True
+            create_missing(planned.records, self.state)
+            planned.has_state = True
         for (name, state), values in list(self._early_values.items()):
             del self._early_values[name, state]  # first: a value that no longer fits raises once
             self.set_per_matrix(name, state, values)
@@ -509,7 +511,7 @@ class MuonOptimizer(GroupedOptimizer):
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         self._agreement.finish_report()
-        planned, found = self._prepare()
+        planned, found = self._prepare(checks_state=False)  # state may be elsewhere until step()
         agreed = None
         while agreed is None:
             planned = self._meet(planned)

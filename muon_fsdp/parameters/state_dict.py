@@ -58,11 +58,6 @@ def loading_hooks(
             handle.remove()
 
 
-def has_all_state(records: Sequence[ParameterRecord], states: Mapping[Tensor, State]) -> bool:
-    """Return whether no parameter lacks state: it may have been dropped or replaced since the last step."""
-    return all(is_stored(record, states[record.tensor]) for record in records)
-
-
 def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Tensor, State]) -> None:
     """Create the state that parameters lack, with or without a gradient; no communication.
 

@@ -119,7 +119,7 @@ def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str,
     """
     found = dict(state)
     for spec in record.all_state:
-        encoding = _encoding_of(record, spec, state)
+        encoding = encoding_of(record, spec, state)
         if encoding is not None and isinstance(spec, PerParameter):
             stored = {name: local(found.pop(name)) for name in encoding.names(spec)}
             found[spec.name] = like(state[spec.name], encoding.decode(spec, stored))
@@ -127,8 +127,12 @@ def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str,
     return {name: found[name] for name in dict.fromkeys((*declared, *found))}
 
 
-def _encoding_of(record: ParameterRecord, spec: StateSpec, state: Mapping[str, Any]) -> Encoding | None:
-    """Return how the present state of one kind is stored, which need not be what the group asks for by now."""
+def encoding_of(record: ParameterRecord, spec: StateSpec, state: Mapping[str, Any]) -> Encoding | None:
+    """Return how the present state of one kind is stored, which need not be what the group asks for by now.
+
+    Raises:
+        RuntimeError: it is stored in 8 bits, and its scales are missing.
+    """
     value = state.get(spec.name)
     if not spec.is_moment or not isinstance(value, Tensor):
         return None

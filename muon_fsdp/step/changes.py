@@ -3,7 +3,7 @@
 | what has changed | who must react |
 |---|---|
 | parameters (identity, dtype, device, shape), planned options of groups | the plan: `plan_key` |
-| tensors of state (identity, device, dtype, size) | missing state, the lists of fused launches: `StateTensors` |
+| tensors of state (identity, device, dtype, size) | missing or damaged state, lists of fused launches: `StateTensors` |
 | addresses of observed and gathered weights, of per-matrix state | the graph, copies of that state: `addresses_of` |
 | what a stage has read in backward: gradients, state, options | the round: `Arrival`, `NotedState`, `NotedOptions` |
 | per-matrix state that a user has written | the agreement, in which ranks compare it: `NotedState` |

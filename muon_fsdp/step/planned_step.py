@@ -83,8 +83,7 @@ class PlannedStep:
     ) -> None:
         self.key = key
         self.records = records
-        self.has_state = False  # whether the state of all parameters was found to fit
-        self.state_tensors = StateTensors()
+        self.has_state = False  # whether all parameters have state, unless its tensors have changed since
         self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
         self._settings = settings
         for record in records:
@@ -127,6 +126,7 @@ class PlannedStep:
         self.written = WrittenState(records)
         self._names = [record.name for record in records]
         self._failures = Failures()  # of the present step; a captured step finds them here
+        self._state_tensors = StateTensors()
         self._unproven = {stage.number for stage in self.plan.stages}  # stages that have not run yet
 
     @property
@@ -139,6 +139,13 @@ class PlannedStep:
         """Return the device on which kernels launch: the first that is no CPU, if there is one."""
         devices = (record.device for record in self.records)
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+    def check_state(self, states: Mapping[int, State]) -> None:
+        """Raise if state has changed since the last step and can't be used; note what may have to be created."""
+        if self.has_state and not self._state_tensors.have_changed(states):
+            return
+        self.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
+        self.has_state = False
 
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas and check matrices, if there are any."""
@@ -377,10 +384,9 @@ class PlannedStep:
             inputs: the tensors and options of the step.
             addressed: the same with the state that kernels read and write.
         """
-        if self._fused is None or not self._fused.fits(inputs) or self.state_tensors.have_changed(inputs.states):
-            self.store.check(inputs.states, inputs.shards)
+        if self._fused is None or not self._fused.fits(inputs) or self._state_tensors.have_changed(inputs.states):
             signature = signature_of(self.records, addressed, self._fused, self._unfusable())
-            self.state_tensors.accept(inputs.states)
+            self._state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
                 self._fused = make_fused_step(self.plan, self.records, addressed, signature, self.matrices)
                 obstacle = capture_obstacle(self.records, addressed, self._unfusable())

@@ -16,10 +16,10 @@ from torch import Tensor
 from muon_fsdp.comm.dtensors import local
 from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.declarations.settings import Settings
-from muon_fsdp.declarations.state import PerParameter, State
+from muon_fsdp.declarations.state import PerParameter, State, StateSpec
 from muon_fsdp.kernels.tables import SCALES, TensorList
 from muon_fsdp.parameters.records import ParameterRecord
-from muon_fsdp.parameters.stored_state import decode_state, is_offloaded
+from muon_fsdp.parameters.stored_state import decode_state, encoding_of, is_offloaded
 from muon_fsdp.plan.stages import Member, Stage
 from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import GroupOptions
@@ -146,25 +146,31 @@ class StateStore:
     def end(self) -> None:
         """End a step: what was lent is stored when this returns, also if the step has failed."""
 
-    def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
-        """Raise if state is not on the device of its shard or has another shape; kernels would write elsewhere."""
+    def check(self, states: Mapping[int, State], shards: Sequence[Tensor], *, starts_anew: bool) -> None:
+        """Raise if state is not on the device of its shard or has another shape; kernels would write elsewhere.
+
+        Missing state will be created.
+
+        Args:
+            states: the state, in any of the forms in which it can be stored.
+            shards: the shard of every parameter.
+            starts_anew: whether state that was created for another shape, or on the meta device, will be replaced.
+        """
         for record, shard in zip(self._records, shards, strict=True):
+            state = states[record.position]
             for spec in record.all_state:
-                state = local(states[record.position][spec.name])
-                shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
-                if state.shape != shape:
-                    raise RuntimeError(
-                        f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
-                        f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
-                    )
-                if is_offloaded(record, spec) or state.ndim == 0:  # PyTorch accepts a number on the CPU anywhere
+                value = state.get(spec.name)
+                if value is None:
                     continue
-                device = shard.device if spec.is_sharded else record.device
-                if state.device != device:
-                    raise RuntimeError(
-                        f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
-                        f"{device}: move the state back before step()"
-                    )
+                is_other = (
+                    value.shape != spec.shape(record.tensor, record.view) or value.is_meta != record.tensor.is_meta
+                )
+                if starts_anew and is_other:
+                    continue
+                _check_tensor(record, spec, local(value), shard)
+                encoding = encoding_of(record, spec, state)
+                if encoding is not None and encoding.has_scales:
+                    _check_scales(record, spec, state[spec.name + SCALES], encoding.scales_shape(shard.shape), shard)
 
     def lend(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -206,22 +212,6 @@ class EncodedStore(StateStore):
     At most the stages in flight have such copies. Kernels read and write what is stored.
     """
 
-    def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
-        super().check(states, shards)
-        for record, shard in zip(self._records, shards, strict=True):
-            if record.encoding is None or not record.encoding.has_scales:
-                continue
-            for spec in record.rule.state:
-                scales = states[record.position].get(spec.name + SCALES)
-                expected = record.encoding.scales_shape(shard.shape)
-                is_elsewhere = scales is not None and scales.device != shard.device and not is_offloaded(record, spec)
-                if scales is not None and (scales.shape != expected or is_elsewhere):
-                    raise RuntimeError(
-                        f"state {spec.name + SCALES!r} of parameter {record.name!r} has shape {tuple(scales.shape)} on "
-                        f"{scales.device} instead of {tuple(expected)} on {shard.device}: restore it together with "
-                        f"{spec.name!r}, or delete both from optimizer.state[parameter] to start anew"
-                    )
-
     def lend(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
     ) -> dict[int, State]:
@@ -256,6 +246,33 @@ class EncodedStore(StateStore):
 def make_store(records: Sequence[ParameterRecord]) -> StateStore:
     """Return what keeps the state of these parameters."""
     return EncodedStore(records) if any(record.encoding is not None for record in records) else StateStore(records)
+
+
+def _check_tensor(record: ParameterRecord, spec: StateSpec, state: Tensor, shard: Tensor) -> None:
+    """Raise if a local tensor of state has another shape or is on another device than a step needs."""
+    shape = shard.shape if spec.is_sharded else spec.shape(record.tensor, record.view)
+    if state.shape != shape:
+        raise RuntimeError(
+            f"state {spec.name!r} of parameter {record.name!r} has shape {tuple(state.shape)} instead of "
+            f"{tuple(shape)}: restore it, or delete it from optimizer.state[parameter] to start anew"
+        )
+    device = shard.device if spec.is_sharded else record.device
+    # PyTorch accepts a number on the CPU anywhere.
+    if state.device != device and state.ndim > 0 and not is_offloaded(record, spec):
+        raise RuntimeError(
+            f"state {spec.name!r} of parameter {record.name!r} is on {state.device} and the parameter on "
+            f"{device}: move the state back before step()"
+        )
+
+
+def _check_scales(record: ParameterRecord, spec: StateSpec, scales: Tensor, shape: torch.Size, shard: Tensor) -> None:
+    """Raise if the scales of state do not fit its codes, or are on another device."""
+    if scales.shape != shape or (scales.device != shard.device and not is_offloaded(record, spec)):
+        raise RuntimeError(
+            f"state {spec.name + SCALES!r} of parameter {record.name!r} has shape {tuple(scales.shape)} on "
+            f"{scales.device} instead of {tuple(shape)} on {shard.device}: restore it together with "
+            f"{spec.name!r}, or delete both from optimizer.state[parameter] to start anew"
+        )
 
 
 def _local_state(record: ParameterRecord, state: State) -> State:

@@ -230,8 +230,8 @@ class StreamedStore(StateStore):
 
     # -------------------------------------------------------------------------------------------- what others see
 
-    def check(self, states: Mapping[int, State], shards: Sequence[Tensor]) -> None:
-        self._inner.check(states, shards)
+    def check(self, states: Mapping[int, State], shards: Sequence[Tensor], *, starts_anew: bool) -> None:
+        self._inner.check(states, shards, starts_anew=starts_anew)
 
     def addressed(self, position: int, state: State, stage: int | None = None) -> State:
         number = self._stage_of.get(position) if stage is None else stage

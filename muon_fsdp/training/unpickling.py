@@ -12,7 +12,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from muon_fsdp.kernels.tables import REMAINDER
 
 _METADATA = ".metadata"
 _OF_METADATA = {
@@ -60,7 +62,19 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class Planner(DefaultLoadPlanner):
-    """A DefaultLoadPlanner that loads values other than tensors with `weights_only=True` too."""
+    """A DefaultLoadPlanner that loads values other than tensors with `weights_only=True` too.
+
+    Remainders of weights that a checkpoint lacks, because it was saved with another `rounding`, stay zero.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to load everything that is not a remainder, and the remainders that the checkpoint has."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        self.state_dict = {
+            key: value for key, value in self.state_dict.items() if key in saved or not key.endswith(f".{REMAINDER}")
+        }
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load one value after checking it, because DefaultLoadPlanner would run any code in it."""
