@@ -353,6 +353,11 @@ def test_numbers_of_heads_belong_together(has_dropout):
             {"num_attention_heads": 8},
             {"q_proj": "4 of 12x64", "k_proj": "4 of 12x64", "v_proj": "2 of 24x64"},
         ),
+        (  # one number of heads for all three
+            Projections({"q_proj": 64, "k_proj": 64, "v_proj": 128}, 64, num_heads=4, head_k_dim=16, head_v_dim=32),
+            {},
+            {"q_proj": "4 of 16x64", "k_proj": "4 of 16x64", "v_proj": "4 of 32x64"},
+        ),
         (  # layers with other groups than the configuration's
             Projections(
                 {"q_proj": 64, "k_proj": 16, "v_proj": 8}, 64, head_dim=8, v_head_dim=4, num_key_value_groups=4

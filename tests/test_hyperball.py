@@ -150,6 +150,24 @@ LAYOUTS = {  # how the model lies on two ranks
 }
 
 
+@pytest.mark.parametrize("how", ["clear", "delete", "replace"])
+def test_a_matrix_that_is_zero_when_its_state_starts_anew_is_refused(how):
+    w = nn.Parameter(torch.randn(8, 8))
+    optimizer = MuonOptimizer([("w", w)], lr=0.02, rule="hyperball")
+    w.grad = torch.randn(8, 8)
+    optimizer.step()
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "delete":
+        del optimizer.state[w]
+    else:
+        optimizer.state[w]["radius"] = torch.zeros(1)
+    w.detach().zero_()
+    with pytest.raises(ValueError, match="frobenius_norm of 'w' must not be zero"):
+        optimizer.step()
+    assert not w.any()
+
+
 def laid_out(model: nn.Module, layout: str | None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -381,6 +381,14 @@ def test_a_layer_without_the_norms_of_its_class_is_clipped():
     refuse(Norms(False), "module 'attn' normalizes")  # nothing shows that its class makes modules of norms
 
 
+def test_norms_of_an_indexer_are_not_those_of_attention():
+    """As in DeepSeek-V3.2, whose indexer has projections of its own."""
+    own = cases.Latent()
+    own.indexer = nn.ModuleDict({"wk": nn.Linear(cases.WIDTH, SIZE), "k_norm": nn.LayerNorm(SIZE)})
+    model = nn.ModuleDict({"attn": own})
+    assert qk_clip(MuonOptimizer(model), {"attn": [400.0] * HEADS}) == {"attn": [0.25] * HEADS}
+
+
 @pytest.mark.parametrize("what", ["inner", "scale"])
 def test_norms_in_a_module_of_their_own_and_cosines_are_recognized(what):
     own = cases.Separate()

@@ -198,7 +198,9 @@ def has_qk_norm(path: Sequence[nn.Module]) -> bool:
 def _norms(module: nn.Module) -> list[nn.Module]:
     """Return the normalizations of queries and keys of a module, which may lie in a module of their own."""
     children = list(module.named_children())
-    inner = [pair for _, child in children for pair in child.named_children()]
+    # A child with projections is other attention, such as the indexer of DeepSeek-V3.2.
+    apart = [child for _, child in children if not any(isinstance(each, nn.Linear) for each in child.children())]
+    inner = [pair for child in apart for pair in child.named_children()]
     return [each for name, each in (*children, *inner) if _NORM.fullmatch(name)]
 
 

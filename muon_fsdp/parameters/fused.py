@@ -115,7 +115,8 @@ def _heads(layers: Layers, layer: Layer) -> Options:
     kind = _kind(layer)
     linear = layers.own_number(layer.parent, "head_v_dim" if kind == "v" else "head_k_dim")
     if linear is not None:  # linear attention, beside which the configuration may describe full attention
-        heads = layers.own_number(layer.parent, "num_v_heads" if kind == "v" else "num_k_heads")
+        names = ("num_v_heads" if kind == "v" else "num_k_heads", "num_heads")
+        heads = next((each for name in names if (each := layers.own_number(layer.parent, name)) is not None), None)
         return _equal_heads(layer, linear) if heads is not None and layer.rows == heads * linear else ()
     numbers = layers.heads_at(layer.parent)
     is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))

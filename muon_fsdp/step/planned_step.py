@@ -146,6 +146,8 @@ class PlannedStep:
             return
         self.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
         self.has_state = False
+        if self.matrices is not None:
+            self.matrices.expect_start()
 
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas and check matrices, if there are any."""
