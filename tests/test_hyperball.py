@@ -248,7 +248,7 @@ def errors_of_zeros(
 @pytest.mark.parametrize("overlap", ["step", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_zero_matrices_on_ranks(ranks: RankPool, layout, overlap, later):
-    """Every rank raises what one device does, before anything changes, and goes on once they are initialized."""
+    """Every rank raises the error of one device before anything changes, and trains once no matrix is zero."""
     alone, weights = errors_of_zeros(None, overlap, later)
     assert all("frobenius_norm of 'branch.weight', 'other.weight' must not be zero: " in text for text in alone)
     for errors, found in ranks.run(2, errors_of_layout, layout, overlap, later):

@@ -92,12 +92,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """What a module and its configuration say about heads.
+    """The numbers of heads of a module of attention, as far as it or a configuration tells them.
 
     Args:
         count: the number of query heads.
-        kv_count: the number of key heads; None if nothing says it.
-        size: the rows of a head; None if nothing says it.
+        kv_count: the number of key heads; None if nothing tells it.
+        size: the rows of a head; None if nothing tells it.
     """
 
     count: int
@@ -131,7 +131,7 @@ def value_of(path: Modules, names: Iterable[str], kind: type[Value]) -> Value | 
         kind: `int` for a positive number, `bool` for a flag.
     """
     names = tuple(names)
-    found = (_own_value(holder, names, kind) for holder in (path[0], *_configurations(path)))
+    found = (own_value(holder, names, kind) for holder in (path[0], *_configurations(path)))
     return next((value for value in found if value is not None), None)
 
 
@@ -141,7 +141,7 @@ def _configurations(path: Modules) -> list[object]:
     return [config for config in found if config is not None]
 
 
-def _own_value(holder: object, names: Iterable[str], kind: type[Value]) -> Value | None:
+def own_value(holder: object, names: Iterable[str], kind: type[Value]) -> Value | None:
     """Return the first value that a module or a configuration itself has by one of these names."""
     for name in names:
         try:
@@ -161,11 +161,11 @@ def head_numbers(path: Modules) -> HeadNumbers | None:
     for images may lie in a model whose only configuration is that of its text.
     """
     module, configs = path[0], _configurations(path)
-    count = _own_value(module, HEADS, int)
+    count = own_value(module, HEADS, int)
     if count is not None:
-        holders = [module, *(c for c in configs[:1] if _own_value(c, HEADS, int) in (None, count))]
+        holders = [module, *(c for c in configs[:1] if own_value(c, HEADS, int) in (None, count))]
     else:
-        counts = [_own_value(config, HEADS, int) for config in configs]
+        counts = [own_value(config, HEADS, int) for config in configs]
         at = next((index for index, each in enumerate(counts) if each is not None), None)
         if at is None:
             return None
@@ -173,10 +173,10 @@ def head_numbers(path: Modules) -> HeadNumbers | None:
     assert count is not None
 
     def find(names: Iterable[str]) -> int | None:
-        return next((value for each in holders if (value := _own_value(each, names, int)) is not None), None)
+        return next((value for each in holders if (value := own_value(each, names, int)) is not None), None)
 
-    per_group = _own_value(module, _QUERIES_PER_GROUP, int)
-    kv_count = _own_value(module, KV_HEADS, int)
+    per_group = own_value(module, _QUERIES_PER_GROUP, int)
+    kv_count = own_value(module, KV_HEADS, int)
     if kv_count is None and per_group is not None and count % per_group == 0:
         kv_count = count // per_group
     return HeadNumbers(count, kv_count or find(KV_HEADS), find(HEAD_DIM))

@@ -21,7 +21,7 @@ _DOWN_NAME = re.compile(r"(.*_)?(down|w2|fc2|wo|out|output)(_.*)?|c_proj|dense_4
 _UP_NAME = re.compile(r"(.*_)?(gate|up|w1|w3|w13|fc1|wi|in|input)(_.*)?|c_fc|dense_h_to_4h|linear1|v1")
 # What a module of experts calls their number, and the rows of each.
 _COUNTS = ("num_experts", "moe_num_experts", "num_local_experts", "n_experts")
-_SIZES = ("ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size", "moe_intermediate_size", "intermediate_dim")
+_SIZES = ("moe_ffn_hidden_size", "ffn_hidden_size", "moe_intermediate_size", "intermediate_size", "intermediate_dim")
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,8 @@ def _in_rows(layers: Layers) -> dict[Path, tuple[int, list[Layer]]]:
     found: dict[Path, tuple[int, list[Layer]]] = {}
     for layer in layers.all:
         if layer.is_bare and len(layer.facts.shape) == 2 and not layer.facts.labelled:
-            counts, sizes = (
-                [number for name in names if (number := layers.own_number(layer.parent, name)) is not None]
-                for names in (_COUNTS, _SIZES)
-            )
-            count = next((each for each in counts if each > 1 and layer.rows in [each * size for size in sizes]), None)
-            if count is not None:
+            count, size = layers.own_number(layer.parent, *_COUNTS), layers.own_number(layer.parent, *_SIZES)
+            if count is not None and size is not None and layer.rows == count * size > size:
                 found.setdefault(layer.parent, (count, []))[1].append(layer)
     return found
 

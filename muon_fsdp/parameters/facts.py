@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from muon_fsdp.parameters.attention import HeadNumbers, head_numbers, value_of
+from muon_fsdp.parameters.attention import HeadNumbers, head_numbers, own_value, value_of
 from muon_fsdp.parameters.names import plain_name
 from muon_fsdp.plan.layout import Shape
 
@@ -176,13 +176,12 @@ class Layers:
         """Return a positive int that a module, its config, or the config of a module around it has by these names."""
         return value_of(self.around(path), names, int)
 
-    def own_number(self, path: Path, name: str) -> int | None:
-        """Return a positive int that the module at a path itself has by this name."""
-        value = getattr(self.module(path), name, None)
-        return value if type(value) is int and value > 0 else None
+    def own_number(self, path: Path, *names: str) -> int | None:
+        """Return a positive int that the module at a path itself has by one of these names, the best known first."""
+        return own_value(self.module(path), names, int)
 
     def heads_at(self, path: Path) -> HeadNumbers | None:
-        """Return what a module and the configurations around it say about heads; None if not even how many."""
+        """Return the numbers of heads of a module; None if nothing tells how many query heads there are."""
         return head_numbers(self.around(path))
 
     def around(self, path: Path) -> list[nn.Module | None]:

@@ -109,23 +109,22 @@ def _declared(layers: Layers) -> dict[Facts, tuple[int, ...]]:
 def _heads(layers: Layers, layer: Layer) -> Options:
     """Return the option that cuts a weight of queries, keys or values alone into heads, if their sizes are known."""
     beside = [other for other in (layer, *layers.beside(layer)) if _PER_HEAD_NAME.fullmatch(other.name)]
-    of_kind = {_kind(other): other for other in beside}
+    by_letter = {_letter(other): other for other in beside}
     if layer not in beside:
         return ()
-    kind = _kind(layer)
-    linear = layers.own_number(layer.parent, "head_v_dim" if kind == "v" else "head_k_dim")
+    letter = _letter(layer)
+    linear = layers.own_number(layer.parent, "head_v_dim" if letter == "v" else "head_k_dim")
     if linear is not None:  # linear attention, beside which the configuration may describe full attention
-        names = ("num_v_heads" if kind == "v" else "num_k_heads", "num_heads")
-        heads = next((each for name in names if (each := layers.own_number(layer.parent, name)) is not None), None)
+        heads = layers.own_number(layer.parent, "num_v_heads" if letter == "v" else "num_k_heads", "num_heads")
         return _equal_heads(layer, linear) if heads is not None and layer.rows == heads * linear else ()
     numbers = layers.heads_at(layer.parent)
     is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))
     # Without a size of heads, only all three beside each other tell that the rows of Q are its heads alone.
-    if numbers is None or (not is_latent and numbers.size is None and not of_kind.keys() >= {"q", "k", "v"}):
+    if numbers is None or (not is_latent and numbers.size is None and not by_letter.keys() >= {"q", "k", "v"}):
         return ()
-    size = numbers.size or (of_kind["q"].rows // numbers.count if "q" in of_kind else 0)
-    if kind != "q":
-        of_value = layers.number_at(layer.parent, ("v_head_dim",)) if kind == "v" else None
+    size = numbers.size or (by_letter["q"].rows // numbers.count if "q" in by_letter else 0)
+    if letter != "q":
+        of_value = layers.number_at(layer.parent, ("v_head_dim",)) if letter == "v" else None
         fitting = [
             each for each in (of_value, size) if each and layer.rows == (numbers.kv_count or numbers.count) * each
         ]
@@ -137,9 +136,9 @@ def _heads(layers: Layers, layer: Layer) -> Options:
     return _equal_heads(layer, size) if layer.rows in (numbers.count * size, 2 * numbers.count * size) else ()
 
 
-def _kind(layer: Layer) -> str:
-    """Return "q", "k" or "v", which the name of a projection of attention begins with or contains first."""
-    return next(letter for letter in layer.name.removeprefix("c_") if letter in "qkv")
+def _letter(layer: Layer) -> str:
+    """Return the first "q", "k" or "v" in the name of a projection of queries, keys or values."""
+    return next(letter for letter in layer.name if letter in "qkv")
 
 
 def _equal_heads(layer: Layer, size: int) -> Options:

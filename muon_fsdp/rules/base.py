@@ -27,14 +27,14 @@ VIEW_OPTIONS = (
     Option(
         "num_heads",
         None,
-        "cut the rows of every matrix into this many equal matrices; None leaves them as the model tells, and "
-        'view="matrix" whole',
+        "cut the rows of every matrix into this many equal matrices; None cuts them as the model tells, and "
+        'view="matrix" not at all',
         check=integer,
     ),
     Option(
         "split_sizes",
         None,
-        "cut the rows of every matrix into matrices of these heights, as in a fused QKV weight; None leaves them as "
+        "cut the rows of every matrix into matrices of these heights, as in a fused QKV weight; None cuts them as "
         "the model tells",
         check=sizes,
     ),
