@@ -441,7 +441,7 @@ def test_stages_are_fast_within_a_twentieth_of_the_device(name, world_size, devi
     assert chosen["assumed"]["device_memory"] == device_memory
 
 
-@pytest.mark.parametrize(("mesh", "milliseconds", "scratch"), [("8", 1.23, 125e6), ("2,4", 1.74, 125e6)])
+@pytest.mark.parametrize(("mesh", "milliseconds", "scratch"), [("8", 1.23, 118e6), ("2,4", 1.74, 118e6)])
 def test_gpt2_is_not_slowed_to_save_memory_that_nobody_lacks(mesh, milliseconds, scratch):
     """Stages that took no more than the smaller state saves made the step 1.92 and 2.27 ms long."""
     usual, small = (plan("gpt2-124m", "--mesh", mesh, "--device-memory", memory) for memory in ("80GiB", "1GiB"))
@@ -470,14 +470,14 @@ def test_the_plan_says_what_memory_exceeds():
 
     text = text_of("llama-3-8b", "--world-size", "64")
     assert "3 stages; gathers and scatters overlap with computation." in text
-    assert "note: the sum is 771.8 MB more than with AdamW. Steps that need less scratch take longer" in text
+    assert "note: the sum is 704.6 MB more than with AdamW. Steps that need less scratch take longer" in text
     assert "exceeds its limit" not in text
     assert "devices of 80GiB (--device-memory), of which scratch may take 5%" in text
-    # Matrix, result, two copies and five Gram matrices in bfloat16.
-    needs = 2 * (4 * 14336 * 4096 + 5 * 4096**2) / 1e6
+    # Matrix, result, two copies and four Gram matrices in bfloat16.
+    needs = 2 * (4 * 14336 * 4096 + 4 * 4096**2) / 1e6
     text = text_of("llama-3-8b", "--world-size", "64", "--device-memory", "10GB")
     assert "note: scratch exceeds its limit of 500 MB, 5% of --device-memory: a parameter of shape 14336x4096" in text
-    assert f"alone needs {needs:.1f} MB." in text
+    assert f"alone needs {needs:.4g} MB." in text
     text = text_of("gpt2-774m", "--world-size", "8", "--max-stage-bytes", "1GiB")
     assert "more than with AdamW." in text
     assert "pass --max-stage-bytes" not in text

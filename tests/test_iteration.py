@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +13,18 @@ from experiments.chains import evaluate
 from muon_fsdp.kernels import products
 from muon_fsdp.kernels.launch import Addend
 from muon_fsdp.linalg import iteration
-from muon_fsdp.linalg.chains import FAST_CHAIN, SQUARE_CHAIN, WIDE_CHAIN, Chain, Step
-from muon_fsdp.linalg.coefficients import coefficients
+from muon_fsdp.linalg.chains import FAST_CHAIN, SQUARE_CHAIN, STORED_CHAINS, WIDE_CHAIN, Chain, Step
+from muon_fsdp.linalg.coefficients import DEFAULT_STEPS, WHOLE_SETS, coefficients
 from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_scale
-from muon_fsdp.linalg.newton_schulz import Request, orthogonalize, orthogonalize_together
+from muon_fsdp.linalg.newton_schulz import (
+    ORTHOGONALIZATIONS,
+    Form,
+    Request,
+    _chain,
+    orthogonalize,
+    orthogonalize_together,
+)
+from muon_fsdp.plan.costs import scratch_numel
 
 LARGEST_HALF = torch.finfo(torch.float16).max
 NUM_PRODUCTS = {5: 1, 9: 2, 17: 3, 33: 4}  # by degree
@@ -54,17 +63,7 @@ def all_chains(most: int):
                 yield Chain(tuple(map(toy_step, degrees)), frozenset(refreshes))
 
 
-def test_no_chain_needs_more_memory_or_reuses_it_too_early(monkeypatch):
-    """An empty pool would raise an IndexError; a matrix that is still needed must not be overwritten."""
-    fewest = []
-    take = iteration._SquareMatrices.take
-
-    def noted(pool):
-        result = take(pool)
-        fewest.append(len(pool._free))
-        return result
-
-    monkeypatch.setattr(iteration._SquareMatrices, "take", noted)
+def test_no_matrix_is_overwritten_while_it_is_needed():
     torch.manual_seed(0)
     matrices = torch.randn(1, 2, 3, dtype=torch.float64)
     matrices /= torch.linalg.matrix_norm(matrices)
@@ -72,15 +71,32 @@ def test_no_chain_needs_more_memory_or_reuses_it_too_early(monkeypatch):
     long.append(quintics("default", 12, set()))
     for chain in (*all_chains(3), *long):
         torch.testing.assert_close(run(matrices, chain), polar_of(matrices, chain), rtol=1e-6, atol=1e-9)
-    assert min(fewest) == 0  # the bound is not larger than necessary
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 5), (3, 7, 9), (2, 6, 6)])
-def test_square_matrices_are_aligned(shape):
-    pool = iteration._SquareMatrices([torch.empty(shape, dtype=torch.float16)])
-    for matrices in pool._all:
-        assert matrices.data_ptr() % 16 == 0
-        assert matrices.is_contiguous()
+@pytest.mark.parametrize("method", [name for name in ORTHOGONALIZATIONS if name != "exact"])
+def test_the_plan_knows_the_scratch_of_every_chain(method, monkeypatch):
+    """`scratch_numel` has four Gram matrices. Where X is refreshed after every step, three are enough."""
+    used: dict[int, Tensor] = {}  # by address; none is released, so that no two have the same one
+    take = iteration._SquareMatrices.take
+
+    def noted(pool):
+        result = take(pool)
+        used[result.data_ptr()] = result
+        return result
+
+    monkeypatch.setattr(iteration._SquareMatrices, "take", noted)
+    shapes, forms = [(64, 64), (384, 384), (384, 1024), (1024, 4096)], get_args(Form)
+    most = 0
+    for (rows, cols), form, half, steps in itertools.product(shapes, forms, (False, True), range(1, 9)):
+        if steps != DEFAULT_STEPS and (method in STORED_CHAINS or method in WHOLE_SETS):
+            continue
+        chain = _chain(method, steps, rows, cols, form, half)
+        used.clear()
+        run(torch.eye(3, 5).expand(2, 3, 5) / 3, chain)
+        most = max(most, len(used))
+        if chain.refreshes.issuperset(range(1, len(chain.steps))):
+            assert len(used) <= 3
+    assert most <= (scratch_numel(7, 9) - 2 * 7 * 9) / 7**2
 
 
 @pytest.mark.parametrize("form", ["auto", "standard", "gram"])

@@ -81,7 +81,7 @@ def test_plan_of_one_rank(specs, max_stage_bytes):
         assert num_bytes <= max(max_stage_bytes, largest)  # no stage can be smaller than one parameter
         for batch in stage.batches:
             assert batch.count * batch.rows * batch.cols * 4 <= max_stage_bytes or batch.count == 1
-            scratch = 2 * batch.rows * batch.cols + 5 * min(batch.rows, batch.cols) ** 2
+            scratch = 2 * batch.rows * batch.cols + 4 * min(batch.rows, batch.cols) ** 2
             assert batch.count * scratch * 4 <= 4 * max_stage_bytes or batch.count == 1
             for member in batch.members:
                 unit = stage.units[member.unit]

@@ -19,9 +19,6 @@ LARGEST_STORED = 2.0**14
 # In float16, X is stored times this power of two: the entries of a normalized 16384 x 53248 matrix are near 3e-5, below
 # the normal numbers. No entry exceeds the largest singular value, which stays below 2 in all iterates.
 X_SCALE = 2.0**10
-# At most this many batches of m x m matrices are needed at a time: F, R, and the last three of U, V, W and Z.
-SQUARE_MATRICES = 5
-ALIGNMENT = 16  # elements between the addresses where these batches may begin
 # The bounds of stored matrices are taken over this many singular values.
 GRID_POINTS = 4097
 
@@ -109,8 +106,9 @@ def iterate(operands: Sequence[Operand], steps: Sequence[ScaledStep], active: Te
             matrices.give_back(f)
         if step.refresh is None:
             gram = _next_gram(gram, z, step, matrices, active)
-            if new_f is not z:
-                matrices.give_back(z)
+        if new_f is not z:
+            matrices.give_back(z)
+        if step.refresh is None:
             f = new_f
             continue
         refreshes += 1
@@ -118,41 +116,32 @@ def iterate(operands: Sequence[Operand], steps: Sequence[ScaledStep], active: Te
         targets = [_target(operand, refreshes, is_last) for operand in operands]
         xs = _refreshed(xs, new_f, exact, step.refresh, targets, active)
         exact = [Exact(x) for x in xs]
-        matrices.give_back_all()
+        matrices.give_back(new_f)
         gram = f = None
 
 
 class _SquareMatrices:
-    """Memory for the m x m matrices of an iteration: allocating each by itself takes microseconds of host time.
+    """Memory for the batches of m x m matrices of an iteration: as many as are needed at a time.
 
     Where autograd records the iteration, no memory is used twice.
     """
 
     def __init__(self, xs: Sequence[Tensor]) -> None:
         rows = min(xs[0].shape[-2:])
-        count = sum(x.shape[0] for x in xs)
-        is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-        self._all: tuple[Tensor, ...] = ()
-        if not is_recorded:
-            # All begin at an aligned address: kernels are compiled once for every combination of what is aligned.
-            distance = -(-count * rows * rows // ALIGNMENT) * ALIGNMENT
-            memory = xs[0].new_empty(SQUARE_MATRICES * distance)
-            strides = (distance, rows * rows, rows, 1)
-            self._all = memory.as_strided((SQUARE_MATRICES, count, rows, rows), strides).unbind()
-        self._free = list(self._all)
+        self._like, self._shape = xs[0], (sum(x.shape[0] for x in xs), rows, rows)
+        self._is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        self._free: list[Tensor] = []
 
     def take(self) -> Tensor | None:
-        """Return memory for one batch of matrices, (B, m, m); None if it must be allocated."""
-        return self._free.pop() if self._all else None
+        """Return memory for one batch of matrices, (B, m, m); None if the product must allocate it."""
+        if self._is_recorded:
+            return None
+        return self._free.pop() if self._free else self._like.new_empty(self._shape)
 
     def give_back(self, matrices: Tensor) -> None:
         """Make the memory of matrices that are not needed any more available."""
-        if self._all:
+        if not self._is_recorded:
             self._free.append(matrices)
-
-    def give_back_all(self) -> None:
-        """Make all memory available."""
-        self._free = list(self._all)
 
 
 def num_refreshes(steps: Sequence[ScaledStep]) -> int:
@@ -190,18 +179,19 @@ def _gram_matrices(xs: Sequence[Tensor], alpha: float, out: Tensor | None, activ
 
 
 def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, active: Tensor | None) -> Tensor:
-    """Return Z of a step, (B, m, m), from R, and give back the memory of what is not needed after the step.
+    """Return Z of a step, (B, m, m), from R, and give back the memory of what is not needed any more.
 
-    `Step` says what the products are.
+    `Step` says what the products are. R is needed after the step if X is not refreshed then.
     """
     before, now = gram, gram
+    kept = gram if step.refresh is None else None
     for number, (alpha, beta, gamma) in enumerate(step.products):
         addends = [Addend(now, beta)] if number == 0 else [Addend(now, beta), Addend(before, gamma)]
         result = symmetric_product(now, now, addends, alpha=alpha, active=active, out=matrices.take())
-        if before is not gram:
+        if before is not now and before is not kept:
             matrices.give_back(before)
         before, now = now, result
-    if before is not gram:
+    if before is not kept:
         matrices.give_back(before)
     return now
 

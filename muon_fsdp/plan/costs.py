@@ -314,8 +314,8 @@ def _scratch_bytes(matrices: Mapping[tuple[int | None, int, int], int], bytes_pe
 
 
 def scratch_numel(rows: int, cols: int) -> int:
-    """Return the elements of scratch that a matrix needs at most: twice its size, and five times its Gram matrix."""
-    return 2 * rows * cols + 5 * min(rows, cols) ** 2
+    """Return the elements of scratch that a matrix needs at most: twice its size, and four times its Gram matrix."""
+    return 2 * rows * cols + 4 * min(rows, cols) ** 2
 
 
 def matrices_at_once(rows: int, cols: int, bytes_per_element: int, max_bytes: int) -> int:
