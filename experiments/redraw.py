@@ -18,6 +18,7 @@ CURVES = {
 }
 SEARCHES = ("search_small", "storage_small", "rules_small")
 TITLE_OF_SEARCHES = "GPT of 10.8M parameters, 600 steps of 8,192 tokens"
+TITLE_OF_CHAINS = "GPT of 10.8M parameters, 800 steps of 16,384 tokens"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in SEARCHES:
         if (folder / f"{name}_curves.csv").exists():
             search_report.write_plot(folder / name, TITLE_OF_SEARCHES)
+    if (folder / "chains_small_means.csv").exists():
+        search_report.write_plot_of_chains(folder / "chains_small", TITLE_OF_CHAINS)
     for name, size in finetuning.SIZES.items():
         if (path := folder / f"finetuning_{name}.csv").exists():
             finetuning.write_plot(finetuning.read_csv(path), path.with_suffix(""), finetuning.title_of(size))

@@ -28,7 +28,7 @@ CHAIN_TITLES = {
     "17-17": r"17 \| 17", "33-17": r"33 \| 17", "65-65": r"65 \| 65",
 }  # fmt: skip
 TITLES |= {f"{name}-{chain}": f"{TITLES[name]}, {CHAIN_TITLES[chain]}" for name in CHAINS for chain in CHAINS[name]}
-BASELINE_CHAIN = "keller"  # which the other chains are compared with
+BASELINES = ("keller", "accurate")  # the chains that all are compared with
 TIE = 2.0  # standard errors: a smaller difference is a tie
 COLUMNS = {
     "lr": "lr of matrices", "rest_lr": "lr of others", "weight_decay": "weight decay", "beta2": "beta2",
@@ -202,24 +202,25 @@ def difference(band: Band, other: Band) -> tuple[float, float] | None:
     return mean_and_error(differences) if differences else None
 
 
-def _baseline(band: Band, compared: Sequence[Band]) -> Band | None:
-    """Return the band of the same optimizer with the chain that all are compared with."""
-    name = f"{band.setting.optimizer}-{BASELINE_CHAIN}"
-    return next((each for each in compared if each.name == name), None)
+def _difference_from(chain: str, band: Band, compared: Sequence[Band]) -> tuple[float, float] | None:
+    """Return the `difference` of a band from that of the same optimizer with this chain."""
+    name = f"{band.setting.optimizer}-{chain}"
+    return next((difference(band, each) for each in compared if each.name == name), None)
 
 
 def _write_means(path: Path, compared: Sequence[Band]) -> None:
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         columns = ("optimizer", "chain", "products", "slope", "lr", "seeds", "mean", "standard_error")
-        writer.writerow([*columns, "difference", "error_of_difference"])
+        against = [f"{what}_{chain}" for chain in BASELINES for what in ("minus", "error_minus")]
+        writer.writerow([*columns, *against])
         for band in compared:
-            setting, baseline = band.setting, _baseline(band, compared)
+            setting = band.setting
             losses = mean_and_error([run.final_loss for run in band.runs])
-            against = None if baseline is None else difference(band, baseline)
+            differences = [_difference_from(chain, band, compared) or (math.nan, math.nan) for chain in BASELINES]
             cost, slope = cost_and_slope(setting.orthogonalization)
             facts = (setting.optimizer, setting.orthogonalization, f"{cost:g}", f"{slope:.1f}", f"{setting.lr:g}")
-            numbers = [f"{value:.5f}" for value in (*losses, *(against or (math.nan, math.nan)))]
+            numbers = [f"{value:.5f}" for pair in (losses, *differences) for value in pair]
             writer.writerow([*facts, len(band.runs), *numbers])
 
 
@@ -248,34 +249,38 @@ def write_plot_of_chains(stem: Path, title: str) -> None:
         curves,
         y_label="validation loss (nats per token)",
         x_scale="log",
-        x_ticks={places[chain]: f"{CHAIN_TITLES[chain]}\n{facts[chain]}".replace("\\", "") for chain in chains},
+        x_ticks={places[chain]: f"{_short_title(chain)}\n{facts[chain]}" for chain in chains},
         markers=True,
         spread=True,
     )
-    draw_panels(stem, [panel], title=f"{title}: mean and standard error over seeds")
+    draw_panels(stem, [panel], title=f"{title},\nmean and standard error over seeds")
+
+
+def _short_title(chain: str) -> str:
+    """Return the title of a chain for a plot, without its degrees if it has another name."""
+    return CHAIN_TITLES[chain].partition(" (")[0].replace("\\", "")
 
 
 def _comparison_of_chains(compared: Sequence[Band]) -> str:
     """Return the table of the chains over their seeds, and for each optimizer which of them tie."""
     if not compared:
         return ""
-    rows = [
-        "| optimizer and chain | products, square | slope at zero | lr | validation loss, mean | seeds "
-        f"| difference from {CHAIN_TITLES[BASELINE_CHAIN]}, same seeds |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["optimizer and chain", "products, square", "slope at zero", "lr", "validation loss, mean", "seeds"]
+    header += [f"minus {CHAIN_TITLES[chain]}, same seeds" for chain in BASELINES]
+    rows = [header, len(header) * ["---"]]
     for band in compared:
-        cost, slope = cost_and_slope(band.setting.orthogonalization)
+        setting = band.setting
+        cost, slope = cost_and_slope(setting.orthogonalization)
         loss = _with_error(*mean_and_error([run.final_loss for run in band.runs]))
-        baseline = _baseline(band, compared)
-        against = None if baseline in (None, band) else difference(band, baseline)
-        rows.append(
-            f"| {TITLES[band.name]} | {cost:g} | {slope:.0f} | {band.setting.lr:g} | {loss} | {len(band.runs)} "
-            f"| {'-' if against is None else _with_error(*against, sign='+')} |"
-        )
+        row = [TITLES[band.name], f"{cost:g}", f"{slope:.0f}", f"{setting.lr:g}", loss, str(len(band.runs))]
+        for chain in BASELINES:
+            against = None if chain == setting.orthogonalization else _difference_from(chain, band, compared)
+            row.append("-" if against is None else _with_error(*against, sign="+"))
+        rows.append(row)
     optimizers = dict.fromkeys(band.setting.optimizer for band in compared)
     ties = [_ties_by_error([band for band in compared if band.setting.optimizer == each]) for each in optimizers]
-    return "\n".join(rows) + "\n\n" + "\n".join(ties) + "\n"
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table + "\n\n" + "\n".join(ties) + "\n"
 
 
 def _with_error(mean: float, error: float, sign: str = "") -> str:

@@ -302,10 +302,12 @@ def test_the_plan_of_chains_compares_them_over_seeds(folder: Path) -> None:
     assert len(rows) == settings
     fast, keller = rows["muon", "fast"], rows["muon", "keller"]
     assert (fast["products"], fast["slope"], fast["lr"], fast["seeds"]) == ("7", "656.5", "0.02", "5")
-    assert (keller["products"], keller["difference"]) == ("10", "0.00000")
+    assert (keller["products"], keller["minus_keller"]) == ("10", "0.00000")
     # The losses of fast over seeds 1 to 5 differ from Keller's by -0.0025 and -0.0005 in turn.
-    assert float(fast["difference"]) == pytest.approx(-0.0017, abs=1e-5)
-    assert float(fast["error_of_difference"]) == pytest.approx(0.001 * math.sqrt(1.2 / 5), abs=1e-5)
+    assert float(fast["minus_keller"]) == pytest.approx(-0.0017, abs=1e-5)
+    assert float(fast["error_minus_keller"]) == pytest.approx(0.001 * math.sqrt(1.2 / 5), abs=1e-5)
+    means = {chain: float(rows["muon", chain]["mean"]) for chain in ("fast", "accurate")}
+    assert float(fast["minus_accurate"]) == pytest.approx(means["fast"] - means["accurate"], abs=2e-5)
     assert float(fast["mean"]) == pytest.approx(float(keller["mean"]) - 0.0017, abs=1e-5)
     assert float(keller["standard_error"]) == pytest.approx(0.01 * math.sqrt(2.5 / 5), abs=1e-5)
     text = (folder / "found.md").read_text()
