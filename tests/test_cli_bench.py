@@ -44,7 +44,7 @@ def test_bench(small, tmp_path):
     figures = json.loads(file.read_text())
     assert [entry["shape"] for entry in figures["orthogonalization"]] == ["2 x 16 x 32", "1 x 8 x 8"]
     (step,) = figures["step"]
-    ours = ["muon_fsdp", *(f"muon_fsdp, {rule}" for rule in RULES)]
+    ours = ["muon_fsdp", contestants.FAST, *(f"muon_fsdp, {rule}" for rule in RULES)]
     assert list(step["optimizers"]) == [*ours, "torch.optim.AdamW(fused)", "torch.optim.Muon"]
     assert all(one["milliseconds"] > 0 for one in step["optimizers"].values())
     assert [name for name, one in step["optimizers"].items() if "tflops" in one] == ["muon_fsdp", "torch.optim.Muon"]
@@ -219,7 +219,7 @@ def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(small, monkeypatch
     result = run("bench", "--tables", "step", "--repeats", "1", "--rules", "", "--json", "-")
     assert "tiny, 1 layer, peer: RuntimeError: not here" in result.stderr
     (step,) = json.loads(result.stdout)["step"]
-    assert list(step["optimizers"]) == ["muon_fsdp"]
+    assert list(step["optimizers"]) == ["muon_fsdp", contestants.FAST]
     assert step["notes"] == {"peer": "RuntimeError: not here"}
     monkeypatch.setattr(steps, "ours", lambda device, rules=(): {"muon_fsdp": broken})
     assert isinstance(CliRunner().invoke(app, ["bench", "--tables", "step"]).exception, RuntimeError)
@@ -266,6 +266,23 @@ def test_gradients_are_new_and_keep_their_part_of_low_rank():
 
     for p in params:
         assert torch.nn.functional.cosine_similarity(mean(p).flatten(), mean(p).flatten(), 0) > 0.9
+
+
+def test_fixed_gradients_change_where_they_are():
+    seen = []
+
+    class Noting(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self):
+            (grad,) = (p.grad for group in self.param_groups for p in group["params"])
+            seen.append((grad, grad.clone()))
+
+    for fixed in (True, False):
+        seen.clear()
+        steps.measure_one(Noting, [(4, 6)], "cpu", 2, fixed_gradients=fixed)
+        assert all((a is b) == fixed and not torch.equal(x, y) for (a, x), (b, y) in pairwise(seen))
 
 
 def test_memory_between_watched_calls_does_not_count(monkeypatch):
@@ -339,12 +356,18 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
     alone = set(contestants.orthogonalizers("cuda")), set(contestants.optimizers("cuda"))
     assert alone == (set(contestants.orthogonalizers("cpu")), set(contestants.optimizers("cpu")))
     monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=Other))
+    wrapper = SimpleNamespace(CudaGraphOptimizer=lambda inner, warmup_steps: (inner, warmup_steps))
+    monkeypatch.setitem(sys.modules, "dion.cuda_graph", wrapper)
     monkeypatch.setitem(sys.modules, "dion.newton_schulz_triton", SimpleNamespace(newton_schulz_triton=abs))
     gram = SimpleNamespace(Muon=Other, POLAR_EXPRESS_COEFFICIENTS=(), GramNewtonSchulz=lambda **options: abs)
     monkeypatch.setitem(sys.modules, "gram_newton_schulz", gram)
     assert {*contestants.orthogonalizers("cuda")} - alone[0] == {"dion Triton", "gram-newton-schulz"}
     more = contestants.optimizers("cuda")
-    assert {*more} - alone[1] == {"dion Muon (Triton)", "dion Muon (Gram)", "gram-newton-schulz Muon"}
+    dions = {"dion Muon (Triton)", "dion Muon (Gram)", contestants.DION_CAPTURED}
+    assert {*more} - alone[1] == {*dions, "gram-newton-schulz Muon"}
+    inner, warm_up = more[contestants.DION_CAPTURED]([])
+    assert inner.seen == ([], 0.02, {"use_gram_newton_schulz": True})
+    assert warm_up < steps.WARM_UP["cuda"] - 1  # so that a replay is timed
     assert more["dion Muon (Triton)"]([]).seen == ([], 0.02, {"use_triton": True})
 
 

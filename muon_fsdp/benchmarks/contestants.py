@@ -25,6 +25,9 @@ OURS = "muon_fsdp"
 FAST = f"{OURS}, fast"
 OVERLAPPED = f'{OURS}, overlap="backward"'
 DEFAULT_RULES = ("normuon", "spectral_sphere:lambda_mode=projection")
+DION_CAPTURED = "dion Muon (Gram), captured"
+# These replay a CUDA graph that reads gradients where they were when it was captured.
+FIXED_GRADIENTS = frozenset({DION_CAPTURED})
 LR, OTHER_LR = 0.02, 3e-4
 
 # The element-wise pair, and what it is compared with.
@@ -68,7 +71,7 @@ def ours(device: str, rules: Sequence[str] = ()) -> dict[str, MakeOptimizer]:
         rules: further rules to measure, as `parse_rule` reads them.
     """
     muon = partial(MuonOptimizer, nesterov=True)  # as in the optimizers of other libraries
-    found: dict[str, MakeOptimizer] = {OURS: muon}
+    found: dict[str, MakeOptimizer] = {OURS: muon, FAST: partial(muon, orthogonalization="fast")}
     if device == "cuda":
         found[f"{OURS}, cuda_graph=False"] = partial(muon, cuda_graph=False)
         found[f"{OURS}, cuda_graph=True"] = partial(muon, cuda_graph=True)
@@ -121,11 +124,22 @@ def optimizers(device: str) -> dict[str, MakeOptimizer]:
 
         found["dion Muon (Triton)"] = partial(Muon, lr=LR, use_triton=True)
         found["dion Muon (Gram)"] = partial(Muon, lr=LR, use_gram_newton_schulz=True)
+        found[DION_CAPTURED] = _captured_dion
     with suppress(ImportError):
         from gram_newton_schulz import Muon as GramMuon
 
         found["gram-newton-schulz Muon"] = partial(GramMuon, lr=LR)
     return found
+
+
+def _captured_dion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from dion import Muon
+    from dion.cuda_graph import CudaGraphOptimizer
+
+    captured: torch.optim.Optimizer = CudaGraphOptimizer(
+        Muon(params, lr=LR, use_gram_newton_schulz=True), warmup_steps=3
+    )
+    return captured
 
 
 def sharded_optimizers(device: str) -> dict[str, MakeOptimizers]:

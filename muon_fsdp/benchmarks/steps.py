@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from muon_fsdp.benchmarks.contestants import OURS, PAIR, MakeOptimizer, optimizers, ours
+from muon_fsdp.benchmarks.contestants import FAST, FIXED_GRADIENTS, OURS, PAIR, MakeOptimizer, optimizers, ours
 from muon_fsdp.benchmarks.machine import Setup, cool_down, free_memory
 from muon_fsdp.benchmarks.orthogonalization import least_flops
 from muon_fsdp.benchmarks.public_models import DECODERS, PUBLIC_MODELS, DecoderModel, GPT2Model, matrix_shapes
@@ -75,7 +75,16 @@ class Gradients:
             p.grad = None
         self._parts.reverse()
         for p, left, right in self._parts:
-            p.grad = self._normal(*p.shape).addmm_(left, right, alpha=0.3)
+            p.grad = self._random(p, left, right)
+
+    def renew_in_place(self) -> None:
+        """Overwrite every gradient, as `zero_grad(set_to_none=False)` followed by another backward would."""
+        for p, left, right in self._parts:
+            assert p.grad is not None
+            p.grad.copy_(self._random(p, left, right))
+
+    def _random(self, p: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self._normal(*p.shape).addmm_(left, right, alpha=0.3)
 
 
 class PeakMemory:
@@ -110,8 +119,12 @@ def random_parameters(shapes: Shapes, device: str) -> tuple[list[nn.Parameter], 
     return params, gradients
 
 
-def measure_one(make: MakeOptimizer, shapes: Shapes, device: str, repeats: int) -> dict[str, float]:
+def measure_one(
+    make: MakeOptimizer, shapes: Shapes, device: str, repeats: int, fixed_gradients: bool = False
+) -> dict[str, float]:
     """Measure the steps of one optimizer on parameters of these shapes.
+
+    With `fixed_gradients` new gradients are written where the old ones were.
 
     Returns:
         The median time of a step until the device has finished and of `step()` on the host, and the time of the first
@@ -119,6 +132,7 @@ def measure_one(make: MakeOptimizer, shapes: Shapes, device: str, repeats: int) 
     """
     free_memory(device)  # else the optimizer would use memory that the last one reserved
     params, gradients = random_parameters(shapes, device)
+    renew = gradients.renew_in_place if fixed_gradients else gradients.renew
     synchronize(device)
     memory = PeakMemory() if device == "cuda" else None
 
@@ -128,14 +142,14 @@ def measure_one(make: MakeOptimizer, shapes: Shapes, device: str, repeats: int) 
     optimizer = make(params)
     first = timed(lambda: seconds(optimizer.step, device))
     for _ in range(WARM_UP[device] - 1):
-        gradients.renew()
+        renew()
         timed(lambda: seconds(optimizer.step, device))
     total, host = [], []
     for _ in range(repeats):
-        gradients.renew()
+        renew()
         total.append(timed(lambda: seconds(optimizer.step, device)))
     for _ in range(repeats):  # without waiting: in training too, the device is still busy when the host calls step()
-        gradients.renew()
+        renew()
         host.append(timed(lambda: host_seconds(optimizer.step)))
     result = {
         "milliseconds": 1e3 * statistics.median(total),
@@ -168,7 +182,7 @@ def _measure_each(
     for name, make in contestants.items():
         setup.live.running(name)
         try:
-            figures[name] = measure_one(make, shapes, setup.device, setup.repeats)
+            figures[name] = measure_one(make, shapes, setup.device, setup.repeats, name in FIXED_GRADIENTS)
         except Exception as error:
             if name not in may_fail:
                 raise
@@ -210,12 +224,12 @@ def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = (
         libraries did not run. TFLOP/s are given where the optimizer does the work that the floor counts.
     """
     own, others = ours(setup.device, rules), optimizers(setup.device)
-    other_rules = own.keys() - ours(setup.device).keys()
+    other_work = {FAST} | own.keys() - ours(setup.device).keys()
     for model, shapes in setup.live.each("step", models.items()):
         elements, flops = sum(r * c for r, c in shapes), sum(least_flops(r, c) for r, c in shapes)
         figures, notes = _measure_each(setup, {**own, **others}, shapes, may_fail=list(others))
         for name, one in figures.items():
-            if "Adam" not in name and name not in other_rules:
+            if "Adam" not in name and name not in other_work:
                 one["tflops"] = flops / _device_milliseconds(one) / 1e9
         yield {
             "model": model,
