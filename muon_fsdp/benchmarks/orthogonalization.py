@@ -88,7 +88,7 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
     modes = modes_on(device)
     columns = [name + mode for name in contestants for mode in modes]
     shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
-    failed_captures: dict[str, str] = {}
+    failed_captures: dict[str, str] = {}  # not tried again: each may keep memory until the end of the process
     named = [(" x ".join(map(str, shape)), shape) for shape in shapes]
     for name, (count, rows, cols) in setup.live.each("orthogonalization", named):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -134,13 +134,7 @@ def _prepare(
 ) -> tuple[dict[str, Series], dict[str, str]]:
     """Prepare every contestant on these matrices: its kernels are compiled and its graph is captured.
 
-    Args:
-        contestants: what orthogonalizes, by name.
-        modes: how each of them is measured.
-        matrices: the batch to orthogonalize.
-        setup: what all tables share.
-        failed_captures: why captures of other libraries failed, by column. Failures are added, and not tried again for
-            the next shape: each may cost memory that only the end of the process releases.
+    Captures that fail are added to `failed_captures`, with the reason by column; those in it are not tried.
 
     Returns:
         What is timed, and why the others do not run, both by column.

@@ -11,7 +11,7 @@ import torch
 
 from muon_fsdp.benchmarks import orthogonalization, steps, throttling
 from muon_fsdp.benchmarks.live import LiveLine
-from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_run, show_run
+from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_run
 from muon_fsdp.benchmarks.throttling import Sample, Watch
 
 Save = Callable[[Mapping[str, Any]], None]
@@ -102,7 +102,8 @@ def run(
 
     report = Report(Watch.of_gpu() if device == "cuda" else None, save, show_part)
     report.figures.update(describe_run(device, threads), repeats=repeats)
-    show_part(show_run(report.figures))
+    versions = [f"{package} {version}" for package, version in report.figures["versions"].items()]
+    show_part(", ".join([report.figures["date"], report.figures["device"], *versions]))
     live.show("ceilings ...")
     with report.part("ceilings") as lines:
         ceilings = Ceilings.measure(device)

@@ -77,9 +77,9 @@ def bench(flags: BenchFlags) -> None:
     stderr shows what is being measured.
     """
     import_torch("muon-fsdp bench")
-    import torch
+    from muon_fsdp.benchmarks.machine import best_device
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device().type
     only_json = flags.json == "-"
     if flags.json is not None and not only_json and not Path(flags.json).absolute().parent.is_dir():
         fail(f"--json: the folder of {flags.json} does not exist; create it first")
