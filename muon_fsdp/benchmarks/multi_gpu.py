@@ -20,7 +20,7 @@ from muon_fsdp.benchmarks.machine import best_device, describe, free_memory, top
 from muon_fsdp.benchmarks.ranks import Ranks, RanksError
 from muon_fsdp.benchmarks.steps import WARM_UP
 from muon_fsdp.text import plain_table
-from muon_fsdp.timing import seconds
+from muon_fsdp.timing import repeated, seconds
 from muon_fsdp.training.model import GPT, PRESETS, GPTConfig
 from muon_fsdp.training.parallel import shard
 
@@ -139,12 +139,7 @@ def _together(run: Callable[[], object], device: str) -> float:
 
 def _blocks(run: Callable[[], object], device: str, repeats: int) -> list[float]:
     """Return the milliseconds of a call in each of several series of calls back to back."""
-
-    def series() -> None:
-        for _ in range(repeats):
-            run()
-
-    return [1e3 * _together(series, device) / repeats for _ in range(BLOCKS)]
+    return [1e3 * _together(repeated(run, repeats), device) / repeats for _ in range(BLOCKS)]
 
 
 # ------------------------------------------------------------------------------------------------------- all ranks

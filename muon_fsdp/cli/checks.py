@@ -114,9 +114,8 @@ def check_torch() -> Finding:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
     least = ".".join(map(str, LEAST_TORCH))
     if found < LEAST_TORCH:
-        return Finding(
-            "torch", "wrong", f"{torch.__version__}", f'Install a newer version: pip install "torch>={least}".'
-        )
+        advice = f'Install a newer version: pip install "torch>={least}".'
+        return Finding("torch", "wrong", str(torch.__version__), advice)
     return Finding("torch", "ok", f"{torch.__version__}, {least} is needed")
 
 
@@ -350,16 +349,14 @@ def kernel_choices(device: torch.device) -> list[dict[str, str]]:
         Product("multiply_add", 1, 4096, 14336, 4096, dtype),
         Product("symmetric", 128, 64, 64, 128, torch.float32),
     ]
-    found = []
-    for product in products:
-        choice = select(product, device)
-        found.append(
-            {
-                "product": f"{product.operation} {product.num_matrices} x ({product.rows} x {product.inner} x "
-                f"{product.cols})",
-                "dtype": str(product.dtype).removeprefix("torch."),
-                "kernel": choice.path or "chosen by timing at the first use",
-                "why": choice.reason,
-            }
-        )
-    return found
+    choices = [(product, select(product, device)) for product in products]
+    return [
+        {
+            "product": f"{product.operation} {product.num_matrices} x "
+            f"({product.rows} x {product.inner} x {product.cols})",
+            "dtype": str(product.dtype).removeprefix("torch."),
+            "kernel": choice.path or "chosen by timing at the first use",
+            "why": choice.reason,
+        }
+        for product, choice in choices
+    ]
