@@ -61,11 +61,17 @@ def parse_rule(text: str) -> dict[str, Any]:
 
 
 def ours(device: str, rules: Sequence[str] = ()) -> dict[str, MakeOptimizer]:
-    """Return what makes each of our optimizers, also with further rules for `parse_rule`, by the name in the table."""
+    """Return what makes each of our optimizers, by the name that the table shows.
+
+    Args:
+        device: "cuda" or "cpu".
+        rules: further rules to measure, as `parse_rule` reads them.
+    """
     muon = partial(MuonOptimizer, nesterov=True)  # as in the optimizers of other libraries
     found: dict[str, MakeOptimizer] = {OURS: muon}
-    for cuda_graph in (False, True) if device == "cuda" else ():
-        found[f"{OURS}, {cuda_graph=}"] = partial(muon, cuda_graph=cuda_graph)
+    if device == "cuda":
+        found[f"{OURS}, cuda_graph=False"] = partial(muon, cuda_graph=False)
+        found[f"{OURS}, cuda_graph=True"] = partial(muon, cuda_graph=True)
     for rule in rules:
         found[f"{OURS}, {rule}"] = partial(MuonOptimizer, **parse_rule(rule))
     return found

@@ -121,20 +121,22 @@ def measure_one(make: MakeOptimizer, shapes: Shapes, device: str, repeats: int) 
     params, gradients = random_parameters(shapes, device)
     synchronize(device)
     memory = PeakMemory() if device == "cuda" else None
+
+    def timed(clock: Callable[[], float]) -> float:
+        return memory.watch(clock) if memory else clock()
+
     optimizer = make(params)
-
-    def timed(clock: Callable[[], float], times: int) -> list[float]:
-        found = []
-        for _ in range(times):
-            found.append(memory.watch(clock) if memory else clock())
-            gradients.renew()
-        return found
-
-    step = partial(seconds, optimizer.step, device)
-    first, *_ = timed(step, WARM_UP[device])
-    total = timed(step, repeats)
-    # Without waiting: in training too, the device is still busy when the host calls step().
-    host = timed(partial(host_seconds, optimizer.step), repeats)
+    first = timed(lambda: seconds(optimizer.step, device))
+    for _ in range(WARM_UP[device] - 1):
+        gradients.renew()
+        timed(lambda: seconds(optimizer.step, device))
+    total, host = [], []
+    for _ in range(repeats):
+        gradients.renew()
+        total.append(timed(lambda: seconds(optimizer.step, device)))
+    for _ in range(repeats):  # without waiting: in training too, the device is still busy when the host calls step()
+        gradients.renew()
+        host.append(timed(lambda: host_seconds(optimizer.step)))
     result = {
         "milliseconds": 1e3 * statistics.median(total),
         "host_milliseconds": 1e3 * statistics.median(host),
@@ -195,7 +197,7 @@ def measure(setup: Setup, models: Mapping[str, Shapes], rules: Sequence[str] = (
     Args:
         setup: what all tables share.
         models: shapes of matrices, by the name that the table shows.
-        rules: further rules of ours, as `contestants.parse_rule` reads them.
+        rules: further rules of ours to measure, as `contestants.parse_rule` reads them.
 
     Yields:
         One entry per model: its name, size and floor, the figures of each optimizer, and why optimizers of other
