@@ -18,6 +18,7 @@ from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizer
 from muon_fsdp.benchmarks.live import LiveLine
 from muon_fsdp.benchmarks.machine import best_device, describe, free_memory, topology, without_home
 from muon_fsdp.benchmarks.ranks import Ranks, RanksError
+from muon_fsdp.benchmarks.run import Save, Show
 from muon_fsdp.benchmarks.steps import WARM_UP
 from muon_fsdp.text import plain_table
 from muon_fsdp.timing import repeated, seconds
@@ -150,8 +151,8 @@ def run(
     device: str,
     models: Sequence[str],
     repeats: int,
-    save: Callable[[Mapping[str, Any]], None],
-    show: Callable[[str], None],
+    save: Save,
+    show: Show,
 ) -> dict[str, Any]:
     """Measure the network and every contestant on every model. Every rank calls this; only the first saves and shows.
 

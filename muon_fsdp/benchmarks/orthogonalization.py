@@ -34,11 +34,7 @@ Mode = Callable[[Orthogonalizer, Tensor], Callable[[], object]]
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """Parse a batch such as "48x768x768".
-
-    Returns:
-        The number of matrices, and their rows and columns.
-    """
+    """Return the number of matrices, the rows and the columns of a batch such as "48x768x768"."""
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise ValueError(f"shape {text!r} is not BATCHxROWSxCOLUMNS, for example 48x768x768")
@@ -55,11 +51,7 @@ def least_flops(rows: int, cols: int) -> float:
 
 
 def captured(function: Orthogonalizer, matrices: Tensor) -> Callable[[], object]:
-    """Capture an orthogonalization in a CUDA graph, to time the device without the host.
-
-    Returns:
-        A function that replays the graph.
-    """
+    """Capture an orthogonalization in a CUDA graph, to time the device without the host; return what replays it."""
     function(matrices)  # compiles and tunes kernels, which a capture can't
     recorder = GraphRecorder(CudaSegments(matrices.device))
 

@@ -1,17 +1,12 @@
-"""Run the tables of `muon-fsdp bench`: figures for JSON, and texts as they are measured."""
+"""Collect the results of a run of `muon-fsdp bench`: figures for JSON, and texts as they are measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from muon_fsdp.benchmarks import orthogonalization, steps, throttling
-from muon_fsdp.benchmarks.live import LiveLine
-from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_run
+from muon_fsdp.benchmarks import throttling
 from muon_fsdp.benchmarks.throttling import Sample, Watch
 
 Save = Callable[[Mapping[str, Any]], None]
@@ -60,68 +55,3 @@ class Report:
                 found.append(entry)
                 self._save(self.figures)
             lines += [title, text(found).rstrip()]
-
-
-def run(
-    device: str,
-    *,
-    tables: Sequence[str],
-    shapes: Sequence[tuple[int, int, int]],
-    models: Sequence[str],
-    rules: Sequence[str],
-    repeats: int,
-    threads: int,
-    first_step: bool,
-    save: Save,
-    show: Show,
-) -> dict[str, Any]:
-    """Measure tables on a device.
-
-    Args:
-        device: "cuda" or "cpu".
-        tables: those to measure: "orthogonalization", "step" and "pair".
-        shapes: batches to orthogonalize; none stands for the default ones.
-        models: short names of the models whose steps are measured; none stands for all.
-        rules: further rules in the table of steps, as `contestants.parse_rule` reads them.
-        repeats: how many times each figure is measured; the result is the median.
-        threads: threads that PyTorch uses on a CPU.
-        first_step: whether to measure the first step of new processes; only on a GPU.
-        save: called with the figures so far whenever there are new ones.
-        show: called with a text whenever a part has been measured.
-
-    Returns:
-        The figures, ready for JSON.
-    """
-    if device == "cpu":
-        torch.set_num_threads(threads)
-    live = LiveLine()
-
-    def show_part(text: str) -> None:
-        live.clear()
-        show(f"{text}\n")
-
-    report = Report(Watch.of_gpu() if device == "cuda" else None, save, show_part)
-    report.figures.update(describe_run(device, threads), repeats=repeats)
-    versions = [f"{package} {version}" for package, version in report.figures["versions"].items()]
-    show_part(", ".join([report.figures["date"], report.figures["device"], *versions]))
-    live.show("ceilings ...")
-    with report.part("ceilings") as lines:
-        ceilings = Ceilings.measure(device)
-        report.figures["ceilings"] = asdict(ceilings)
-        lines.append(f"ceilings: {ceilings.show()}")
-    setup = Setup(device, ceilings, repeats, live)
-    shapes_by_model = steps.models_on(device, models)
-    if "orthogonalization" in tables:
-        title = "Orthogonalization, five steps; the floor is at the sustained rate"
-        report.add("orthogonalization", title, orthogonalization.measure(setup, shapes), orthogonalization.show)
-    if "step" in tables:
-        title = "One step; the floor is at the sustained rate"
-        report.add("step", title, steps.measure(setup, shapes_by_model, rules), steps.show)
-    if "pair" in tables:
-        report.add("pair", "The element-wise pair", steps.measure_pair(setup), steps.show_pair)
-    if first_step and device == "cuda":
-        title = "The first step of a new process"
-        report.add("first_step", title, steps.measure_first(setup, shapes_by_model), steps.show_first)
-    elif first_step:
-        show_part("The first step of a new process: not measured, because no kernels are compiled on a CPU")
-    return report.figures

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,10 +17,11 @@ from muon_fsdp.cli.output import print_json
 from muon_fsdp.training.arguments import fail
 from muon_fsdp.training.terminal import import_torch
 
+if TYPE_CHECKING:
+    from muon_fsdp.benchmarks.run import Save, Show
+
 TABLES = ("orthogonalization", "step", "pair")
 ALSO_ON_RANKS = ("multi_gpu", "models", "repeats", "json")  # flags that --multi-gpu uses
-Save = Callable[[Mapping[str, Any]], None]
-Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -94,37 +95,59 @@ def _run_tables(flags: BenchFlags, device: str, repeats: int, save: Save, show: 
     """Check the flags of the tables and measure them."""
     import torch
 
-    from muon_fsdp.benchmarks.contestants import DEFAULT_RULES, parse_rule
-    from muon_fsdp.benchmarks.orthogonalization import parse_shape
-    from muon_fsdp.benchmarks.run import run
-    from muon_fsdp.benchmarks.steps import models_on
+    from muon_fsdp.benchmarks import contestants, orthogonalization, steps
+    from muon_fsdp.benchmarks.live import LiveLine
+    from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_run
+    from muon_fsdp.benchmarks.run import Report
+    from muon_fsdp.benchmarks.throttling import Watch
 
     tables = _names("--tables", flags.tables, TABLES) or fail(f"--tables: pass some of {','.join(TABLES)}")
-    models = _names("--models", flags.models, models_on(device))
-    rules = DEFAULT_RULES if flags.rules is None else _split(flags.rules)
+    models = steps.models_on(device, _names("--models", flags.models, steps.models_on(device)))
+    rules = contestants.DEFAULT_RULES if flags.rules is None else _split(flags.rules)
     try:
-        shapes = [parse_shape(shape) for shape in _split(flags.shapes)]
+        shapes = [orthogonalization.parse_shape(shape) for shape in _split(flags.shapes)]
     except ValueError as error:
         fail(f"--shapes: {error}")
     try:
         for rule in rules:
-            parse_rule(rule)
+            contestants.parse_rule(rule)
     except ValueError as error:
         fail(f"--rules: {error}")
-    figures = run(
-        device,
-        tables=tables,
-        shapes=shapes,
-        models=models,
-        rules=rules,
-        repeats=repeats,
-        threads=flags.threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
-        first_step=flags.first_step,
-        save=save,
-        show=show,
-    )
+    threads = flags.threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2)
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    live = LiveLine()
+
+    def show_part(text: str) -> None:
+        live.clear()
+        show(f"{text}\n")
+
+    report = Report(Watch.of_gpu() if device == "cuda" else None, save, show_part)
+    report.figures.update(describe_run(device, threads), repeats=repeats)
+    versions = [f"{package} {version}" for package, version in report.figures["versions"].items()]
+    show_part(", ".join([report.figures["date"], report.figures["device"], *versions]))
+    live.show("ceilings ...")
+    with report.part("ceilings") as lines:
+        ceilings = Ceilings.measure(device)
+        report.figures["ceilings"] = asdict(ceilings)
+        lines.append(f"ceilings: {ceilings.show()}")
+    setup = Setup(device, ceilings, repeats, live)
+    if "orthogonalization" in tables:
+        title = "Orthogonalization, five steps; the floor is at the sustained rate"
+        report.add("orthogonalization", title, orthogonalization.measure(setup, shapes), orthogonalization.show)
+    if "step" in tables:
+        title = "One step; the floor is at the sustained rate"
+        report.add("step", title, steps.measure(setup, models, rules), steps.show)
+    if "pair" in tables:
+        report.add("pair", "The element-wise pair", steps.measure_pair(setup), steps.show_pair)
+    if flags.first_step and device == "cuda":
+        report.add(
+            "first_step", "The first step of a new process", steps.measure_first(setup, models), steps.show_first
+        )
+    elif flags.first_step:
+        show_part("The first step of a new process: not measured, because no kernels are compiled on a CPU")
     if flags.json == "-":
-        print_json(figures)
+        print_json(report.figures)
 
 
 def _run_on_ranks(flags: BenchFlags, device: str, repeats: int, save: Save, show: Show) -> None:
