@@ -146,14 +146,7 @@ def _blocks(run: Callable[[], object], device: str, repeats: int) -> list[float]
 # ------------------------------------------------------------------------------------------------------- all ranks
 
 
-def run(
-    ranks: Ranks,
-    device: str,
-    models: Sequence[str],
-    repeats: int,
-    save: Save,
-    show: Show,
-) -> dict[str, Any]:
+def run(ranks: Ranks, device: str, models: Sequence[str], repeats: int, save: Save, show: Show) -> dict[str, Any]:
     """Measure the network and every contestant on every model. Every rank calls this; only the first saves and shows.
 
     Args:

@@ -213,9 +213,9 @@ class StepPreview:
             "balance": report.balance,
             "flops": {"busiest_rank": report.max_flops, "mean": report.mean_flops},
             "bytes_per_rank": {
-                "gather_mean": report.gather_bytes / report.num_ranks if report.num_ranks else 0.0,
+                "gather_mean": report.gather_bytes / max(1, report.num_ranks),
                 "gather_busiest": report.traffic.busiest_gather,
-                "scatter_mean": report.scatter_bytes / report.num_ranks if report.num_ranks else 0.0,
+                "scatter_mean": report.scatter_bytes / max(1, report.num_ranks),
                 "scatter_busiest": report.traffic.busiest_scatter,
                 "weights": report.traffic.weights,
                 "settled": report.settled_bytes,
