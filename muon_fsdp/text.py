@@ -6,7 +6,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, zip_longest
 
 __all__ = ["format_bytes", "format_count", "format_seconds", "format_shape", "plain_table", "warn_user"]
 
@@ -74,11 +74,12 @@ def table_lines(
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, width: int | None) -> list[int]:
     """Return the widths of the columns: those of the widest columns are reduced until the table fits, if it can."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    least = [_longest_word(name) for name in header]
-    for row in rows:
-        lengths = [_longest_word(cell) if column < left else len(cell) for column, cell in enumerate(row)]
-        least = [max(pair) for pair in zip(least, lengths, strict=True)]
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = []
+    for number, (name, *cells) in enumerate(columns):
+        length = _longest_word if number < left else len
+        least.append(max([_longest_word(name), *map(length, cells)]))
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         column = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
         if widths[column] == least[column]:
@@ -102,11 +103,9 @@ def _broken(cells: Sequence[str], widths: Sequence[int], breakable: int, *, is_h
         else [cell]
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
-    height = max(map(len, wrapped))
-    for column, lines in enumerate(wrapped):
-        empty = [""] * (height - len(lines))
-        wrapped[column] = empty + lines if is_header else lines + empty
-    return [list(line) for line in zip(*wrapped, strict=True)]
+    if is_header:
+        return [list(line) for line in zip_longest(*map(reversed, wrapped), fillvalue="")][::-1]
+    return [list(line) for line in zip_longest(*wrapped, fillvalue="")]
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -24,13 +24,21 @@ def host_seconds(run: Callable[[], object]) -> float:
 
 def seconds(run: Callable[[], object], device: str) -> float:
     """Return how long a call takes, from an idle device until the device has finished its work."""
-
-    def run_to_the_end() -> None:
-        run()
-        synchronize(device)
-
     synchronize(device)
-    return host_seconds(run_to_the_end)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return a call that makes `times` calls back to back."""
+
+    def run_all() -> None:
+        for _ in range(times):
+            run()
+
+    return run_all
 
 
 class Series:
@@ -42,12 +50,8 @@ class Series:
 
     def __init__(self, run: Callable[[], object], device: str) -> None:
         run()
-        self._run, self._device = run, device
         self._calls = max(1, int(0.02 / max(1e-6, seconds(run, device))))
-
-    def _run_all(self) -> None:
-        for _ in range(self._calls):
-            self._run()
+        self._run_all, self._device = repeated(run, self._calls), device
 
     def milliseconds(self) -> float:
         """Return the time of one call in a series, including its work on the device."""
@@ -87,11 +91,7 @@ def sustained_seconds(run: Callable[[], object], device: str, load: float) -> fl
     that its power limit allows.
     """
     calls = max(1, round(load / 2 / max(1e-6, seconds(run, device))))
-
-    def run_half() -> None:
-        for _ in range(calls):
-            run()
-
+    run_half = repeated(run, calls)
     seconds(run_half, device)
     return seconds(run_half, device) / calls
 
@@ -105,12 +105,12 @@ def device_milliseconds(run: Callable[[], object], repeats: int, calls: int = 1)
         calls: calls between the two events. With several, the device works through a queue of them, so that the result
             is the time of the device alone wherever the host is faster.
     """
+    run_all = repeated(run, calls)
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        for _ in range(calls):
-            run()
+        run_all()
         end.record()
         end.synchronize()
         times.append(float(start.elapsed_time(end)) / calls)

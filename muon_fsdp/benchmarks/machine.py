@@ -61,26 +61,10 @@ def describe_run(device: str, threads: int) -> dict[str, Any]:
     return {"date": date.today().isoformat(), "device": name, "versions": versions}
 
 
-def show_run(run: Mapping[str, Any]) -> str:
-    """Return what `describe_run` found as one line of text."""
-    versions = [f"{package} {version}" for package, version in run["versions"].items()]
-    return ", ".join([run["date"], run["device"], *versions])
-
-
 def describe() -> dict[str, Any]:
     """Return what a bug report needs: versions, devices, backends of torch.distributed, and variables that matter."""
-    return {
-        "versions": versions(),
-        "devices": devices(),
-        "backends": backends(),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of this package, PyTorch, the system and related packages."""
     release = re.split(r"[^\d.]", platform.release())[0]  # the text after the number may name a machine
-    return {
+    versions = {
         "muon_fsdp": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -88,6 +72,12 @@ def versions() -> dict[str, str]:
         "NCCL": _nccl_version(),
         "system": f"{platform.system()} {release} {platform.machine()}",
         **{package: _version(package) for package in PACKAGES},
+    }
+    return {
+        "versions": versions,
+        "devices": devices(),
+        "backends": backends(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
@@ -184,10 +174,8 @@ class Ceilings:
     def measure(cls, device: str, pause: float = 1.0, load: float = 2.0) -> Ceilings:
         """Time large matrix products and a large copy on the device.
 
-        Args:
-            device: "cuda" or "cpu".
-            pause: seconds for which the device is idle before the burst.
-            load: seconds of products for the sustained rate, of which the second half counts.
+        The device is idle for `pause` seconds before the burst, and then busy for `load` seconds, of which the second
+        half counts as sustained.
         """
         size, numel = (8192, 2**28) if device == "cuda" else (1024, 2**24)
         dtype = torch.float16 if device == "cuda" else torch.float32

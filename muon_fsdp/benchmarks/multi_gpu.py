@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muon_fsdp.benchmarks.contestants import OURS, OVERLAPPED, sharded_optimizers
 from muon_fsdp.benchmarks.live import LiveLine
-from muon_fsdp.benchmarks.machine import describe, free_memory, topology, without_home
+from muon_fsdp.benchmarks.machine import best_device, describe, free_memory, topology, without_home
 from muon_fsdp.benchmarks.ranks import Ranks, RanksError
+from muon_fsdp.benchmarks.run import Save, Show
 from muon_fsdp.benchmarks.steps import WARM_UP
 from muon_fsdp.text import plain_table
-from muon_fsdp.timing import seconds
+from muon_fsdp.timing import repeated, seconds
 from muon_fsdp.training.model import GPT, PRESETS, GPTConfig
 from muon_fsdp.training.parallel import shard
 
@@ -57,21 +58,16 @@ def workloads_on(device: str) -> dict[str, Workload]:
 
 
 def measure(workload: Workload, name: str, repeats: int) -> dict[str, Any]:
-    """Measure one contestant on this rank. Every rank calls this.
+    """Measure the contestant of this name on this rank; `repeats` steps are timed. Every rank calls this.
 
     A step alone is timed on the gradients of one backward. A contestant that overlaps its step with backward has no
     step alone.
-
-    Args:
-        workload: the model and its batch.
-        name: the contestant.
-        repeats: how many steps are timed.
 
     Returns:
         Milliseconds of each step alone; milliseconds of a training step, and of forward and backward without a step,
         for each block of steps; seconds of the first step; on a GPU the peaks of memory in training, in GB.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device().type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model = sharded_model(workload.config, mesh)
     shape = (workload.sequences, workload.config.sequence_length + 1)
@@ -94,10 +90,9 @@ def measure(workload: Workload, name: str, repeats: int) -> dict[str, Any]:
         step()
 
     backward()
-    first = _together(step, device)
+    found: dict[str, Any] = {"first_step_seconds": _together(step, device)}
     for _ in range(WARM_UP[device] - 1):
         train()
-    found: dict[str, Any] = {"first_step_seconds": first}
     if name != OVERLAPPED:
         backward()
         found["step_milliseconds"] = [1e3 * _together(step, device) for _ in range(repeats)]
@@ -125,7 +120,7 @@ def measure_network(num_bytes: int) -> float | None:
     """Measure the GB/s that a rank sends in an all-to-all of this many bytes per rank; None if there is one rank."""
     if dist.get_world_size() == 1:
         return None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device().type
     each = num_bytes // dist.get_world_size()
     sent = torch.zeros(each * dist.get_world_size(), dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
@@ -145,25 +140,13 @@ def _together(run: Callable[[], object], device: str) -> float:
 
 def _blocks(run: Callable[[], object], device: str, repeats: int) -> list[float]:
     """Return the milliseconds of a call in each of several series of calls back to back."""
-
-    def series() -> None:
-        for _ in range(repeats):
-            run()
-
-    return [1e3 * _together(series, device) / repeats for _ in range(BLOCKS)]
+    return [1e3 * _together(repeated(run, repeats), device) / repeats for _ in range(BLOCKS)]
 
 
 # ------------------------------------------------------------------------------------------------------- all ranks
 
 
-def run(
-    ranks: Ranks,
-    device: str,
-    models: Sequence[str],
-    repeats: int,
-    save: Callable[[Mapping[str, Any]], None],
-    show: Callable[[str], None],
-) -> dict[str, Any]:
+def run(ranks: Ranks, device: str, models: Sequence[str], repeats: int, save: Save, show: Show) -> dict[str, Any]:
     """Measure the network and every contestant on every model. Every rank calls this; only the first saves and shows.
 
     Args:
@@ -224,12 +207,7 @@ def ours_failed(figures: Mapping[str, Any]) -> bool:
 
 
 def combine(by_rank: Sequence[Mapping[str, Any]], workload: Workload) -> dict[str, Any]:
-    """Combine what the ranks measured. The slowest rank decides about times, and the fullest one about memory.
-
-    Args:
-        by_rank: the results of `measure`.
-        workload: what was measured.
-    """
+    """Combine the results of `measure`. The slowest rank decides about times, and the fullest one about memory."""
     training = _slowest(by_rank, "training_milliseconds")
     without = _slowest(by_rank, "backward_milliseconds")
     tokens = len(by_rank) * workload.sequences * workload.config.sequence_length
@@ -278,16 +256,12 @@ def table(entry: Mapping[str, Any]) -> str:
 
 
 def closing_line(json: str | None) -> str:
-    """Return where to send the figures: the form for them among the issues of this project."""
-    what = "Add --json FILE to get a file that you can send" if json is None else f"To send {json}"
-    return f'{what}: open an issue with the form "{TEMPLATE}", {_issues()}.'
-
-
-def _issues() -> str:
-    """Return the address of the issues as the installed package gives it, or where the form lies in the repository."""
+    """Return where to send the figures: the issues of this project, by the address that the installed package gives."""
     try:
         urls = importlib.metadata.metadata("muon_fsdp").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:
         urls = []
     found = [url.partition(", ")[2] for url in urls if url.startswith("Issues, ")]
-    return found[0] if found else ".github/ISSUE_TEMPLATE/multi_gpu.yml in the repository"
+    where = found[0] if found else ".github/ISSUE_TEMPLATE/multi_gpu.yml in the repository"
+    what = "Add --json FILE to get a file that you can send" if json is None else f"To send {json}"
+    return f'{what}: open an issue with the form "{TEMPLATE}", {where}.'

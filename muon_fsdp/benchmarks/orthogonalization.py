@@ -34,11 +34,7 @@ Mode = Callable[[Orthogonalizer, Tensor], Callable[[], object]]
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """Parse a batch such as "48x768x768".
-
-    Returns:
-        The number of matrices, and their rows and columns.
-    """
+    """Return the number of matrices, the rows and the columns of a batch such as "48x768x768"."""
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise ValueError(f"shape {text!r} is not BATCHxROWSxCOLUMNS, for example 48x768x768")
@@ -55,11 +51,7 @@ def least_flops(rows: int, cols: int) -> float:
 
 
 def captured(function: Orthogonalizer, matrices: Tensor) -> Callable[[], object]:
-    """Capture an orthogonalization in a CUDA graph, to time the device without the host.
-
-    Returns:
-        A function that replays the graph.
-    """
+    """Capture an orthogonalization in a CUDA graph, to time the device without the host; return what replays it."""
     function(matrices)  # compiles and tunes kernels, which a capture can't
     recorder = GraphRecorder(CudaSegments(matrices.device))
 
@@ -88,7 +80,7 @@ def measure(setup: Setup, shapes: Sequence[tuple[int, int, int]] | None = None) 
     modes = modes_on(device)
     columns = [name + mode for name in contestants for mode in modes]
     shapes = shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
-    failed_captures: dict[str, str] = {}
+    failed_captures: dict[str, str] = {}  # not tried again: each may keep memory until the end of the process
     named = [(" x ".join(map(str, shape)), shape) for shape in shapes]
     for name, (count, rows, cols) in setup.live.each("orthogonalization", named):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -134,13 +126,7 @@ def _prepare(
 ) -> tuple[dict[str, Series], dict[str, str]]:
     """Prepare every contestant on these matrices: its kernels are compiled and its graph is captured.
 
-    Args:
-        contestants: what orthogonalizes, by name.
-        modes: how each of them is measured.
-        matrices: the batch to orthogonalize.
-        setup: what all tables share.
-        failed_captures: why captures of other libraries failed, by column. Failures are added, and not tried again for
-            the next shape: each may cost memory that only the end of the process releases.
+    Captures that fail are added to `failed_captures`, with the reason by column; those in it are not tried.
 
     Returns:
         What is timed, and why the others do not run, both by column.

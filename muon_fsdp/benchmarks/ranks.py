@@ -110,20 +110,6 @@ class Ranks:
         """
         self._calls += 1
         failed = f"{self._calls}/error"
-        result = self._run_here(function, args, failed)
-        self._store.set(f"{self._calls}/result/{self.place.rank}", json.dumps(result))
-        keys = [f"{self._calls}/result/{rank}" for rank in range(self.place.size)]
-        self._store.wait(keys, timedelta(seconds=self._limit + _PATIENCE_SECONDS))
-        if self._store.check([failed]):
-            raise RanksError(self._store.get(failed).decode())
-        return [json.loads(self._store.get(key)) for key in keys]
-
-    def _run_here(self, function: Callable[..., Any], args: tuple[Any, ...], failed: str) -> Any:
-        """Call the function in a new process of this rank; write to the store's `failed` if that does not succeed.
-
-        Returns:
-            The result, or None if the function failed on this rank or another.
-        """
         ours, theirs = self._context.Pipe()
         join = (self.place, f"muon_fsdp bench/{self._calls}", self._limit, self._backend)
         process = self._context.Process(target=_serve, args=(theirs, join, function, args), daemon=True)
@@ -133,10 +119,15 @@ class Ranks:
             result, error = self._wait(ours, failed)
             if error is not None:  # the first error counts: later ones are consequences, such as closed connections
                 self._store.compare_set(failed, "", f"rank {self.place.rank}: {error}")
-            return result
         finally:  # after the error is known to all, because a process that holds a GPU can take long to end
             process.kill()
             process.join()
+        self._store.set(f"{self._calls}/result/{self.place.rank}", json.dumps(result))
+        keys = [f"{self._calls}/result/{rank}" for rank in range(self.place.size)]
+        self._store.wait(keys, timedelta(seconds=self._limit + _PATIENCE_SECONDS))
+        if self._store.check([failed]):
+            raise RanksError(self._store.get(failed).decode())
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def _wait(self, ours: Connection, failed: str) -> tuple[Any, str | None]:
         """Wait for the reply of a process until the time limit, or until the store has `failed`.
@@ -164,11 +155,7 @@ def on_this_machine(
 ) -> list[Result]:
     """Call `work` with the `Ranks` of each of `size` new ranks, which meet over the loopback device.
 
-    Args:
-        size: the number of ranks.
-        work: is called in one thread per rank.
-        limit: seconds that a function may take which `Ranks.run` calls.
-        backend: as for `Ranks`.
+    Every rank has a thread; `limit` and `backend` are those of `Ranks`.
 
     Returns:
         The results by rank.

@@ -166,13 +166,7 @@ def measure_one(
 def _measure_each(
     setup: Setup, contestants: Mapping[str, MakeOptimizer], shapes: Shapes, may_fail: Sequence[str] = ()
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Measure every contestant on parameters of these shapes.
-
-    Args:
-        setup: what all tables share.
-        contestants: what makes each optimizer, by name.
-        shapes: those of the parameters.
-        may_fail: names of contestants that may not support this machine; the others are then still measured.
+    """Measure every contestant on parameters of these shapes; those that may fail do not stop the others.
 
     Returns:
         The figures of each optimizer, and why some did not run, both by name.
@@ -197,16 +191,16 @@ def _device_milliseconds(one: Mapping[str, float]) -> float:
     return one.get("device_milliseconds", one["milliseconds"])
 
 
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return rows as a text table; each row has its cells by the names of the columns."""
+    return plain_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 # ----------------------------------------------------------------------------------------------------- whole steps
 
 
-def models_on(device: str, only: Sequence[str] | None = None) -> dict[str, Shapes]:
-    """Return the shapes of the models that are measured on a device, by the name that the table shows.
-
-    Args:
-        device: "cuda" or "cpu".
-        only: short names of the models to return. Default: all models.
-    """
+def models_on(device: str, only: Sequence[str] = ()) -> dict[str, Shapes]:
+    """Return the shapes of the models that are measured on a device, or of those with these short names, by name."""
     models = MODELS if device == "cuda" else CPU_MODELS
     return {name: shapes for name, shapes in models.items() if not only or name.split(",")[0] in only}
 
@@ -248,7 +242,7 @@ def show(results: list[dict[str, Any]]) -> str:
         ours_alone = _device_milliseconds(entry["optimizers"][OURS])
         rows = [{"optimizer": name, **_cells(one, ours_alone, floor)} for name, one in entry["optimizers"].items()]
         parts.append(f"{entry['model']}: {millions:.0f}M parameters in matrices, floor {floor:.2f} ms")
-        parts.append(plain_table(list(rows[0]), [list(row.values()) for row in rows]))
+        parts.append(_table(rows))
         parts += [f"{name}: {note}" for name, note in entry["notes"].items()]
         parts.append("")
     return "\n".join(parts)
@@ -293,21 +287,20 @@ def measure_pair(setup: Setup) -> Iterator[dict[str, Any]]:
 
 def show_pair(results: list[dict[str, Any]]) -> str:
     """Return the results as one text table per set of tensors."""
-    header = ["optimizer", "device ms", "host ms", "% of a copy", "Adam / this"]
     parts = []
     for entry in results:
         times = {name: _device_milliseconds(one) for name, one in entry["optimizers"].items()}
         rows = [
-            [
-                name,
-                f"{times[name]:.3f}",
-                f"{one['host_milliseconds']:.2f}",
-                f"{100 * one['of_copy']:.0f}",
-                f"{times['torch.optim.Adam'] / times[name]:.2f}",
-            ]
+            {
+                "optimizer": name,
+                "device ms": f"{times[name]:.3f}",
+                "host ms": f"{one['host_milliseconds']:.2f}",
+                "% of a copy": f"{100 * one['of_copy']:.0f}",
+                "Adam / this": f"{times['torch.optim.Adam'] / times[name]:.2f}",
+            }
             for name, one in entry["optimizers"].items()
         ]
-        parts.append(f"{entry['size']}\n{plain_table(header, rows)}\n")
+        parts.append(f"{entry['size']}\n{_table(rows)}\n")
     return "\n".join(parts)
 
 
@@ -353,11 +346,15 @@ def first_steps(device: str, shapes: Shapes, cache: str, threads: int) -> dict[s
 def show_first(results: list[dict[str, Any]]) -> str:
     """Return the results as a text table."""
     count = WARM_UP["cuda"]
-    columns = {
-        "cold cache s": ("cold", "first_step_seconds"),
-        "warm cache s": ("warm", "first_step_seconds"),
-        f"first {count} steps, cold s": ("cold", "warm_up_seconds"),
-        f"first {count} steps, warm s": ("warm", "warm_up_seconds"),
-    }
-    rows = [[entry["model"], *(f"{entry[state][key]:.2f}" for state, key in columns.values())] for entry in results]
-    return plain_table(["model", *columns], rows)
+    return _table(
+        [
+            {
+                "model": entry["model"],
+                "cold cache s": f"{entry['cold']['first_step_seconds']:.2f}",
+                "warm cache s": f"{entry['warm']['first_step_seconds']:.2f}",
+                f"first {count} steps, cold s": f"{entry['cold']['warm_up_seconds']:.2f}",
+                f"first {count} steps, warm s": f"{entry['warm']['warm_up_seconds']:.2f}",
+            }
+            for entry in results
+        ]
+    )

@@ -35,11 +35,7 @@ class Sample(NamedTuple):
 
 
 def parse_sample(line: str) -> Sample | None:
-    """Parse one line of `nvidia-smi`, such as "1980, 412.50, 54, 0x0000000000000004".
-
-    Returns:
-        The sample, or None if the line is something else, such as an error message.
-    """
+    """Parse a line of `nvidia-smi` such as "1980, 412.50, 54, 0x0000000000000004"; return None for any other text."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != 4:
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ from muon_fsdp.training.arguments import fail
 from muon_fsdp.training.terminal import import_torch
 
 if TYPE_CHECKING:
-    from muon_fsdp.benchmarks.run import Request
+    from muon_fsdp.benchmarks.run import Save, Show
 
-TABLES = "orthogonalization,step,pair"
+TABLES = ("orthogonalization", "step", "pair")
 ALSO_ON_RANKS = ("multi_gpu", "models", "repeats", "json")  # flags that --multi-gpu uses
 
 
@@ -31,9 +32,9 @@ class BenchFlags:
         False, None, "Compare training with several optimizers on a model that FSDP2 shards over the ranks of torchrun."
     )
     tables: str = option(
-        TABLES,
+        ",".join(TABLES),
         "NAMES",
-        f"Tables to measure, separated by commas. Default: {TABLES.replace(',', ', ')}.",
+        f"Tables to measure, separated by commas. Default: {', '.join(TABLES)}.",
         show_default=False,
     )
     shapes: str | None = option(
@@ -77,22 +78,79 @@ def bench(flags: BenchFlags) -> None:
     stderr shows what is being measured.
     """
     import_torch("muon-fsdp bench")
+    from muon_fsdp.benchmarks.machine import best_device
+
+    device = best_device().type
+    only_json = flags.json == "-"
+    if flags.json is not None and not only_json and not Path(flags.json).absolute().parent.is_dir():
+        fail(f"--json: the folder of {flags.json} does not exist; create it first")
+    run = _run_on_ranks if flags.multi_gpu else _run_tables
+    repeats = flags.repeats or (10 if device == "cuda" else 3)
+    save = partial(_save, path=None if only_json else flags.json)
+    show: Show = (lambda text: None) if only_json else partial(print, flush=True)
+    run(flags, device, repeats, save, show)
+
+
+def _run_tables(flags: BenchFlags, device: str, repeats: int, save: Save, show: Show) -> None:
+    """Check the flags of the tables and measure them."""
     import torch
 
-    from muon_fsdp.benchmarks.run import run
+    from muon_fsdp.benchmarks import contestants, orthogonalization, steps
+    from muon_fsdp.benchmarks.live import LiveLine
+    from muon_fsdp.benchmarks.machine import Ceilings, Setup, describe_run
+    from muon_fsdp.benchmarks.run import Report
+    from muon_fsdp.benchmarks.throttling import Watch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if flags.json not in (None, "-") and not Path(flags.json).absolute().parent.is_dir():
-        fail(f"--json: the folder of {flags.json} does not exist; create it first")
-    if flags.multi_gpu:
-        _run_on_ranks(flags, device)
-        return
-    figures = run(device, _request(flags, device), partial(_save, path=flags.json), _show(flags))
+    tables = _names("--tables", flags.tables, TABLES) or fail(f"--tables: pass some of {','.join(TABLES)}")
+    models = steps.models_on(device, _names("--models", flags.models, steps.models_on(device)))
+    rules = contestants.DEFAULT_RULES if flags.rules is None else _split(flags.rules)
+    try:
+        shapes = [orthogonalization.parse_shape(shape) for shape in _split(flags.shapes)]
+    except ValueError as error:
+        fail(f"--shapes: {error}")
+    try:
+        for rule in rules:
+            contestants.parse_rule(rule)
+    except ValueError as error:
+        fail(f"--rules: {error}")
+    threads = flags.threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2)
+    if device == "cpu":
+        torch.set_num_threads(threads)
+    live = LiveLine()
+
+    def show_part(text: str) -> None:
+        live.clear()
+        show(f"{text}\n")
+
+    report = Report(Watch.of_gpu() if device == "cuda" else None, save, show_part)
+    report.figures.update(describe_run(device, threads), repeats=repeats)
+    versions = [f"{package} {version}" for package, version in report.figures["versions"].items()]
+    show_part(", ".join([report.figures["date"], report.figures["device"], *versions]))
+    live.show("ceilings ...")
+    with report.part("ceilings") as lines:
+        ceilings = Ceilings.measure(device)
+        report.figures["ceilings"] = asdict(ceilings)
+        lines.append(f"ceilings: {ceilings.show()}")
+    setup = Setup(device, ceilings, repeats, live)
+    if "orthogonalization" in tables:
+        title = "Orthogonalization, five steps; the floor is at the sustained rate"
+        report.add("orthogonalization", title, orthogonalization.measure(setup, shapes), orthogonalization.show)
+    if "step" in tables:
+        title = "One step; the floor is at the sustained rate"
+        report.add("step", title, steps.measure(setup, models, rules), steps.show)
+    if "pair" in tables:
+        report.add("pair", "The element-wise pair", steps.measure_pair(setup), steps.show_pair)
+    if flags.first_step and device == "cuda":
+        report.add(
+            "first_step", "The first step of a new process", steps.measure_first(setup, models), steps.show_first
+        )
+    elif flags.first_step:
+        show_part("The first step of a new process: not measured, because no kernels are compiled on a CPU")
     if flags.json == "-":
-        print_json(figures)
+        print_json(report.figures)
 
 
-def _run_on_ranks(flags: BenchFlags, device: str) -> None:
+def _run_on_ranks(flags: BenchFlags, device: str, repeats: int, save: Save, show: Show) -> None:
     """Check the flags of `--multi-gpu` and run it; the first rank prints the tables and saves the figures."""
     import torch
 
@@ -102,8 +160,7 @@ def _run_on_ranks(flags: BenchFlags, device: str) -> None:
     for field in fields(flags):
         if field.name not in ALSO_ON_RANKS and getattr(flags, field.name) != field.default:
             fail(f"--{field.name.replace('_', '-')} does not work with --multi-gpu; leave one of them out")
-    models = _split(flags.models)
-    _check_names("--models", models, [name.split(",")[0] for name in multi_gpu.workloads_on(device)])
+    models = _names("--models", flags.models, multi_gpu.workloads_on(device))
     place = Place.of_torchrun()
     if place is None:
         count = torch.cuda.device_count() or 2
@@ -111,14 +168,7 @@ def _run_on_ranks(flags: BenchFlags, device: str) -> None:
             "--multi-gpu measures the ranks of a job, and no launcher has started one. Run: torchrun --standalone "
             f"--nproc-per-node {count} -m muon_fsdp.cli bench --multi-gpu --json multi_gpu.json"
         )
-    figures = multi_gpu.run(
-        Ranks(place, multi_gpu.TIME_LIMIT),
-        device,
-        models,
-        flags.repeats or _default_repeats(device),
-        partial(_save, path=flags.json),
-        _show(flags),
-    )
+    figures = multi_gpu.run(Ranks(place, multi_gpu.TIME_LIMIT), device, models, repeats, save, show)
     if place.rank == 0 and flags.json == "-":
         print_json(figures)
     elif place.rank == 0:
@@ -129,56 +179,10 @@ def _run_on_ranks(flags: BenchFlags, device: str) -> None:
 
 def _save(figures: Mapping[str, Any], path: str | None) -> None:
     """Write figures to a file as JSON, if the user named one. A reader never sees a part of them."""
-    if path in (None, "-"):
-        return
-    from json import dumps
-
-    partial = Path(f"{path}.partial")
-    partial.write_text(dumps(figures, indent=1) + "\n")
-    partial.replace(path)
-
-
-def _show(flags: BenchFlags) -> Callable[[str], None]:
-    """Return what prints a table as soon as it is measured, or nothing if stdout is for JSON alone."""
-    return (lambda text: None) if flags.json == "-" else partial(print, flush=True)
-
-
-def _default_repeats(device: str) -> int:
-    return 10 if device == "cuda" else 3
-
-
-def _request(flags: BenchFlags, device: str) -> Request:
-    """Check the flags and return what they ask for."""
-    import torch
-
-    from muon_fsdp.benchmarks.contestants import DEFAULT_RULES, parse_rule
-    from muon_fsdp.benchmarks.orthogonalization import parse_shape
-    from muon_fsdp.benchmarks.run import TABLES as VALID_TABLES
-    from muon_fsdp.benchmarks.run import Request
-    from muon_fsdp.benchmarks.steps import models_on
-
-    tables = _split(flags.tables) or fail(f"--tables: pass some of {TABLES}")
-    _check_names("--tables", tables, VALID_TABLES)
-    _check_names("--models", _split(flags.models), [name.split(",")[0] for name in models_on(device)])
-    rules = DEFAULT_RULES if flags.rules is None else _split(flags.rules)
-    try:
-        shapes = [parse_shape(shape) for shape in _split(flags.shapes)]
-    except ValueError as error:
-        fail(f"--shapes: {error}")
-    try:
-        for rule in rules:
-            parse_rule(rule)
-    except ValueError as error:
-        fail(f"--rules: {error}")
-    return Request(
-        tables=tables,
-        shapes=shapes or None,
-        models=_split(flags.models) or None,
-        rules=rules,
-        repeats=flags.repeats or _default_repeats(device),
-        threads=flags.threads or (torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 2),
-        first_step=flags.first_step,
-    )
+    if path is not None:
+        partial_file = Path(f"{path}.partial")
+        partial_file.write_text(dumps(figures, indent=1) + "\n")
+        partial_file.replace(path)
 
 
 def _split(text: str | None) -> list[str]:
@@ -186,8 +190,11 @@ def _split(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()] if text else []
 
 
-def _check_names(option: str, names: Iterable[str], valid: Iterable[str]) -> None:
-    """Fail if a name that was passed to an option is not valid."""
+def _names(flag: str, text: str | None, valid: Iterable[str]) -> list[str]:
+    """Return the names that were passed to a flag; fail if one is not valid, up to the comma of a longer title."""
+    short = [name.split(",")[0] for name in valid]
+    names = _split(text)
     for name in names:
-        if name not in valid:
-            fail(f"{option}: {name!r} is not one of {', '.join(valid)}")
+        if name not in short:
+            fail(f"{flag}: {name!r} is not one of {', '.join(short)}")
+    return names

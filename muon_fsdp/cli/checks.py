@@ -88,11 +88,7 @@ def self_test(name: str, advice: str = REPORT) -> Callable[[SelfTest], Callable[
 
 
 def findings(*, quick: bool) -> list[Finding]:
-    """Run all checks. Those that need other processes run at the same time as the others.
-
-    Args:
-        quick: skip the step on two ranks.
-    """
+    """Run all checks, or with `quick` all but the step on two ranks; those in other processes run beside the others."""
     with ThreadPoolExecutor(max_workers=2) as executor:
         bf16 = executor.submit(check_cpu_bf16)
         ranks = executor.submit(check_two_ranks) if not quick and backends()["gloo"] else None
@@ -114,9 +110,8 @@ def check_torch() -> Finding:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
     least = ".".join(map(str, LEAST_TORCH))
     if found < LEAST_TORCH:
-        return Finding(
-            "torch", "wrong", f"{torch.__version__}", f'Install a newer version: pip install "torch>={least}".'
-        )
+        advice = f'Install a newer version: pip install "torch>={least}".'
+        return Finding("torch", "wrong", str(torch.__version__), advice)
     return Finding("torch", "ok", f"{torch.__version__}, {least} is needed")
 
 
@@ -280,13 +275,9 @@ for size in (16, 512):
 
 
 def run_bf16_product(isa: str | None) -> int:
-    """Multiply bfloat16 matrices in a new process.
+    """Multiply bfloat16 matrices in a new process and return its exit status; if negative, the signal that killed it.
 
-    Args:
-        isa: the value of ONEDNN_MAX_CPU_ISA in that process; None leaves it unset.
-
-    Returns:
-        The exit status of the process. A negative number is the signal that killed it.
+    `isa` is the value of ONEDNN_MAX_CPU_ISA in that process; None leaves it unset.
     """
     environment = {key: value for key, value in os.environ.items() if key != ISA_VARIABLE}
     if isa is not None:
@@ -311,10 +302,9 @@ def check_two_ranks() -> tuple[float, float, str]:
 
 
 def sharded_difference() -> float:
-    """Compare two sharded steps with the same steps on one device. Every rank calls this function.
+    """Return how far weights differ after two sharded steps and after the same steps on one device.
 
-    Returns:
-        The largest difference between the weights.
+    Every rank calls this function.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
@@ -350,16 +340,14 @@ def kernel_choices(device: torch.device) -> list[dict[str, str]]:
         Product("multiply_add", 1, 4096, 14336, 4096, dtype),
         Product("symmetric", 128, 64, 64, 128, torch.float32),
     ]
-    found = []
-    for product in products:
-        choice = select(product, device)
-        found.append(
-            {
-                "product": f"{product.operation} {product.num_matrices} x ({product.rows} x {product.inner} x "
-                f"{product.cols})",
-                "dtype": str(product.dtype).removeprefix("torch."),
-                "kernel": choice.path or "chosen by timing at the first use",
-                "why": choice.reason,
-            }
-        )
-    return found
+    choices = [(product, select(product, device)) for product in products]
+    return [
+        {
+            "product": f"{product.operation} {product.num_matrices} x "
+            f"({product.rows} x {product.inner} x {product.cols})",
+            "dtype": str(product.dtype).removeprefix("torch."),
+            "kernel": choice.path or "chosen by timing at the first use",
+            "why": choice.reason,
+        }
+        for product, choice in choices
+    ]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -41,14 +40,27 @@ def compare(
         fail("pass the folders of at least two runs; the first is the baseline")
     if not json and not plot.absolute().parent.is_dir():
         fail(f"--plot: no such folder: {plot.absolute().parent}; create it first")
-    results = _with_unique_names([_read(folder) for folder in runs], runs)
+    results = [_read(folder) for folder in runs]
+    counts = Counter(result.name for result in results)
+    results = [
+        result if counts[result.name] == 1 else replace(result, name=str(folder))
+        for result, folder in zip(results, runs, strict=True)
+    ]
     baseline = results[0]
     if json:
-        print_json([_figures(result, baseline, folder) for result, folder in zip(results, runs, strict=True)])
+        figures = []
+        for result, folder in zip(results, runs, strict=True):
+            own = {"name": result.name, "folder": str(folder), "steps": result.num_steps}
+            validations = [asdict(evaluation) for evaluation in result.evaluations]
+            figures.append(own | summarize(result, baseline) | {"evaluations": validations})
+        print_json(figures)
         return
     print_comparison(results, baseline)
-    for flag in _different_flags(runs):
-        print(f"note: the runs differ in {flag}, so their losses may not be comparable")
+    starts = [read_start(folder) for folder in runs]
+    for (part, name), flag in _SAME.items():
+        values = [start.get(part, {}).get(name) for start in starts]
+        if any(value != values[0] for value in values):
+            print(f"note: the runs differ in {flag}, so their losses may not be comparable")
     if importlib.util.find_spec("matplotlib") is None:
         print('note: the plot needs matplotlib; install it with: pip install "muon_fsdp[cli]"')
         return
@@ -69,30 +81,3 @@ def _read(folder: Path) -> RunResult:
     if not result.train_losses or not result.evaluations:
         fail(f"{folder} has no step yet, or no validation: wait until the run has some")
     return result
-
-
-def _with_unique_names(results: Sequence[RunResult], folders: Sequence[Path]) -> list[RunResult]:
-    """Return the results with the paths of their folders as names, where several runs have the same name."""
-    counts = Counter(result.name for result in results)
-    return [
-        result if counts[result.name] == 1 else replace(result, name=str(folder))
-        for result, folder in zip(results, folders, strict=True)
-    ]
-
-
-def _figures(result: RunResult, baseline: RunResult, folder: Path) -> dict[str, Any]:
-    """Return the figures of a run for JSON: those of the table, and every validation."""
-    validations = [asdict(evaluation) for evaluation in result.evaluations]
-    own = {"name": result.name, "folder": str(folder), "steps": result.num_steps}
-    return own | summarize(result, baseline) | {"evaluations": validations}
-
-
-def _different_flags(folders: Sequence[Path]) -> list[str]:
-    """Return the flags that change what a loss means, and that are not equal in all runs."""
-    starts = [read_start(folder) for folder in folders]
-    found = []
-    for (part, name), flag in _SAME.items():
-        values = [start.get(part, {}).get(name) for start in starts]
-        if any(value != values[0] for value in values):
-            found.append(flag)
-    return found

@@ -40,14 +40,13 @@ def command_with(flags: Callable[..., Flags]) -> Callable[[Callable[[Flags], Non
         flags: a dataclass whose fields are made by `option`, or annotated for Typer.
     """
     hints = get_type_hints(flags, include_extras=True)
-    parameters = []
     for each in fields(flags):  # type: ignore[arg-type]
         if each.metadata:
             # A switch that gives its name has no opposite, such as --no-json.
             name = each.metadata["name"] or f"--{each.name.replace('_', '-')}"
             hints[each.name] = Annotated[hints[each.name], typer.Option(name, **each.metadata["settings"])]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(each.name, keyword, default=each.default, annotation=hints[each.name]))
+    of_fields = inspect.signature(flags).parameters
+    parameters = [of_fields[name].replace(annotation=hint) for name, hint in hints.items()]
 
     def decorate(function: Callable[[Flags], None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -55,7 +54,6 @@ def command_with(flags: Callable[..., Flags]) -> Callable[[Callable[[Flags], Non
             function(flags(**values))
 
         command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        command.__annotations__ = hints
         return command
 
     return decorate

@@ -18,11 +18,8 @@ import torch
 from torch import nn
 
 from muon_fsdp.benchmarks.public_models import PUBLIC_MODELS
+from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.model import GPT, PRESETS
-
-
-class LoadingError(ValueError):
-    """Raised when a model can't be built; the message says why, and what to pass instead."""
 
 
 def named_models() -> dict[str, Callable[[], nn.Module]]:
@@ -39,7 +36,7 @@ def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
             all other models.
 
     Raises:
-        LoadingError: the model can't be built.
+        ConfigError: the model can't be built.
     """
     # Imported code may print, but stdout holds only the results of the command.
     with redirect_stdout(sys.stderr), torch.device("meta"):
@@ -53,7 +50,7 @@ def load_model(text: str, dtype: torch.dtype | None) -> nn.Module:
     model = model if wanted is None else model.to(wanted)
     elsewhere = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if elsewhere:
-        raise LoadingError(
+        raise ConfigError(
             f"{text} puts its parameter {elsewhere[0]!r} on a device of its own; build it without a device argument, "
             "so that torch.device('meta') applies"
         )
@@ -66,13 +63,13 @@ def _by_name(name: str) -> nn.Module:
     if name.lower() in models:
         return models[name.lower()]()
     if name.endswith(".json") or "/" in name or os.sep in name:
-        raise LoadingError(
+        raise ConfigError(
             f"no such file or folder: {name}; models are not downloaded: pass the path of a Hugging Face config.json "
             "or of its folder, package.module:callable, or one of the names, which a wrong name lists"
         )
     close = difflib.get_close_matches(name.lower(), models, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
-    raise LoadingError(
+    raise ConfigError(
         f"unknown model {name!r}{hint} The names are {', '.join(models)}. Or pass a Hugging Face config.json, its "
         "folder, or package.module:callable."
     )
@@ -84,32 +81,30 @@ def _from_config(path: Path) -> nn.Module:
     try:
         content: Any = json.loads(file.read_text())
     except FileNotFoundError:
-        raise LoadingError(
+        raise ConfigError(
             f"no such file: {file}; pass the folder of a Hugging Face model, or its config.json"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadingError(f"can't read {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"can't read {file}: {getattr(error, 'strerror', None) or error}") from error
     except json.JSONDecodeError as error:
-        raise LoadingError(f"{file} is not JSON: {error}") from error
+        raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise LoadingError(f"{file} has no 'model_type', so it is not the configuration of a Hugging Face model")
+        raise ConfigError(f"{file} has no 'model_type', so it is not the configuration of a Hugging Face model")
     if importlib.util.find_spec("transformers") is None:
-        raise LoadingError(
-            f'Transformers is needed to read {file}; install with: pip install "muon_fsdp[integrations]"'
-        )
+        raise ConfigError(f'Transformers is needed to read {file}; install with: pip install "muon_fsdp[integrations]"')
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # shapes are known without the network
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()  # its advice about training would only distract here
     model_type = content.pop("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
-        raise LoadingError(
+        raise ConfigError(
             f"Transformers {transformers.__version__} does not know the model type {model_type!r} of {file}: install a "
             "newer version, or pass package.module:callable for your own model."
         )
     try:
         model = _build(transformers, transformers.AutoConfig.for_model(model_type, **content))
     except Exception as error:  # each architecture raises its own kinds of errors
-        raise LoadingError(
+        raise ConfigError(
             f"Transformers {transformers.__version__} can't build a model of type {model_type!r} from {file}: "
             f"{_first_line(error)} Pass package.module:callable for your own model."
         ) from error
@@ -137,26 +132,26 @@ def _from_code(text: str) -> nn.Module:
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        raise LoadingError(
+        raise ConfigError(
             f"can't import {module_name!r} (from the current folder or an installed package): {_first_line(error)}"
         ) from error
     try:
         for part in attribute.split("."):
             found = getattr(found, part)
     except AttributeError as error:
-        raise LoadingError(f"module {module_name!r} has no {attribute!r}") from error
+        raise ConfigError(f"module {module_name!r} has no {attribute!r}") from error
     if not callable(found):
-        raise LoadingError(
+        raise ConfigError(
             f"{text} is an object of type {type(found).__name__}, not a class or a function that returns a model"
         )
     try:
         model = found()
     except Exception as error:
-        raise LoadingError(
+        raise ConfigError(
             f"{text}() failed with {_first_line(error)} It is called without arguments, on the meta device."
         ) from error
     if not isinstance(model, nn.Module):
-        raise LoadingError(f"{text}() returned an object of type {type(model).__name__}, not a torch.nn.Module")
+        raise ConfigError(f"{text}() returned an object of type {type(model).__name__}, not a torch.nn.Module")
     return model
 
 

@@ -11,7 +11,7 @@ from muon_fsdp.text import format_count
 from muon_fsdp.training.arguments import ConfigError, fail
 from muon_fsdp.training.terminal import import_torch, print_table
 
-MOST_RANKS = 1 << 16
+MOST_RANKS = 1 << 16  # that are planned in reasonable time
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 # Flags of `muon-fsdp train` that have another name here.
@@ -61,7 +61,6 @@ def plan(flags: PlanFlags) -> None:
         if getattr(flags, option) not in (None, *DTYPES):
             fail(f"--{option.replace('_', '-')} {getattr(flags, option)} is not one of {', '.join(DTYPES)}")
     import_torch("muon-fsdp plan")
-    from muon_fsdp.cli.loading import LoadingError
     from muon_fsdp.cli.planned import StepPreview
     from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
     from muon_fsdp.declarations.settings import SETTINGS
@@ -77,7 +76,7 @@ def plan(flags: PlanFlags) -> None:
             load_plugins(flags.plugin or [])  # first, because they register rules
             rule = find_rule(DEFAULT_RULE if flags.rule is None else flags.rule)
             preview = StepPreview(flags, mesh, rule.name, stage_bytes, device_memory)
-        except (ConfigError, LoadingError) as error:
+        except ConfigError as error:
             fail(str(error))
         except (TypeError, ValueError) as error:  # the optimizer refuses an option, or a model without parameters
             fail(f"{flags.model}: {error}")
@@ -117,25 +116,22 @@ def _list_models(*, as_json: bool) -> None:
 
 def _mesh(mesh: str | None, world_size: int | None) -> tuple[int, ...]:
     """Return the shape of the mesh, (shards,) or (replicas, shards), from --mesh and --world-size."""
-    if mesh is None:
-        if world_size is None:
-            fail("pass the number of ranks: --world-size 512, or --mesh REPLICAS,SHARDS such as --mesh 8,64")
-        _check_number_of_ranks(world_size)
-        return (world_size,)
-    sizes = [part.strip() for part in mesh.split(",")]
-    if len(sizes) > 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        fail(f"--mesh {mesh} is not SHARDS or REPLICAS,SHARDS; pass for example --mesh 8,64")
-    shape = tuple(map(int, sizes))
-    _check_number_of_ranks(math.prod(shape))
-    if world_size is not None and math.prod(shape) != world_size:
-        fail(f"--mesh {mesh} has {math.prod(shape)} ranks and --world-size is {world_size}: make them equal")
-    return shape
-
-
-def _check_number_of_ranks(number: int) -> None:
-    """Fail if there are more ranks than the planner can handle in reasonable time."""
+    shape: tuple[int, ...]
+    if mesh is not None:
+        sizes = [part.strip() for part in mesh.split(",")]
+        if len(sizes) > 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            fail(f"--mesh {mesh} is not SHARDS or REPLICAS,SHARDS; pass for example --mesh 8,64")
+        shape = tuple(map(int, sizes))
+    elif world_size is not None:
+        shape = (world_size,)
+    else:
+        fail("pass the number of ranks: --world-size 512, or --mesh REPLICAS,SHARDS such as --mesh 8,64")
+    number = math.prod(shape)
     if number > MOST_RANKS:
         fail(f"{number} ranks are more than the {MOST_RANKS} that can be planned; pass fewer")
+    if world_size not in (None, number):
+        fail(f"--mesh {mesh} has {number} ranks and --world-size is {world_size}: make them equal")
+    return shape
 
 
 def _size(option: str, text: str) -> int:

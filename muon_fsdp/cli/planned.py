@@ -142,7 +142,7 @@ class StepPreview:
         device_memory: the total bytes of a device.
 
     Raises:
-        LoadingError: the model can't be built.
+        ConfigError: the model can't be built.
         ValueError, TypeError: the optimizer refuses an option, or a model without parameters.
     """
 
@@ -151,80 +151,61 @@ class StepPreview:
     ) -> None:
         self.flags, self.mesh, self.rule = flags, mesh, rule
         self.max_stage_bytes, self.device_memory = max_stage_bytes, device_memory
-        self.model = load_model(flags.model or "", _dtype(flags.dtype))
+        model = load_model(flags.model or "", getattr(torch, flags.dtype) if flags.dtype else None)
+        parameters = list(model.parameters())
+        self.num_elements = sum(parameter.numel() for parameter in parameters)
+        self.dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+        cls = type(model)
+        self.transformers_class = cls.__name__ if cls.__module__.startswith("transformers.") else None
         if flags.rounding in ("stochastic", "remainder") and "float32" in self.dtypes:
             raise ValueError(f"--rounding {flags.rounding} is not for float32 weights: pass --dtype bfloat16 too")
+        storage: dict[str, Any] = {"state_dtype": flags.state_dtype, "rounding": flags.rounding}
         optimizer = MuonOptimizer(
-            self.model,
+            model,
             rule=rule,
             strategy=flags.strategy,  # type: ignore[arg-type]  # checked by the optimizer
             attention=flags.attention,  # type: ignore[arg-type]  # checked by the optimizer
             max_stage_bytes=max_stage_bytes,
-            comm_dtype=_dtype(flags.comm_dtype),
+            comm_dtype=getattr(torch, flags.comm_dtype) if flags.comm_dtype else None,
             shard_state=flags.shard_state,
             offload_state=flags.offload_state,
-            **{name: value for name, value in self._storage(flags).items() if value is not None},
+            **{name: value for name, value in storage.items() if value is not None},
         )
         self.report = optimizer.plan_report(world_size=math.prod(mesh), mesh=mesh, device_memory=device_memory)
         self.routes = optimizer.routing_report(full=True)
         layout = fsdp_layout(math.prod(mesh), mesh)
         of_state = state_layout(layout, shard_state=flags.shard_state)
         speeds = Speeds(flags.tflops * 1e12, flags.bandwidth * 1e9, flags.memory_bandwidth * 1e12)
-        self.memory = count_memory(self.model, optimizer, self.report, layout)
+        self.memory = count_memory(model, optimizer, self.report, layout)
         self.time = estimate_time(optimizer, self.report, of_state, speeds)
-
-    @staticmethod
-    def _storage(flags: PlanFlags) -> dict[str, Any]:
-        """Return how state is stored and weights are rounded; None where the optimizer's default holds."""
-        return {"state_dtype": flags.state_dtype, "rounding": flags.rounding}
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements in all parameters of the model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def dtypes(self) -> list[str]:
-        """Return the names of all dtypes that parameters have."""
-        return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()})
-
-    @property
-    def transformers_class(self) -> str | None:
-        """Return the name of the class that Transformers built, or None for other models."""
-        cls = type(self.model)
-        return cls.__name__ if cls.__module__.startswith("transformers.") else None
-
-    @property
-    def assumed(self) -> dict[str, float]:
-        """Return the speeds that the estimate of the time assumes, and the memory that stages are chosen for."""
-        return {
-            "tflops": self.flags.tflops,
-            "bandwidth_gb_s": self.flags.bandwidth,
-            "memory_bandwidth_tb_s": self.flags.memory_bandwidth,
-            "device_memory": self.device_memory,
-        }
 
     def as_json(self, *, routing: bool) -> dict[str, Any]:
         """Return everything that the tables show, unrounded; with `routing` also the route of every parameter."""
-        report = self.report
+        report, flags = self.report, self.flags
         content = {
-            "model": self.flags.model,
+            "model": flags.model,
             "class": self.transformers_class,
             "elements": self.num_elements,
             "world_size": math.prod(self.mesh),
             "mesh": self.mesh,
             "dtypes": self.dtypes,
-            "comm_dtype": self.flags.comm_dtype or "default",
+            "comm_dtype": flags.comm_dtype or "default",
             "rule": self.rule,
-            "strategy": self.flags.strategy,
-            "attention": self.flags.attention,
+            "strategy": flags.strategy,
+            "attention": flags.attention,
             "max_stage_bytes": self.max_stage_bytes,
-            "shard_state": self.flags.shard_state,
-            "offload_state": self.flags.offload_state,
-            **self._storage(self.flags),
-            "assumed": self.assumed,
+            "shard_state": flags.shard_state,
+            "offload_state": flags.offload_state,
+            "state_dtype": flags.state_dtype,
+            "rounding": flags.rounding,
+            "assumed": {
+                "tflops": flags.tflops,
+                "bandwidth_gb_s": flags.bandwidth,
+                "memory_bandwidth_tb_s": flags.memory_bandwidth,
+                "device_memory": self.device_memory,
+            },
             "routing": routing_summary(self.routes.rows),
-            "warnings": [*self.routes.warnings, *filter(None, [self.report.large_state_warning])],
+            "warnings": [*self.routes.warnings, *filter(None, [report.large_state_warning])],
             "memory": self.memory,
             "time": self.time,
             "shapes": [asdict(row) for row in report.rows],
@@ -232,9 +213,9 @@ class StepPreview:
             "balance": report.balance,
             "flops": {"busiest_rank": report.max_flops, "mean": report.mean_flops},
             "bytes_per_rank": {
-                "gather_mean": report.gather_bytes / report.num_ranks if report.num_ranks else 0.0,
+                "gather_mean": report.gather_bytes / max(1, report.num_ranks),
                 "gather_busiest": report.traffic.busiest_gather,
-                "scatter_mean": report.scatter_bytes / report.num_ranks if report.num_ranks else 0.0,
+                "scatter_mean": report.scatter_bytes / max(1, report.num_ranks),
                 "scatter_busiest": report.traffic.busiest_scatter,
                 "weights": report.traffic.weights,
                 "settled": report.settled_bytes,
@@ -307,7 +288,11 @@ class StepPreview:
         rows.append(("busiest rank", "", "", *busiest))
         header = ("shape", "number", "strategy", "gather", "scatter", "TFLOP")
         print_table("Matrices, means per rank and step", header, rows, marked={len(rows) - 1: "yellow"})
-        print_paragraph(f"{self._stages()} {self._busiest()}")
+        most = [rank for rank, flops in report.flops_by_rank.items() if flops == report.max_flops]
+        others = f" and {_numbered(len(most) - 1, 'other')}" if len(most) > 1 else ""
+        print_paragraph(
+            f"{self._stages()} Most work: rank {most[0]}{others}, {report.balance:.3f} times the least possible."
+        )
         print()
 
     def _stages(self) -> str:
@@ -319,13 +304,6 @@ class StepPreview:
         if self.flags.strategy == "auto" and any(row.strategy == "replicate" for row in report.rows):
             text += " Every rank computes what is marked replicate, because sending results would take longer."
         return text
-
-    def _busiest(self) -> str:
-        """Return which rank computes most, and how its work compares with that of the best possible assignment."""
-        report = self.report
-        most = [rank for rank, flops in report.flops_by_rank.items() if flops == report.max_flops]
-        others = f" and {_numbered(len(most) - 1, 'other')}" if len(most) > 1 else ""
-        return f"Most work: rank {most[0]}{others}, {report.balance:.3f} times the least possible."
 
     def _show_memory(self) -> None:
         """Print the memory of the fullest rank, with a note if some ranks hold much less."""
@@ -386,12 +364,12 @@ class StepPreview:
         }
         rows = [(name, format_seconds(seconds)) for name, seconds in parts.items() if seconds is not None]
         print_table("Time of the busiest rank, estimated", ("", "per step"), rows)
-        assumed = self.assumed
+        flags = self.flags
         print_paragraph(
-            f"Assumed: {assumed['tflops']:g} TFLOP/s (--tflops), {assumed['bandwidth_gb_s']:g} GB/s sent and received "
-            f"by a rank (--bandwidth), {assumed['memory_bandwidth_tb_s']:g} TB/s of device memory "
-            f"(--memory-bandwidth), {1e3 * FIXED_SECONDS:g} ms more for every transfer; devices of "
-            f"{self.flags.device_memory} (--device-memory), of which scratch may take {SCRATCH_SHARE:.0%}."
+            f"Assumed: {flags.tflops:g} TFLOP/s (--tflops), {flags.bandwidth:g} GB/s sent and received by a rank "
+            f"(--bandwidth), {flags.memory_bandwidth:g} TB/s of device memory (--memory-bandwidth), "
+            f"{1e3 * FIXED_SECONDS:g} ms more for every transfer; devices of {flags.device_memory} (--device-memory), "
+            f"of which scratch may take {SCRATCH_SHARE:.0%}."
         )
 
 
@@ -411,10 +389,3 @@ def _work(gathered: float, scattered: float, flops: float) -> tuple[str, str, st
 def _numbered(number: int, what: str) -> str:
     """Return a number with a noun in the singular or the plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    """Return the torch.dtype of a name, or None if no name was given."""
-    found = None if name is None else getattr(torch, name)
-    assert found is None or isinstance(found, torch.dtype)
-    return found
