@@ -54,6 +54,15 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(folder: Path) -> None:
     assert Path("all.png").exists()
 
 
+def test_the_loss_of_a_run_that_diverged_is_null_in_json(folder: Path) -> None:
+    write_run(folder / "good", "Muon", [3.0, 2.0])
+    write_run(folder / "bad", "AdamW", [3.0, float("nan")])
+    good, bad = json.loads(run("compare", "good", "bad", "--json").stdout)
+    assert (good["final_validation_loss"], bad["final_validation_loss"]) == (2.0, None)
+    assert [each["loss"] for each in bad["evaluations"]] == [5.0, 3.0, None]
+    assert "nan" in run("compare", "good", "bad").stdout
+
+
 def test_missing_files_are_called_missing(folder: Path) -> None:
     write_run(folder / "run", "Muon", [3.0])
     (folder / "other").mkdir()

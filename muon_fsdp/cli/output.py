@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 
 def print_json(content: object) -> None:
-    """Print an object as JSON, refusing NaN and infinity, which are not valid JSON."""
-    print(json.dumps(content, indent=1, allow_nan=False))
+    """Print an object as JSON, with null for numbers that are not finite, such as the loss of a run that diverged."""
+    print(json.dumps(_finite(content), indent=1, allow_nan=False))
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def status(message: str) -> AbstractContextManager[object]:
