@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import Reduction, add_up
+from muon_fsdp.comm.transfers import Collective, add_up, start_sum
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.plan.matrix_sets import Block, MatrixClass, MatrixSet, make_sets
@@ -414,7 +414,9 @@ class MatrixStates:
         selections = tuple((index, self._indices(index, chosen)) for index, chosen in numbers.items())
         return _StageSums(selections, tuple(map(len, numbers.values())), tuple(blocks))
 
-    def start_sums(self, stage: Stage, updated: Collection[int], updates: Tensor, recorder: Recorder) -> Reduction:
+    def start_sums(
+        self, stage: Stage, updated: Collection[int], updates: Tensor, recorder: Recorder
+    ) -> tuple[Tensor, Collective | None]:
         """Sum <W, U> and ||U||^2 over this rank's parts of the matrices of a stage, and start to add up all ranks'.
 
         Args:
@@ -422,6 +424,9 @@ class MatrixStates:
             updated: the positions of the parameters that are updated; those of others count as zero.
             updates: (stage.update_numel,), the updates of this rank's shards.
             recorder: provides the buffer, and records the call for CUDA graphs.
+
+        Returns:
+            The sums, and the reduction that must end before they are read; None if no other rank takes part.
         """
         of_stage = self._stage_sums[stage.number]
         name, self._num_sums = f"{SUMS} {self._num_sums % SUMS_IN_FLIGHT}", self._num_sums + 1
@@ -433,8 +438,9 @@ class MatrixStates:
                 update = block.of(stage.shard_slots[block.position].of(updates))
                 sums[0, where] += (weight * update).sum((-2, -1), dtype=torch.float64)
                 sums[1, where] += torch.linalg.vector_norm(update, dim=(-2, -1), dtype=torch.float64).square()
-        ranks = stage.exchange.ranks if stage.exchange is not None else (my_rank(),)
-        return Reduction(ranks, SUMS, flat, recorder)
+        if stage.exchange is None:
+            return flat, None
+        return flat, start_sum(stage.exchange.ranks, SUMS, flat, recorder)
 
     def take_sums(self, stage: Stage, sums: Tensor) -> None:
         """Call `factors` for the matrices of a stage, given the sums over its updates on all ranks."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import Reduction
+from muon_fsdp.comm.transfers import Collective
 from muon_fsdp.declarations.state import State
 from muon_fsdp.plan.stages import Stage
 from muon_fsdp.rules import RULES, MatrixBatch, Rule
@@ -94,7 +94,7 @@ class StepSink:
         self.failures, self.unproven, self.samples = failures, unproven, samples
         self._matrices, self._weights, self._measured = matrices, weights, measured
         self._failed: set[int] = set()
-        self._sums: dict[int, Reduction] = {}  # of updates, by number of the stage
+        self._sums: dict[int, tuple[Tensor, Collective | None]] = {}  # of updates, by number of the stage
         # Samples whose factors are not known yet, by number of the stage: the batch, its selection and a matrix of it.
         self._sampled: defaultdict[int, list[tuple[int, Any, int]]] = defaultdict(list)
 
@@ -138,8 +138,9 @@ class StepSink:
         states: Mapping[int, State],
     ) -> None:
         matrices = self._matrices if RULES[stage.rule].has_matrix_values else None
-        reduction = self._sums.pop(stage.number, None)
-        sums = reduction.finish() if reduction is not None else None
+        sums, reduction = self._sums.pop(stage.number, (None, None))
+        if reduction is not None:
+            reduction.finish()
         if matrices is not None and sums is not None:
             self._attempt(stage, "factors", inputs, lambda: self._take_sums(stage, matrices, sums))
         if self._measured is not None:

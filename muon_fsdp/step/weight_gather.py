@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import Ranks
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import AllGather
+from muon_fsdp.comm.transfers import start_all_gather
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.slices import Bucket, make_buckets
 
@@ -78,7 +78,7 @@ class _Running:
         own = self._slices[records[bucket.weights[0].position].number_in_layout]
         slots = [own[offset : offset + part.numel()].view(part.shape) for offset, part in parts]
         torch._foreach_copy_(slots, [part for _, part in parts])
-        self._gather = AllGather(ranks, "", flat, recorder)
+        self._gather = start_all_gather(ranks, "", flat, recorder)
 
     def finish(self) -> None:
         """Wait for the all-gather, and copy the rows of all ranks into the weights."""
