@@ -273,7 +273,7 @@ class MuonOptimizer(GroupedOptimizer):
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1
             error = failures.error()
-            if error is None and planned.matrices is not None:
+            if error is None:
                 planned.matrices.count(self._totals)
         if self._looks_for_rivals:
             self._looks_for_rivals = False

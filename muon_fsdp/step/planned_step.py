@@ -107,7 +107,7 @@ class PlannedStep:
             self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
             self.store = StreamedStore(records, self.plan.stages, self.store)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
-        self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
+        self.matrices = MatrixStates(numbered, self.plan.stages)
         self.expect_comparison()
         self.samples = Samples(self.plan.stages)
         self._specs = specs
@@ -146,14 +146,12 @@ class PlannedStep:
             return
         self.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
         self.has_state = False
-        if self.matrices is not None:
-            self.matrices.expect_start()
+        self.matrices.expect_start()
 
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas and check matrices, if there are any."""
         self.compares_replicas = any(record.layout.num_replicas > 1 for record in self.records)
-        if self.matrices is not None:
-            self.matrices.expect_start()
+        self.matrices.expect_start()
 
     def wish_to_compare(self, states: States) -> int:
         """Return what this rank wants to compare with other ranks before the next update."""
@@ -178,7 +176,7 @@ class PlannedStep:
 
     def may_start(self, positions: Collection[int]) -> bool:
         """Return whether one of these parameters takes part for the first time, with state that must not be zero."""
-        return self.matrices is not None and self.matrices.may_start(positions)
+        return self.matrices.may_start(positions)
 
     def find_zeros(self, states: States, updated: Collection[int], *, measures: bool) -> ValueError | None:
         """Find state that would start from zero and must not; all ranks of the step must call this.
@@ -189,8 +187,6 @@ class PlannedStep:
             measures: whether the step is measured, on all ranks alike.
         """
         self.make_groups(measures=measures)
-        if self.matrices is None:
-            return None
         shards = self._observed([record.part() for record in self.records])
         by_position = {record.position: dict(states[record.tensor]) for record in self.records}
         return self.matrices.find_zeros(shards, by_position, updated, self._names)
@@ -238,9 +234,8 @@ class PlannedStep:
             totals: of the diagnostics of every rule.
             per_matrix: whether the numbers of every matrix are wanted too.
         """
-        numbers = self.matrices.metrics(totals) if self.matrices is not None else {}
         of_meter = self._meter.metrics(per_matrix=per_matrix) if self._meter is not None else {}
-        return numbers | self.samples.ask() | of_meter
+        return self.matrices.metrics(totals) | self.samples.ask() | of_meter
 
     def make_groups(self, *, measures: bool) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this.
@@ -275,7 +270,7 @@ class PlannedStep:
                     found.setdefault(key, (device, exchange.ranks))
         for ranks, device in self.weights.groups:
             found[(tuple(sorted(ranks)), device.type, "")] = device, tuple(sorted(ranks))
-        for matrix_set in self.matrices.sets if self.matrices is not None else ():
+        for matrix_set in self.matrices.sets:
             if len(matrix_set.ranks) > 1:
                 device, ranks = matrix_set.classes[0].device, tuple(sorted(matrix_set.ranks))
                 found[(ranks, device.type, "")] = device, ranks
@@ -300,12 +295,11 @@ class PlannedStep:
         addressed = replace(inputs, states={i: self.store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         observed = self._observed(inputs.shards)
-        if self.matrices is not None:
-            self.matrices.fill(inputs)
-            if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
-                self.matrices.begin(observed, Recorder(), failures)
-                has_begun = True
-                self._fused = None
+        self.matrices.fill(inputs)
+        if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
+            self.matrices.begin(observed, Recorder(), failures)
+            has_begun = True
+            self._fused = None
         fused = self._fuse(inputs, addressed)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
@@ -321,7 +315,7 @@ class PlannedStep:
         def run(recorder: Recorder) -> None:
             is_recorded = isinstance(recorder, GraphRecorder)
             found = Failures(self._names, is_recorded=True) if is_recorded else failures
-            if self.matrices is not None and not has_begun:
+            if not has_begun:
                 self.matrices.begin(observed, recorder, found)
             settings, matrices, random = self._settings, self.matrices, self.random
             shared = (self.records, settings, recorder, random, matrices, kept)
@@ -329,22 +323,19 @@ class PlannedStep:
             weights = Weights(self.records, inputs.states, random)
             sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
-            if self.matrices is not None:
-                self.matrices.finish(recorder)
+            self.matrices.finish(recorder)
             if measured is not None:
                 measured.finish(recorder)
             self.weights.run(buckets, recorder)
             found.end(recorder, lambda: self._failures)
 
-        kept_weights, is_cold = self.weights.tensors(), False
-        if self.matrices is not None:
-            kept_weights, is_cold = [*kept_weights, *self.matrices.observed(observed)], self.matrices.is_cold
-        of_matrices = self.matrices.addresses if self.matrices is not None else ()
+        kept_weights = [*self.weights.tensors(), *self.matrices.observed(observed)]
+        is_cold = self.matrices.is_cold
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
         self.store.begin(stages, inputs.states, inputs.updated)
         try:
             self.captured.run(
-                StepKey((addresses_of(kept_weights), of_matrices), launches),
+                StepKey((addresses_of(kept_weights), self.matrices.addresses), launches),
                 run,
                 device=lambda: fused.device,
                 # A captured step takes no samples and is not measured.
@@ -375,10 +366,6 @@ class PlannedStep:
         """
         return [stage for stage in self.plan.stages if not stage.positions.isdisjoint(inputs.updated)]
 
-    def _unfusable(self) -> dict[int, str]:
-        """Return the positions whose weights kernels can't multiply by factors, and why."""
-        return self.matrices.factors.unfusable if self.matrices is not None else {}
-
     def _fuse(self, inputs: StepInputs, addressed: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed.
 
@@ -387,11 +374,12 @@ class PlannedStep:
             addressed: the same with the state that kernels read and write.
         """
         if self._fused is None or not self._fused.fits(inputs) or self._state_tensors.have_changed(inputs.states):
-            signature = signature_of(self.records, addressed, self._fused, self._unfusable())
+            unfusable = self.matrices.factors.unfusable
+            signature = signature_of(self.records, addressed, self._fused, unfusable)
             self._state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
                 self._fused = make_fused_step(self.plan, self.records, addressed, signature, self.matrices)
-                obstacle = capture_obstacle(self.records, addressed, self._unfusable())
+                obstacle = capture_obstacle(self.records, addressed, unfusable)
                 if self.overlap is not None:
                     obstacle = "overlap='backward' runs a part of the step in backward"
                 elif self._settings.offload_state:

@@ -350,7 +350,7 @@ class StepSource:
         settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches.
         random: draws the random numbers of rules.
-        matrices: per-matrix state, statistics and factors; None if no rule has any.
+        matrices: per-matrix state, statistics and factors.
         kept: for stages that ran in backward, by number: waits for the result and returns it.
     """
 
@@ -363,7 +363,7 @@ class StepSource:
         settings: Settings,
         recorder: Recorder,
         random: RandomNumbers,
-        matrices: MatrixStates | None,
+        matrices: MatrixStates,
         kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
         self.settings, self.recorder = settings, recorder
@@ -385,7 +385,6 @@ class StepSource:
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None
         if RULES[stage.rule].has_matrix_values:
-            assert self._matrices is not None
             selection = self._matrices.selection(stage, number, members)
             self._matrices.complete(selection, batch)
         batch.draw = self._random.source(stage, number, members, batch.matrices.device, None)
