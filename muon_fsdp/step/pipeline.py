@@ -195,9 +195,11 @@ class _StageRun:
         self._skips_direction = not self._rule.needs_matrices or (
             self._kept is not None and not self._rule.needs_weights
         )
+        # In backward, a rule that needs weights only gathers: `direction` runs in `step()`.
+        self._keeps_units = self._rule.needs_weights and not sink.applies
         exchange = stage.exchange
         # Whether sums over its updates travel. Its turn among other stages then matters, though nothing else travels.
-        self.sums = exchange is not None and self._rule.update_statistics and not sink.wants_units(self._rule)
+        self.sums = exchange is not None and self._rule.update_statistics and not self._keeps_units
         self.travels = self.sums or (
             not self._skips_direction and exchange is not None and (exchange.gathers or exchange.scatters)
         )
@@ -254,7 +256,7 @@ class _StageRun:
             if exchange is not None and starts_anew:
                 with _profiled("gathered", stage):
                     buffer = exchange.finish_gather()
-            if self._sink.wants_units(self._rule):
+            if self._keeps_units:
                 exchange = None
             else:
                 buffer = self._directions(buffer)

@@ -46,7 +46,7 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
-from muon_fsdp.step.sources import StageResult, StateStore, StepSource, make_store
+from muon_fsdp.step.sources import StageResult, StateStore, StepContext, StepSource, make_store
 from muon_fsdp.step.streaming import StreamedStore
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.weights import Weights
@@ -85,7 +85,6 @@ class PlannedStep:
         self.records = records
         self.has_state = False  # whether all parameters have state, unless its tensors have changed since
         self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
-        self._settings = settings
         for record in records:
             _check_placed(record)
         own = own_memory(records)
@@ -102,17 +101,16 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
-        self.store: StateStore = make_store(records)
+        store: StateStore = make_store(records)
         if any(record.offloads_state for record in records):
             self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
-            self.store = StreamedStore(records, self.plan.stages, self.store)
+            store = StreamedStore(records, self.plan.stages, store)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages)
         self.expect_comparison()
-        self.samples = Samples(self.plan.stages)
+        self._context = StepContext(records, settings, store, RandomNumbers(records), Samples(self.plan.stages))
         self._specs = specs
         self._meter: Meter | None = None  # made by the first step that is measured
-        self.random = RandomNumbers(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -120,9 +118,7 @@ class PlannedStep:
         self.captured = CapturedStep(settings.cuda_graph)
         self.overlap: BackwardOverlap | None = None
         if settings.overlap == "backward":
-            self.overlap = BackwardOverlap(
-                records, self.plan.stages, settings, self.samples, self.random, self.store, stage_counts
-            )
+            self.overlap = BackwardOverlap(self._context, self.plan.stages, stage_counts)
         self.written = WrittenState(records)
         self._names = [record.name for record in records]
         self._failures = Failures()  # of the present step; a captured step finds them here
@@ -144,7 +140,7 @@ class PlannedStep:
         """Raise if state has changed since the last step and can't be used; note what may have to be created."""
         if self.has_state and not self._state_tensors.have_changed(states):
             return
-        self.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
+        self._context.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
         self.has_state = False
         self.matrices.expect_start()
 
@@ -213,7 +209,7 @@ class PlannedStep:
     @property
     def wants_to_measure(self) -> bool:
         """Return whether `metrics()` was called on this rank, so that the next step should be measured."""
-        return self.samples.wants_to_measure(rarely=self.captured.is_due)
+        return self._context.samples.wants_to_measure(rarely=self.captured.is_due)
 
     @property
     def meter(self) -> Meter:
@@ -235,7 +231,7 @@ class PlannedStep:
             per_matrix: whether the numbers of every matrix are wanted too.
         """
         of_meter = self._meter.metrics(per_matrix=per_matrix) if self._meter is not None else {}
-        return self.matrices.metrics(totals) | self.samples.ask() | of_meter
+        return self.matrices.metrics(totals) | self._context.samples.ask() | of_meter
 
     def make_groups(self, *, measures: bool) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this.
@@ -290,9 +286,10 @@ class PlannedStep:
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
+        context, store, samples = self._context, self._context.store, self._context.samples
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
-        self.random.fill(inputs.num_updates, inputs.groups)
-        addressed = replace(inputs, states={i: self.store.addressed(i, state) for i, state in inputs.states.items()})
+        context.random.fill(inputs.num_updates, inputs.groups)
+        addressed = replace(inputs, states={i: store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         observed = self._observed(inputs.shards)
         self.matrices.fill(inputs)
@@ -306,10 +303,10 @@ class PlannedStep:
             for i, grad in inputs.gradients.items()
         }
         inputs = replace(inputs, gradients=gradients)
-        fused.fill_tables(inputs, lambda stage, i: self.store.addressed(i, inputs.states[i], stage))
+        fused.fill_tables(inputs, lambda stage, i: store.addressed(i, inputs.states[i], stage))
         stages = self._stages_to_run(inputs)
         buckets = self.weights.to_run(inputs.updated)
-        taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
+        taken = samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
         measured = self.meter.start(inputs.shards, inputs.updated) if measures else None
 
         def run(recorder: Recorder) -> None:
@@ -317,11 +314,9 @@ class PlannedStep:
             found = Failures(self._names, is_recorded=True) if is_recorded else failures
             if not has_begun:
                 self.matrices.begin(observed, recorder, found)
-            settings, matrices, random = self._settings, self.matrices, self.random
-            shared = (self.records, settings, recorder, random, matrices, kept)
-            source = StepSource(inputs, fused, self.store, *shared)
-            weights = Weights(self.records, inputs.states, random)
-            sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights, measured)
+            source = StepSource(context, inputs, fused, recorder, self.matrices, kept)
+            weights = Weights(self.records, inputs.states, context.random)
+            sink = StepSink(found, self._unproven, self.matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
             self.matrices.finish(recorder)
             if measured is not None:
@@ -332,7 +327,7 @@ class PlannedStep:
         kept_weights = [*self.weights.tensors(), *self.matrices.observed(observed)]
         is_cold = self.matrices.is_cold
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
-        self.store.begin(stages, inputs.states, inputs.updated)
+        store.begin(stages, inputs.states, inputs.updated)
         try:
             self.captured.run(
                 StepKey((addresses_of(kept_weights), self.matrices.addresses), launches),
@@ -342,10 +337,10 @@ class PlannedStep:
                 eager=measures or (taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
             )
         finally:
-            self.store.end()
+            store.end()
         if taken is not None and self.overlap is not None:
             taken.has_residuals &= self.overlap.took_residuals
-        self.samples.end_step(inputs.groups, taken, measures=measures)
+        samples.end_step(inputs.groups, taken, measures=measures)
         if measured is not None:
             self.meter.keep(measured)
         if self.overlap is not None:
@@ -382,7 +377,7 @@ class PlannedStep:
                 obstacle = capture_obstacle(self.records, addressed, unfusable)
                 if self.overlap is not None:
                     obstacle = "overlap='backward' runs a part of the step in backward"
-                elif self._settings.offload_state:
+                elif self._context.settings.offload_state:
                     obstacle = "offload_state=True copies state from the host while stages run"
                 self.captured.start_over(obstacle)
         return self._fused

@@ -12,7 +12,7 @@ from muon_fsdp.comm.recorder import Recorder
 from muon_fsdp.comm.transfers import Collective
 from muon_fsdp.declarations.state import State
 from muon_fsdp.plan.stages import Stage
-from muon_fsdp.rules import RULES, MatrixBatch, Rule
+from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.checks import GivenStates, check_applied
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import in_precision
@@ -36,9 +36,6 @@ class Sink(Protocol):
 
     def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
         """Note that a method of a rule has failed; raise if nobody waits for the transfers of this rank."""
-
-    def wants_units(self, rule: Rule) -> bool:
-        """Return whether stages of a rule end with gathered units, before `direction`."""
 
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         """Take the per-matrix state that `direction` has written for a batch with its selection of matrices."""
@@ -104,9 +101,6 @@ class StepSink:
     def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
         self.failures.add(stage.rule, method, error, positions)
         self._failed.add(stage.number)
-
-    def wants_units(self, rule: Rule) -> bool:
-        return False
 
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         if selection is None:  # the stage ran in backward, with all members of its batches

@@ -26,7 +26,7 @@ from muon_fsdp.rules.base import GroupOptions
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs, in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
-from muon_fsdp.step.metrics import Sample
+from muon_fsdp.step.metrics import Sample, Samples
 from muon_fsdp.step.random_numbers import RandomNumbers
 
 
@@ -291,6 +291,25 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """What all steps with one plan have in common, also with the stages beside backward.
+
+    Args:
+        records: one per parameter.
+        settings: the settings of the whole optimizer.
+        store: keeps the state.
+        random: draws the random numbers of rules.
+        samples: takes samples of updates for `metrics()`.
+    """
+
+    records: Sequence[ParameterRecord]
+    settings: Settings
+    store: StateStore
+    random: RandomNumbers
+    samples: Samples
+
+
 class StageResult(NamedTuple):
     """The result of a stage that ran in backward.
 
@@ -343,49 +362,43 @@ class StepSource:
     """Lends what is live to the stages of `step()`.
 
     Args:
+        context: what all steps have in common.
         inputs: the tensors and options of the step.
         fused: the fused lists of every stage; their tables are filled.
-        store: keeps the state.
-        records: one per parameter.
-        settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches.
-        random: draws the random numbers of rules.
         matrices: per-matrix state, statistics and factors.
         kept: for stages that ran in backward, by number: waits for the result and returns it.
     """
 
     def __init__(
         self,
+        context: StepContext,
         inputs: StepInputs,
         fused: FusedStep,
-        store: StateStore,
-        records: Sequence[ParameterRecord],
-        settings: Settings,
         recorder: Recorder,
-        random: RandomNumbers,
         matrices: MatrixStates,
         kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
-        self.settings, self.recorder = settings, recorder
-        self._inputs, self._fused, self._store, self._records = inputs, fused, store, records
-        self._random, self._matrices, self._kept = random, matrices, kept
+        self.settings, self.recorder = context.settings, recorder
+        self._context, self._inputs, self._fused = context, inputs, fused
+        self._matrices, self._kept = matrices, kept
 
     def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
         return self._kept.get(stage.number)
 
     def open(self, stage: Stage) -> StageInputs:
-        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._records)
+        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._context.records)
 
     def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)
+        return self._context.store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)
 
     def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        self._store.take_back(stage, self._inputs.states, lent, self._random)
+        self._context.store.take_back(stage, self._inputs.states, lent, self._context.random)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None
         if RULES[stage.rule].has_matrix_values:
             selection = self._matrices.selection(stage, number, members)
             self._matrices.complete(selection, batch)
-        batch.draw = self._random.source(stage, number, members, batch.matrices.device, None)
+        batch.draw = self._context.random.source(stage, number, members, batch.matrices.device, None)
         return selection
