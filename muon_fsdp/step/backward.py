@@ -10,7 +10,7 @@ import atexit
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -156,12 +156,14 @@ class CopiesSource:
         # Without fused lists: their tables are those of `step()`, so that kernels would write the state.
         return stage_inputs(stage, inputs, (), context.records)
 
-    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._copies[stage.number][0]
-
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        """Drop the copies."""
-        del self._copies[stage.number]
+    @contextmanager
+    def lend(self, stage: Stage, inputs: StageInputs) -> Iterator[Mapping[int, State]]:
+        """Lend the copies once, and drop them."""
+        copies, _ = self._copies[stage.number]
+        try:
+            yield copies
+        finally:
+            del self._copies[stage.number]
 
     def _rows(self, stage: Stage, number: int, states: Mapping[int, State]) -> State:
         """Return the per-matrix state of a batch by name, given that of its parameters."""
@@ -390,7 +392,8 @@ class Round:
             torch.set_num_threads(context.num_threads)
         self._sink.samples = context.samples.start(context.device.type, rarely=False)
         try:
-            with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
+            on_stream = torch.cuda.stream(context.stream) if context.stream is not None else nullcontext()
+            with torch.no_grad(), on_device(context.device), on_stream, groups_for(PURPOSE):
                 if context.stream is not None:
                     context.stream.wait_event(context.written)
                 run_stages(self._when_due(), self._source, self._sink)
@@ -413,10 +416,6 @@ class Round:
             f"backward ({first_names(names)}), and one of them can't be reached: {error}. Look at its output for the "
             "first error"
         )
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        stream = self._context.stream if self._context is not None else None
-        return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
     def _is_ready(self, stage: Stage) -> bool:
         return stage.positions <= self._arrivals.keys()

@@ -334,9 +334,9 @@ class MatrixStates:
         set_state = next(each for each in self._set_states if index in each.indices)
         return set_state.originals()[index - set_state.indices.start]
 
-    def _shape(self, index: int, spec: PerMatrix, count: int | None = None) -> torch.Size:
+    def _shape(self, index: int, spec: PerMatrix, count: int) -> torch.Size:
         class_ = self._classes[index]
-        return torch.Size((class_.count if count is None else count, *spec.shape_of_matrix(class_.rows, class_.cols)))
+        return torch.Size((count, *spec.shape_of_matrix(class_.rows, class_.cols)))
 
     def _own_diagnostics(self, index: int) -> list[str]:
         """Return the names of the diagnostics that `direction` writes, not `factors`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,7 +234,7 @@ class _StageRun:
 
         def prepare() -> None:
             nonlocal lent
-            lent = loan.enter_context(self._borrowed())
+            lent = loan.enter_context(self._source.lend(stage, self._inputs))
             self._prepare(lent, buffer, updates)
 
         with _profiled("prepare", stage):
@@ -281,7 +281,7 @@ class _StageRun:
 
         with _profiled("apply", stage):
             if self._rule.needs_matrices and self._sink.applies and self._wants_state_in_apply:
-                lent = loan.enter_context(self._borrowed())
+                lent = loan.enter_context(self._source.lend(stage, self._inputs))
             self._sink.finish(stage, self._inputs, buffer, updates, lent)
 
     @property
@@ -289,15 +289,6 @@ class _StageRun:
         """Return whether `apply` of the rule, or of its kernels, changes state."""
         kernels = self._rule.fused if self._inputs.fused else None
         return self._rule.state_in_apply or (kernels is not None and kernels.state_in_apply)
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[Mapping[int, State]]:
-        """Lend the state of the stage within a block."""
-        lent = self._source.lend(self.stage, self._inputs)
-        try:
-            yield lent
-        finally:
-            self._source.take_back(self.stage, lent)
 
     def _take(self, kept: StageResult) -> Tensor:
         """Take what a stage has left in backward, and return its updates or units."""

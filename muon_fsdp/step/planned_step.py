@@ -27,7 +27,7 @@ from muon_fsdp.plan.costs import STREAMED_BYTES
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
-from muon_fsdp.plan.stages import Plan, Stage, cut_elementwise, make_plan
+from muon_fsdp.plan.stages import Plan, cut_elementwise, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
@@ -304,9 +304,10 @@ class PlannedStep:
         }
         inputs = replace(inputs, gradients=gradients)
         fused.fill_tables(inputs, lambda stage, i: store.addressed(i, inputs.states[i], stage))
-        stages = self._stages_to_run(inputs)
+        # `updated` is agreed on, so all ranks of a stage leave it out together: else the others would wait.
+        stages = [stage for stage in self.plan.stages if not stage.positions.isdisjoint(inputs.updated)]
         buckets = self.weights.to_run(inputs.updated)
-        taken = samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
+        taken = samples.start(self.device.type, rarely=self.captured.is_due, measures=measures)
         measured = self.meter.start(inputs.shards, inputs.updated) if measures else None
 
         def run(recorder: Recorder) -> None:
@@ -353,13 +354,6 @@ class PlannedStep:
             shard.to(record.device) if spec.is_observed and record.is_on_host else shard
             for shard, spec, record in zip(shards, self._specs, self.records, strict=True)
         ]
-
-    def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
-        """Return the stages with a parameter to update.
-
-        `updated` is agreed on, so all ranks of a stage leave it out together; one alone would leave the others waiting.
-        """
-        return [stage for stage in self.plan.stages if not stage.positions.isdisjoint(inputs.updated)]
 
     def _fuse(self, inputs: StepInputs, addressed: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed.

@@ -6,7 +6,8 @@ which form, is the affair of the `StateStore` behind the source: stages and rule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -338,11 +339,8 @@ class Source(Protocol):
     def open(self, stage: Stage) -> StageInputs:
         """Return what a stage updates. It is called once, before anything else of the stage."""
 
-    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        """Return the working tensors of state for lists of tensors, by position; `take_back` ends their use."""
-
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        """Take back the state of a stage."""
+    def lend(self, stage: Stage, inputs: StageInputs) -> AbstractContextManager[Mapping[int, State]]:
+        """Lend the working tensors of state for lists of tensors, by position, within a block."""
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         """Give a batch its per-matrix state, statistics and random numbers.
@@ -389,11 +387,14 @@ class StepSource:
     def open(self, stage: Stage) -> StageInputs:
         return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._context.records)
 
-    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._context.store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)
-
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        self._context.store.take_back(stage, self._inputs.states, lent, self._context.random)
+    @contextmanager
+    def lend(self, stage: Stage, inputs: StageInputs) -> Iterator[Mapping[int, State]]:
+        store, states = self._context.store, self._inputs.states
+        lent = store.lend(stage, states, inputs.listed, inputs.fused_positions)
+        try:
+            yield lent
+        finally:
+            store.take_back(stage, states, lent, self._context.random)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None
