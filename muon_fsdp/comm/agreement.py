@@ -162,13 +162,13 @@ class Agreement:
     ) -> None:
         self.counts = dict(counts)
         self.device_memory: dict[Ranks, int] = dict(own_memory)  # of the smallest device of each set
-        self._device = device
+        self.device = device  # where the integers are reduced, of the same type on all ranks
         self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # the sets of all ranks that the step connects
         if not is_pretended():
             names = _publish(counts, hashes, own_memory, device.type)
             self._known, device_type = self._find_sets(names, hashes, describe)
             if device_type != device.type:  # this rank has no parameters, or only on the CPU, and others use a GPU
-                self._device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+                self.device = torch.device(device_type, torch.get_device_module(device_type).current_device())
         self.ranks: Ranks = tuple(sorted({rank for ranks in self._known for rank in ranks}))
         self._starts: dict[Ranks, int] = {}  # where the integers of every set begin in the vector
         self._size = len(_Flag)
@@ -179,13 +179,8 @@ class Agreement:
         self._num_reports = 0
         self._report: _Report | None = None  # that this rank has made and the others have not heard of
         self._stream: Any = None
-        make_group(self.ranks, self._device, like)
+        make_group(self.ranks, self.device, like)
         self._world = weakref.ref(dist.group.WORLD)
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the integers are reduced, of the same type on all ranks."""
-        return self._device
 
     @property
     def is_alive(self) -> bool:
@@ -313,8 +308,8 @@ class Agreement:
         report = _Report(self._next_report(), self._integers(_Flag.FAILED))
         shared_store().set(f"{report.key}/{my_rank()}", text)
         # On a GPU the reduction would wait there for the other ranks, and so would everything that waits for the GPU.
-        if self._device.type == "cpu":
-            report.start(group_of(self.ranks, self._device))
+        if self.device.type == "cpu":
+            report.start(group_of(self.ranks, self.device))
         self._report = report
 
     def finish_report(self) -> None:
@@ -386,17 +381,17 @@ class Agreement:
         The host waits for the result. On a GPU the all-reduce has its own stream, so the host does not wait for the
         gradients that the device is still computing.
         """
-        group = group_of(self.ranks, self._device)
-        if self._device.type == "cpu":
+        group = group_of(self.ranks, self.device)
+        if self.device.type == "cpu":
             on_host = torch.tensor(integers, dtype=torch.int32)
             dist.all_reduce(on_host, op=dist.ReduceOp.MAX, group=group)
             return on_host.tolist()
-        module = torch.get_device_module(self._device)
+        module = torch.get_device_module(self.device)
         if self._stream is None:
-            self._stream = module.Stream(self._device)
+            self._stream = module.Stream(self.device)
         with module.stream(self._stream):
             on_host = torch.tensor(integers, dtype=torch.int32).pin_memory()
-            on_device = on_host.to(self._device, non_blocking=True)
+            on_device = on_host.to(self.device, non_blocking=True)
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
             on_host.copy_(on_device, non_blocking=True)
         self._stream.synchronize()

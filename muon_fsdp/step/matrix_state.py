@@ -212,11 +212,11 @@ class MatrixStates:
         addresses = addresses_of(now)
         if not self._times or addresses != self.addresses:
             self.addresses, self._times = addresses, 0
-            for state in self._set_states:
-                state.bind(lambda class_, spec: self._parts_of(class_, spec, inputs.states))
+            for each in self._set_states:
+                each.parts = [self._parts_of(entry.class_, entry.spec, inputs.states) for entry in each.entries]
         self._times += 1
-        for state in self._set_states:
-            state.fill(inputs.updated)
+        for each in self._set_states:
+            each.fill(inputs.updated)
         if self._unstarted:
             self._unstarted.difference_update(inputs.updated)
         for values in self._per_step:
@@ -631,12 +631,8 @@ class _SetState:
         self._matrix_of = torch.cat([torch.empty(0, dtype=torch.int64), *matrices]).to(device)  # of every element
         self._elements = torch.ones(len(self._matrix_of), dtype=torch.bool, device=device)
         self._flags: tuple[bool, ...] = ()
-        self._parts: list[list[Tensor]] = []  # of every entry
+        self.parts: list[list[Tensor]] = []  # of every entry, the parts of the parameters' state: read and written here
         self._before = self._flat = torch.empty(0)
-
-    def bind(self, parts_of: Callable[[MatrixClass, PerMatrix], list[Tensor]]) -> None:
-        """Read and write these state tensors from now on: for a class, the parts of the parameters' state."""
-        self._parts = [parts_of(entry.class_, entry.spec) for entry in self.entries]
 
     def fill(self, updated: Collection[int]) -> None:
         """Write which matrices are updated, given the positions of parameters, to where a captured step reads it."""
@@ -652,9 +648,9 @@ class _SetState:
         """Return, for every class, copies of its rule's state and of the observed state that statistics start from."""
         first, stop = len(self._of_rules), len(self._of_rules) + len(self._read)
         if self._of_rules:
-            self._before = _joined(self._parts[:first])
+            self._before = _joined(self.parts[:first])
             self._flat = self._before.clone()
-        observed = _joined(self._parts[first:stop]) if self._read else torch.empty(0)
+        observed = _joined(self.parts[first:stop]) if self._read else torch.empty(0)
         of_rules, of_statistics = self._by_class(self._of_rules, self._flat), self._by_class(self._read, observed)
         return list(zip(of_rules, of_statistics, strict=True))
 
@@ -672,11 +668,11 @@ class _SetState:
             sources = [*torch.split(kept, [entry.numel for entry in self._of_rules]), *sources]
         parts = [
             part
-            for source, targets in zip(sources, self._parts, strict=True)
+            for source, targets in zip(sources, self.parts, strict=True)
             for part in torch.split(source, [target.numel() for target in targets])
         ]
         if parts:
-            torch._foreach_copy_([target for targets in self._parts for target in targets], parts)
+            torch._foreach_copy_([target for targets in self.parts for target in targets], parts)
 
     def _holds(self, values: Sequence[Tensor]) -> bool:
         """Return whether the values still lie in the buffer of `read`: rules have changed them in place, if at all."""
