@@ -216,12 +216,12 @@ class KeepingSink:
 
     Args:
         context: what the stages of the round have in common.
-        results: by number of the stage, where its result goes, with a CUDA event after which it is written.
+        results: by number of the stage, where its result goes.
     """
 
     applies = False
 
-    def __init__(self, context: RoundContext, results: Mapping[int, Future[tuple[StageResult, Any]]]) -> None:
+    def __init__(self, context: RoundContext, results: Mapping[int, Future[StageResult]]) -> None:
         self.failures = Failures()
         self.unproven: set[int] = set()
         self.samples: TakenSamples | None = None  # set when the round runs: `metrics()` may ask for samples until then
@@ -258,8 +258,8 @@ class KeepingSink:
         failure, values = self._failed.get(stage.number), self._values.pop(stage.number, {})
         samples = self.samples.of(stage) if self.samples is not None else {}
         event = self._stream.record_event() if self._stream is not None else None
-        result = StageResult(buffer, values if failure is None else {}, samples, failure)
-        self._results[stage.number].set_result((result, event))
+        result = StageResult(buffer, values if failure is None else {}, samples, failure, event)
+        self._results[stage.number].set_result(result)
 
 
 class Round:
@@ -280,7 +280,7 @@ class Round:
         self._changed = Condition()  # guards all that follows
         self._arrivals: dict[int, Arrival] = {}  # by position
         self._is_complete = self._is_cancelled = False
-        self._results: dict[int, Future[tuple[StageResult, Any]]] = {stage.number: Future() for stage in stages}
+        self._results: dict[int, Future[StageResult]] = {stage.number: Future() for stage in stages}
         if context is not None:  # what these objects know about the round must not be the round, which is freed at once
             self._sink = KeepingSink(context, self._results)
             self._source = CopiesSource(context, self._arrivals, self._sink, self._changed)
@@ -360,11 +360,11 @@ class Round:
         Raises:
             RuntimeError: another rank can't be reached; the message says what was waited for.
         """
-        found, event = self._results[stage.number].result()
+        found = self._results[stage.number].result()
         del self._results[stage.number]
-        if event is not None:
+        if found.event is not None:
             stream = torch.cuda.current_stream(found.buffer.device)
-            stream.wait_event(event)
+            stream.wait_event(found.event)
             written = found.values.values()
             values = [value for each in written for part in (each.state, each.diagnostics) for value in part.values()]
             for value in (found.buffer, *values):

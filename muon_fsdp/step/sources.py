@@ -319,12 +319,14 @@ class StageResult(NamedTuple):
         values: by number of the batch, the per-matrix state that `direction` has written; empty for units.
         samples: the samples that were taken for `metrics()`.
         failure: the method of the rule that failed and what it raised; None if all is well.
+        event: a CUDA event after which it is written; None on a CPU.
     """
 
     buffer: Tensor
     values: Mapping[int, BatchValues]
     samples: Mapping[tuple[int, int], Sample]
-    failure: tuple[str, Exception] | None = None
+    failure: tuple[str, Exception] | None
+    event: Any
 
 
 class Source(Protocol):
