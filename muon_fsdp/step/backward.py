@@ -10,7 +10,7 @@ import atexit
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -392,8 +392,7 @@ class Round:
             torch.set_num_threads(context.num_threads)
         self._sink.samples = context.samples.start(context.device.type, rarely=False)
         try:
-            on_stream = torch.cuda.stream(context.stream) if context.stream is not None else nullcontext()
-            with torch.no_grad(), on_device(context.device), on_stream, groups_for(PURPOSE):
+            with torch.no_grad(), on_device(context.device), self._on_stream(), groups_for(PURPOSE):
                 if context.stream is not None:
                     context.stream.wait_event(context.written)
                 run_stages(self._when_due(), self._source, self._sink)
@@ -416,6 +415,10 @@ class Round:
             f"backward ({first_names(names)}), and one of them can't be reached: {error}. Look at its output for the "
             "first error"
         )
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        stream = self._context.stream if self._context is not None else None
+        return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
     def _is_ready(self, stage: Stage) -> bool:
         return stage.positions <= self._arrivals.keys()
