@@ -86,14 +86,15 @@ _NUM_FIRST = 6
 
 @dataclass(frozen=True)
 class Agreed:
-    """The result of an agreement before a step; equal on all ranks."""
+    """The result of an agreement before a step, equal on all ranks; or what one rank proposes, of itself alone."""
 
     inert: bool  # the step only creates state, on every rank
     not_finite_on: int | None = None  # the largest rank that has a gradient that is not finite
-    codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one code per parameter
+    # For every set, one code per parameter: `NO_GRADIENT`, or a positive number for the layout of its gradient.
+    codes: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)
     compares: int = 0  # what some rank wants to compare, which needs all of them: `WRITTEN` or `REPLICAS`
-    early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, one number per parameter
-    num_updates: int = 0  # steps that have updated parameters before this one
+    early: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # for every set, the largest per parameter
+    num_updates: int = 0  # steps that have updated parameters before this one: the largest number
     measures: bool = False  # some rank wants the step to be measured, which needs all of them
     starts: bool = False  # some rank has a matrix that takes part for the first time and must be checked
     # If only some ranks of a set have loaded state, or weights: one that has, and one that has not.
@@ -161,13 +162,13 @@ class Agreement:
     ) -> None:
         self.counts = dict(counts)
         self.device_memory: dict[Ranks, int] = dict(own_memory)  # of the smallest device of each set
-        self._device = device
+        self.device = device  # where the integers are reduced, of the same type on all ranks
         self._known: dict[Ranks, int] = dict(sorted(counts.items()))  # the sets of all ranks that the step connects
         if not is_pretended():
             names = _publish(counts, hashes, own_memory, device.type)
             self._known, device_type = self._find_sets(names, hashes, describe)
             if device_type != device.type:  # this rank has no parameters, or only on the CPU, and others use a GPU
-                self._device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+                self.device = torch.device(device_type, torch.get_device_module(device_type).current_device())
         self.ranks: Ranks = tuple(sorted({rank for ranks in self._known for rank in ranks}))
         self._starts: dict[Ranks, int] = {}  # where the integers of every set begin in the vector
         self._size = len(_Flag)
@@ -178,13 +179,8 @@ class Agreement:
         self._num_reports = 0
         self._report: _Report | None = None  # that this rank has made and the others have not heard of
         self._stream: Any = None
-        make_group(self.ranks, self._device, like)
+        make_group(self.ranks, self.device, like)
         self._world = weakref.ref(dist.group.WORLD)
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the integers are reduced, of the same type on all ranks."""
-        return self._device
 
     @property
     def is_alive(self) -> bool:
@@ -235,33 +231,16 @@ class Agreement:
     def before_step(
         self,
         hashes: Hashes,
-        codes: Mapping[Ranks, Sequence[int]],
-        early: Mapping[Ranks, Sequence[int]],
+        proposal: Agreed,
         describe: Describe,
-        *,
-        inert: bool,
-        not_finite: bool,
-        compares: int = 0,
-        num_updates: int = 0,
-        measures: bool = False,
-        starts: bool = False,
-        loaded: Mapping[Ranks, tuple[bool, bool]] | None = None,
+        loaded: Mapping[Ranks, tuple[bool, bool]],
     ) -> Agreed | None:
         """Exchange with the other ranks what this rank is about to do.
 
         Args:
             hashes: a hash for every set; if they differ between ranks, all ranks raise.
-            codes: for every set, one code per parameter: `NO_GRADIENT`, or a positive number that stands for the
-                layout of its gradient.
-            early: for every set, one number per parameter, of which all ranks get the largest.
+            proposal: what this rank would do, with codes and numbers for every set of its own.
             describe: returns what the hash of a set stands for; called only for an error.
-            inert: whether the step only creates state on this rank.
-            not_finite: whether this rank has a gradient that is not finite.
-            compares: what this rank wants to compare with other ranks: `WRITTEN`, `REPLICAS`, or 0 for nothing.
-            num_updates: steps that have updated parameters, of which all ranks get the largest number.
-            measures: whether this rank wants the step to be measured.
-            starts: whether a matrix of this rank takes part for the first time, with state that must not start from
-                zero.
             loaded: for sets whose ranks load alike, whether this rank has loaded state, and weights.
 
         Returns:
@@ -272,21 +251,21 @@ class Agreement:
             RuntimeError: a rank has failed, hashes differ, or gradients of one parameter are laid out differently.
                 Every rank raises it.
         """
-        integers = self._integers()
-        integers[_Flag.NOT_INERT] = int(not inert)
-        integers[_Flag.NOT_FINITE] = (1 + my_rank()) * not_finite
-        integers[_Flag.COMPARES] = compares
-        integers[_Flag.NUM_UPDATES] = num_updates
-        integers[_Flag.MEASURES] = (1 + my_rank()) * measures
-        integers[_Flag.STARTS] = (1 + my_rank()) * starts
+        integers, me = self._integers(), 1 + my_rank()
+        integers[_Flag.NOT_INERT] = int(not proposal.inert)
+        integers[_Flag.NOT_FINITE] = me * (proposal.not_finite_on is not None)
+        integers[_Flag.COMPARES] = proposal.compares
+        integers[_Flag.NUM_UPDATES] = proposal.num_updates
+        integers[_Flag.MEASURES] = me * proposal.measures
+        integers[_Flag.STARTS] = me * proposal.starts
         for ranks, count in self.counts.items():
-            of_set = codes[ranks]
+            of_set = proposal.codes[ranks]
             inverse = [_LARGEST_CODE - code if code else NO_GRADIENT for code in of_set]
             start = self._starts[ranks]
             # One maximum finds the smallest value too, as minus the largest of the negatives. The hashes of all ranks
             # are equal if the smallest is the largest; the same holds for codes.
-            integers[start : start + _NUM_FIRST] = [hashes[ranks], -hashes[ranks], *_about_loading(ranks, loaded)]
-            integers[start + _NUM_FIRST : start + _NUM_FIRST + 3 * count] = [*of_set, *inverse, *early[ranks]]
+            integers[start : start + _NUM_FIRST] = [hashes[ranks], -hashes[ranks], *_about_loading(loaded.get(ranks))]
+            integers[start + _NUM_FIRST : start + _NUM_FIRST + 3 * count] = [*of_set, *inverse, *proposal.early[ranks]]
         largest = self._largest(integers)
         if largest[_Flag.LEAVES]:
             return None
@@ -294,25 +273,25 @@ class Agreement:
             if largest[start] != -largest[start + 1]:
                 report = f"{self._next_report()}/{name_of(ranks)}"
                 raise _disagreement(report, ranks, (largest[start], -largest[start + 1]), hashes, describe)
+        codes: dict[Ranks, Sequence[int]] = {}
+        early: dict[Ranks, Sequence[int]] = {}
+        for ranks, start in self._starts.items():
+            count = self._known[ranks]
+            firsts = [start + _NUM_FIRST + number * count for number in range(3)]
+            codes[ranks], inverse, early[ranks] = (largest[first : first + count] for first in firsts)
+            self._check_codes(ranks, codes[ranks], inverse, describe)
         rank = largest[_Flag.NOT_FINITE] - 1
-        found = {ranks: self._codes_of(ranks, largest, describe) for ranks in self._starts}
-        parts = {
-            ranks: (start + _NUM_FIRST + 2 * self._known[ranks], self._known[ranks])
-            for ranks, start in self._starts.items()
-        }
-        largest_early = {ranks: largest[first : first + count] for ranks, (first, count) in parts.items()}
-        is_inert, compares = not largest[_Flag.NOT_INERT], largest[_Flag.COMPARES]
         return Agreed(
-            is_inert,
-            rank if rank >= 0 else None,
-            found,
-            compares,
-            largest_early,
-            largest[_Flag.NUM_UPDATES],
-            largest[_Flag.MEASURES] > 0,
-            largest[_Flag.STARTS] > 0,
-            self._loaded_on(largest, 2),
-            self._loaded_on(largest, 4),
+            inert=not largest[_Flag.NOT_INERT],
+            not_finite_on=rank if rank >= 0 else None,
+            codes=codes,
+            compares=largest[_Flag.COMPARES],
+            early=early,
+            num_updates=largest[_Flag.NUM_UPDATES],
+            measures=largest[_Flag.MEASURES] > 0,
+            starts=largest[_Flag.STARTS] > 0,
+            state_loaded_on=self._loaded_on(largest, 2),
+            weights_loaded_on=self._loaded_on(largest, 4),
         )
 
     def fail(self, error: Exception) -> None:
@@ -329,8 +308,8 @@ class Agreement:
         report = _Report(self._next_report(), self._integers(_Flag.FAILED))
         shared_store().set(f"{report.key}/{my_rank()}", text)
         # On a GPU the reduction would wait there for the other ranks, and so would everything that waits for the GPU.
-        if self._device.type == "cpu":
-            report.start(group_of(self.ranks, self._device))
+        if self.device.type == "cpu":
+            report.start(group_of(self.ranks, self.device))
         self._report = report
 
     def finish_report(self) -> None:
@@ -359,14 +338,8 @@ class Agreement:
         pairs = [(largest[start + offset] - 1, largest[start + offset + 1] - 1) for start in self._starts.values()]
         return next((pair for pair in pairs if min(pair) >= 0), None)
 
-    def _codes_of(self, ranks: Ranks, largest: Sequence[int], describe: Describe) -> Sequence[int]:
-        """Return the code of every gradient of a set.
-
-        Raises:
-            RuntimeError: the gradients of a parameter are laid out differently on some ranks. Every rank raises it.
-        """
-        start, count = self._starts[ranks] + _NUM_FIRST, self._known[ranks]
-        codes, inverse = largest[start : start + count], largest[start + count : start + 2 * count]
+    def _check_codes(self, ranks: Ranks, codes: Sequence[int], inverse: Sequence[int], describe: Describe) -> None:
+        """Raise if the gradients of a parameter of a set are laid out differently on some ranks; every rank does."""
         for index, (code, other) in enumerate(zip(codes, inverse, strict=True)):
             if code and code != _LARGEST_CODE - other:
                 # The first line of a description is the optimizer itself; parameters follow.
@@ -375,7 +348,6 @@ class Agreement:
                     f"The gradients of {which} are laid out differently on its ranks {list(ranks)}: redistribute them "
                     "to the parameter's placements first"
                 )
-        return codes
 
     def _largest(self, integers: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of the vectors of all ranks; raise if one of the ranks has failed."""
@@ -409,17 +381,17 @@ class Agreement:
         The host waits for the result. On a GPU the all-reduce has its own stream, so the host does not wait for the
         gradients that the device is still computing.
         """
-        group = group_of(self.ranks, self._device)
-        if self._device.type == "cpu":
+        group = group_of(self.ranks, self.device)
+        if self.device.type == "cpu":
             on_host = torch.tensor(integers, dtype=torch.int32)
             dist.all_reduce(on_host, op=dist.ReduceOp.MAX, group=group)
             return on_host.tolist()
-        module = torch.get_device_module(self._device)
+        module = torch.get_device_module(self.device)
         if self._stream is None:
-            self._stream = module.Stream(self._device)
+            self._stream = module.Stream(self.device)
         with module.stream(self._stream):
             on_host = torch.tensor(integers, dtype=torch.int32).pin_memory()
-            on_device = on_host.to(self._device, non_blocking=True)
+            on_device = on_host.to(self.device, non_blocking=True)
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
             on_host.copy_(on_device, non_blocking=True)
         self._stream.synchronize()
@@ -434,12 +406,12 @@ class Agreement:
         return f"{self._reports}/{self._num_reports}"
 
 
-def _about_loading(ranks: Ranks, loaded: Mapping[Ranks, tuple[bool, bool]] | None) -> list[int]:
-    """Return the four integers of a set about loading."""
-    if loaded is None or ranks not in loaded:
+def _about_loading(loaded: tuple[bool, bool] | None) -> list[int]:
+    """Return the four integers of a set about loading, of state and of weights."""
+    if loaded is None:
         return [0, 0, 0, 0]
     me = 1 + my_rank()
-    return [number for has_loaded in loaded[ranks] for number in (me * has_loaded, me * (not has_loaded))]
+    return [number for has_loaded in loaded for number in (me * has_loaded, me * (not has_loaded))]
 
 
 # ------------------------------------------------------------------------------------------------------- the store

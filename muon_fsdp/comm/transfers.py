@@ -13,7 +13,7 @@ while one stage computes, the next is gathered and the previous one scattered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -32,6 +32,53 @@ from muon_fsdp.plan.stages import Stage, make_gather_stage
 # the collective, which other ranks may never join.
 _Work: TypeAlias = tuple[dist.Work, dist.ProcessGroup]
 STAGES_IN_FLIGHT = 2  # stages that use one phase's buffers in turn: a buffer is reused after this many stages
+
+
+class Collective:
+    """A collective that runs asynchronously, which starts when the object is made.
+
+    Args:
+        call: issues the collective in a process group, and returns its `dist.Work`. It keeps the buffers alive.
+        ranks: the ranks that take part.
+        device: the device of the buffers.
+        purpose: the purpose of the process group.
+        recorder: records the calls for CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[dist.ProcessGroup], dist.Work | None],
+        ranks: Ranks,
+        device: torch.device,
+        purpose: str,
+        recorder: Recorder,
+    ) -> None:
+        self._recorder = recorder
+        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
+        works: list[_Work] = []
+        self._works = works
+
+        def start() -> None:
+            group = group_of(ranks, device, purpose)  # found at every replay: it may have been made anew
+            work = call(group)
+            assert work is not None
+            works[:] = [(work, group)]
+
+        recorder.host(start)
+
+    def finish(self) -> None:
+        """Wait for the collective; on a GPU the current stream waits, and the host does not."""
+        works = self._works
+
+        def wait() -> None:
+            work, _group = works.pop()
+            work.wait()
+
+        self._recorder.host(wait)
+
+    def is_completed(self) -> bool:
+        """Return whether the collective has finished, without waiting for it."""
+        return all(work.is_completed() for work, _ in self._works)
 
 
 class Transfer:
@@ -57,41 +104,34 @@ class Transfer:
         name: str,
         purpose: str,
     ) -> None:
-        self._recorder, self._incoming = recorder, incoming
+        self._incoming = incoming
         send = recorder.buffer(f"{name} send", outgoing.numel, source.dtype, source.device)
         _copy(outgoing.copies, outgoing.copies.in_second(send), outgoing.copies.in_first(source))
         received = recorder.buffer(f"{name} receive", incoming.numel, source.dtype, source.device)
         self._buffers: tuple[Tensor, ...] = (send, received)  # must not be freed before the transfer has finished
-        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
-        works: list[_Work] = []
-        self._works = works
-        send_sizes, receive_sizes = list(outgoing.sizes), list(incoming.sizes)
-
-        def start() -> None:
-            group = group_of(ranks, send.device, purpose)  # found at every replay: it may have been made anew
-            work = dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=group, async_op=True)
-            works[:] = [(work, group)]
-
-        recorder.host(start)
+        sizes = list(incoming.sizes), list(outgoing.sizes)
+        self._collective = Collective(
+            lambda group: dist.all_to_all_single(received, send, *sizes, group=group, async_op=True),
+            ranks,
+            source.device,
+            purpose,
+            recorder,
+        )
 
     def finish(self, target: Tensor) -> None:
-        """Wait for the all-to-all, and copy what arrived into a flat buffer.
-
-        On a GPU the current stream waits, and the host does not.
-        """
-        works = self._works
-        self._recorder.host(lambda: _wait_for(works))
+        """Wait for the all-to-all, and copy what arrived into a flat buffer."""
+        self._collective.finish()
         copies = self._incoming.copies
         _copy(copies, copies.in_first(target), copies.in_second(self._buffers[1]))
         self._buffers = ()
 
     def is_completed(self) -> bool:
         """Return whether the all-to-all has finished, without waiting for it."""
-        return all(work.is_completed() for work, _ in self._works)
+        return self._collective.is_completed()
 
 
-class AllGather:
-    """One asynchronous `all_gather_into_tensor` in place, which starts when the object is made.
+def start_all_gather(ranks: Ranks, purpose: str, buffer: Tensor, recorder: Recorder) -> Collective:
+    """Start one `all_gather_into_tensor` in place.
 
     Args:
         ranks: the ranks that take part, sorted.
@@ -99,62 +139,21 @@ class AllGather:
         buffer: a flat buffer from the recorder. It has one slice per rank, of which this rank has written its own.
         recorder: records the calls for CUDA graphs.
     """
-
-    def __init__(self, ranks: Ranks, purpose: str, buffer: Tensor, recorder: Recorder) -> None:
-        self._recorder = recorder
-        own = torch.chunk(buffer, len(ranks))[ranks.index(my_rank())]
-        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
-        works: list[_Work] = []
-        self._works = works
-
-        def start() -> None:
-            group = group_of(ranks, buffer.device, purpose)  # found at every replay, as above
-            works[:] = [(dist.all_gather_into_tensor(buffer, own, group=group, async_op=True), group)]
-
-        recorder.host(start)
-
-    def finish(self) -> None:
-        """Wait for the all-gather; on a GPU the current stream waits, and the host does not."""
-        works = self._works
-        self._recorder.host(lambda: _wait_for(works))
+    own = torch.chunk(buffer, len(ranks))[ranks.index(my_rank())]
+    return Collective(
+        lambda group: dist.all_gather_into_tensor(buffer, own, group=group, async_op=True),
+        ranks,
+        buffer.device,
+        purpose,
+        recorder,
+    )
 
 
-class Reduction:
-    """One asynchronous `all_reduce` that sums a buffer over ranks, which starts when the object is made.
-
-    Args:
-        ranks: the ranks that take part, sorted; a single rank sends nothing.
-        purpose: the purpose of their process group.
-        buffer: a flat buffer from the recorder, with the terms of this rank.
-        recorder: records the calls for CUDA graphs.
-    """
-
-    def __init__(self, ranks: Ranks, purpose: str, buffer: Tensor, recorder: Recorder) -> None:
-        self._recorder, self._buffer, self._is_alone = recorder, buffer, len(ranks) == 1
-        # Holds the collective that is running. A list, because recorded calls must not keep this object alive.
-        works: list[_Work] = []
-        self._works = works
-
-        def start() -> None:
-            group = group_of(ranks, buffer.device, purpose)  # found at every replay, as above
-            work = dist.all_reduce(buffer, group=group, async_op=True)
-            assert work is not None
-            works[:] = [(work, group)]
-
-        if not self._is_alone:
-            recorder.host(start)
-
-    def finish(self) -> Tensor:
-        """Wait for the sums, and return them; on a GPU the current stream waits, and the host does not."""
-        works = self._works
-        if not self._is_alone:
-            self._recorder.host(lambda: _wait_for(works))
-        return self._buffer
-
-
-def _wait_for(works: list[_Work]) -> None:
-    work, _group = works.pop()
-    work.wait()
+def start_sum(ranks: Ranks, purpose: str, buffer: Tensor, recorder: Recorder) -> Collective:
+    """Start one `all_reduce` that sums a flat buffer from the recorder over ranks, in place."""
+    return Collective(
+        lambda group: dist.all_reduce(buffer, group=group, async_op=True), ranks, buffer.device, purpose, recorder
+    )
 
 
 def _copy(copies: Copies, targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -187,7 +186,7 @@ class StageExchange:
         self._name = f"{number % STAGES_IN_FLIGHT}"
         self._gather: Transfer | None = None
         self._scatter: Transfer | None = None
-        self._forward: AllGather | None = None
+        self._forward: Collective | None = None
         self._updates: Tensor | None = None
         self._kept: list[Tensor] = []  # pieces that need no transfer: first of shards, then of results
 
@@ -243,7 +242,7 @@ class StageExchange:
         _copy(own, own.in_first(updates), self._kept)
         self._scatter, self._kept, self._updates = None, [], updates
         if exchange.forwards:
-            self._forward = AllGather(exchange.peers, exchange.forward_purpose, updates, self._recorder)
+            self._forward = start_all_gather(exchange.peers, exchange.forward_purpose, updates, self._recorder)
 
     def finish_forward(self) -> Tensor:
         """Wait for the forward.

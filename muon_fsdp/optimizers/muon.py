@@ -262,18 +262,17 @@ class MuonOptimizer(GroupedOptimizer):
             gradients=gradients,
             updated=gradients.keys() | {position for position, code in codes.items() if code != NO_GRADIENT},
             divisor=self._accumulation_steps,
-            device=planned.device,
             num_updates=agreed.num_updates,
         )
         self._count_without_gradient(planned, agreed, has_none=not inputs.updated)
-        device = inputs.device
+        device = planned.device
         with on_device(device), without_autocast(device.type):
             failures = planned.run(inputs, kept, measures=agreed.measures)
             planned.written.note(self.state)
             for group in self.param_groups:
                 group[NUM_UPDATES] = agreed.num_updates + 1
             error = failures.error()
-            if error is None and planned.matrices is not None:
+            if error is None:
                 planned.matrices.count(self._totals)
         if self._looks_for_rivals:
             self._looks_for_rivals = False

@@ -10,7 +10,7 @@ import atexit
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -23,22 +23,20 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import Claim, groups_for, my_rank, world_reference
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.declarations.settings import NUM_UPDATES, Settings
+from muon_fsdp.declarations.settings import NUM_UPDATES
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels import on_device
-from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.stages import Member, Stage
-from muon_fsdp.rules import RULES, MatrixBatch, Rule
+from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.base import NamedValues
 from muon_fsdp.step.changes import Arrival, NotedOptions, NotedState
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
 from muon_fsdp.step.matrix_state import BatchValues
-from muon_fsdp.step.metrics import Samples, TakenSamples
+from muon_fsdp.step.metrics import TakenSamples
 from muon_fsdp.step.pipeline import run_stages
-from muon_fsdp.step.random_numbers import RandomNumbers
-from muon_fsdp.step.sources import StageInputs, StageResult, StateStore, stage_inputs
+from muon_fsdp.step.sources import StageInputs, StageResult, StepContext, stage_inputs
 from muon_fsdp.text import first_names
 
 PURPOSE = "backward"  # of the process groups that these stages use
@@ -47,15 +45,10 @@ SECONDS_TO_RELEASE = 0.1  # and then for threads of gloo, which free the tensors
 
 
 @dataclass(frozen=True)
-class RoundContext:
+class RoundContext(StepContext):
     """Everything that the stages of a round need besides gradients.
 
     Args:
-        records: one per parameter.
-        settings: the settings of the whole optimizer.
-        samples: takes samples of updates for `metrics()`.
-        random: draws the random numbers of rules.
-        store: keeps the state.
         inputs: those of the last step, without gradients; groups and states are the optimizer's.
         fused: the fused lists of the last step.
         device: where the stages run.
@@ -65,11 +58,6 @@ class RoundContext:
             thread does not inherit that of `torch.set_num_threads`.
     """
 
-    records: Sequence[ParameterRecord]
-    settings: Settings
-    samples: Samples
-    random: RandomNumbers
-    store: StateStore
     inputs: StepInputs
     fused: FusedStep
     device: torch.device
@@ -85,43 +73,19 @@ class _Read(NamedTuple):
     options: Mapping[int, NotedOptions]
 
 
-class _Arrivals(dict[int, Arrival]):
-    """The gradients that have arrived, by position.
-
-    Args:
-        context: what stages need besides gradients; None if there are no stages.
-    """
-
-    def __init__(self, context: RoundContext | None) -> None:
-        super().__init__()
-        self._context = context
-
-    def has_readable(self, position: int) -> bool:
-        """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
-        assert self._context is not None
-        arrival, kinds = self.get(position), self._context.fused.signature[position]
-        return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
-
-    def read(self, position: int) -> Tensor | None:
-        """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
-        if not self.has_readable(position):
-            self.pop(position, None)  # `step()` finds that it was not used
-            return None
-        assert self._context is not None
-        return self._context.records[position].rows_of(self[position].read())
-
-
 class CopiesSource:
     """Lends stages copies of the state in backward, and notes what they have read.
 
     Args:
         context: what stages need besides gradients.
-        arrivals: the gradients.
+        arrivals: the gradients that have arrived, by position.
         sink: is told about a stage that can't read its state.
         changed: guards what `step()` asks for while a stage reads.
     """
 
-    def __init__(self, context: RoundContext, arrivals: _Arrivals, sink: KeepingSink, changed: Condition) -> None:
+    def __init__(
+        self, context: RoundContext, arrivals: dict[int, Arrival], sink: KeepingSink, changed: Condition
+    ) -> None:
         self.settings, self.recorder = context.settings, Recorder()
         self._context, self._arrivals, self._sink, self._changed = context, arrivals, sink, changed
         self.started: set[int] = set()  # the stages that have read what they found, by number
@@ -158,7 +122,7 @@ class CopiesSource:
         options = {group: NotedOptions(context.inputs.groups[group]) for group, _ in stage.positions_by_group}
         for noted in options.values():
             noted.get(NUM_UPDATES)  # random numbers depend on it
-        found = {position: self._arrivals.read(position) for position in positions}
+        found = {position: self._read_gradient(position) for position in positions}
         gradients = {i: grad.contiguous() if i in fused else grad for i, grad in found.items() if grad is not None}
         inputs = replace(context.inputs, groups=options, states=copies, gradients=gradients, updated=stage.positions)
         inputs_of_stage = stage_inputs(stage, inputs, context.fused.with_tables(stage, inputs), context.records)
@@ -172,6 +136,18 @@ class CopiesSource:
         self._read[number] = _Read(state, options)
         return inputs_of_stage
 
+    def has_readable(self, position: int) -> bool:
+        """Return whether the gradient of a parameter has arrived in time, in a precision that its kernel can read."""
+        arrival, kinds = self._arrivals.get(position), self._context.fused.signature[position]
+        return arrival is not None and (kinds is None or arrival.dtype is kinds[1])
+
+    def _read_gradient(self, position: int) -> Tensor | None:
+        """Return the local gradient of a parameter; None, which stands for zeros, if it can't be used."""
+        if not self.has_readable(position):
+            self._arrivals.pop(position, None)  # `step()` finds that it was not used
+            return None
+        return self._context.records[position].rows_of(self._arrivals[position].read())
+
     def _load_nothing(self, stage: Stage, error: Exception) -> StageInputs:
         """Let a stage send zeros, because other ranks wait for its transfers. `step()` finds that it read nothing."""
         context = self._context
@@ -180,12 +156,14 @@ class CopiesSource:
         # Without fused lists: their tables are those of `step()`, so that kernels would write the state.
         return stage_inputs(stage, inputs, (), context.records)
 
-    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._copies[stage.number][0]
-
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        """Drop the copies."""
-        del self._copies[stage.number]
+    @contextmanager
+    def lend(self, stage: Stage, inputs: StageInputs) -> Iterator[Mapping[int, State]]:
+        """Lend the copies once, and drop them."""
+        copies, _ = self._copies[stage.number]
+        try:
+            yield copies
+        finally:
+            del self._copies[stage.number]
 
     def _rows(self, stage: Stage, number: int, states: Mapping[int, State]) -> State:
         """Return the per-matrix state of a batch by name, given that of its parameters."""
@@ -238,12 +216,12 @@ class KeepingSink:
 
     Args:
         context: what the stages of the round have in common.
-        results: by number of the stage, where its result goes, with a CUDA event after which it is written.
+        results: by number of the stage, where its result goes.
     """
 
     applies = False
 
-    def __init__(self, context: RoundContext, results: Mapping[int, Future[tuple[StageResult, Any]]]) -> None:
+    def __init__(self, context: RoundContext, results: Mapping[int, Future[StageResult]]) -> None:
         self.failures = Failures()
         self.unproven: set[int] = set()
         self.samples: TakenSamples | None = None  # set when the round runs: `metrics()` may ask for samples until then
@@ -257,10 +235,6 @@ class KeepingSink:
     def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
         """Note that the rule of a stage has raised an error; its transfers continue with zeros."""
         self._failed.setdefault(stage.number, (method, error))
-
-    def wants_units(self, rule: Rule) -> bool:
-        """Return whether `direction` of a rule runs in `step()`, because it needs weights."""
-        return rule.needs_weights
 
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         self._values[stage.number][number] = values
@@ -284,8 +258,8 @@ class KeepingSink:
         failure, values = self._failed.get(stage.number), self._values.pop(stage.number, {})
         samples = self.samples.of(stage) if self.samples is not None else {}
         event = self._stream.record_event() if self._stream is not None else None
-        result = StageResult(buffer, values if failure is None else {}, samples, failure)
-        self._results[stage.number].set_result((result, event))
+        result = StageResult(buffer, values if failure is None else {}, samples, failure, event)
+        self._results[stage.number].set_result(result)
 
 
 class Round:
@@ -304,9 +278,9 @@ class Round:
         self._context = context
         self._stage_of = {position: stage for stage in stages for position in stage.positions}
         self._changed = Condition()  # guards all that follows
-        self._arrivals = _Arrivals(context)
+        self._arrivals: dict[int, Arrival] = {}  # by position
         self._is_complete = self._is_cancelled = False
-        self._results: dict[int, Future[tuple[StageResult, Any]]] = {stage.number: Future() for stage in stages}
+        self._results: dict[int, Future[StageResult]] = {stage.number: Future() for stage in stages}
         if context is not None:  # what these objects know about the round must not be the round, which is freed at once
             self._sink = KeepingSink(context, self._results)
             self._source = CopiesSource(context, self._arrivals, self._sink, self._changed)
@@ -369,12 +343,12 @@ class Round:
     def has_read(self, position: int, grad: Tensor | None) -> bool:
         """Return whether a stage has used, or will use, the present gradient of a parameter."""
         with self._changed:
-            return self._arrivals.has_readable(position) and self._arrivals[position].is_unchanged(grad)
+            return self._source.has_readable(position) and self._arrivals[position].is_unchanged(grad)
 
     def has_arrived(self, position: int) -> bool:
         """Return whether the gradient of a parameter has arrived in time to be read."""
         with self._changed:
-            return self._arrivals.has_readable(position)
+            return self._source.has_readable(position)
 
     def is_current(self, stage: Stage, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> bool:
         """Return whether a stage has read the present state and options, or will read them."""
@@ -386,11 +360,11 @@ class Round:
         Raises:
             RuntimeError: another rank can't be reached; the message says what was waited for.
         """
-        found, event = self._results[stage.number].result()
+        found = self._results[stage.number].result()
         del self._results[stage.number]
-        if event is not None:
+        if found.event is not None:
             stream = torch.cuda.current_stream(found.buffer.device)
-            stream.wait_event(event)
+            stream.wait_event(found.event)
             written = found.values.values()
             values = [value for each in written for part in (each.state, each.diagnostics) for value in part.values()]
             for value in (found.buffer, *values):
@@ -424,14 +398,10 @@ class Round:
                 run_stages(self._when_due(), self._source, self._sink)
         except Exception as error:
             for stage in self.stages:
-                if stage.number in self._results:
-                    self._set_exception(stage, self._lost(stage, error))
+                with suppress(Exception):  # the stage has a result already, or nobody wants it
+                    self._results[stage.number].set_exception(self._lost(stage, error))
             return False
         return True
-
-    def _set_exception(self, stage: Stage, error: Exception) -> None:
-        with suppress(Exception):  # the stage has a result already, or nobody wants it
-            self._results[stage.number].set_exception(error)
 
     def _lost(self, stage: Stage, error: Exception) -> Exception:
         """Return the error of a stage that another rank did not finish."""

@@ -194,7 +194,7 @@ def make_fused_step(
     records: Sequence[ParameterRecord],
     inputs: StepInputs,
     signature: Signature,
-    matrices: MatrixStates | None,
+    matrices: MatrixStates,
 ) -> FusedStep:
     """Sort the parameters that can be fused into lists, and allocate their tables."""
     step = FusedStep(signature, [_make_lists(stage, records, inputs, signature, matrices) for stage in plan.stages])
@@ -210,7 +210,7 @@ def _make_lists(
     all_records: Sequence[ParameterRecord],
     inputs: StepInputs,
     signature: Signature,
-    matrices: MatrixStates | None,
+    matrices: MatrixStates,
 ) -> list[TensorList]:
     """Sort the parameters of a stage that can be fused into lists; each has one group, alignment and precisions."""
     kernels = RULES[stage.rule].fused
@@ -241,7 +241,7 @@ def _make_lists(
         chunks, aligned = make_chunks(numels, matrix_numels, firsts, device)
         slots = torch.tensor([stage.shard_slots[i].offset for i in positions], dtype=torch.int64, device=device)
         factor_chunks = None
-        if matrices is not None and matrices.factors.multiplies(positions[0]):
+        if matrices.factors.multiplies(positions[0]):
             factor_chunks = matrices.factors.chunks(positions, device)
         places, block_chunks = None, None
         rounding = records[positions[0]].rounding  # that of the group and of the dtype

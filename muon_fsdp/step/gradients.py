@@ -21,6 +21,7 @@ _FIRST_CODE = 2
 _BASE = 16  # digits of a code, one per axis of the mesh: Replicate, kinds of Partial, then Shard by dimension
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 _FIRST_SHARD = 1 + len(_REDUCTIONS)
+_PLACEMENTS = (Replicate(), *map(Partial, _REDUCTIONS), *map(Shard, range(_BASE - _FIRST_SHARD)))  # by digit
 
 
 class Gradients:
@@ -129,14 +130,7 @@ def _digit(name: str, placement: Placement) -> int:
 
 def _placements(code: int, num_axes: int) -> tuple[Placement, ...]:
     """Decode the placements of a gradient."""
-    digits = [(code - _FIRST_CODE) // _BASE**axis % _BASE for axis in range(num_axes)]
-    return tuple(map(_placement, digits))
-
-
-def _placement(digit: int) -> Placement:
-    if digit == 0:
-        return Replicate()
-    return Partial(_REDUCTIONS[digit - 1]) if digit < _FIRST_SHARD else Shard(digit - _FIRST_SHARD)
+    return tuple(_PLACEMENTS[(code - _FIRST_CODE) // _BASE**axis % _BASE] for axis in range(num_axes))
 
 
 def _zeros(parameter: Tensor, code: int) -> DTensor:

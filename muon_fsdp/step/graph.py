@@ -40,40 +40,6 @@ class StepKey(NamedTuple):
     launches: object
 
 
-class ReservedMemory:
-    """The memory that PyTorch's allocator has reserved in a training step without a graph.
-
-    Peak statistics would not do: they may show a peak of long ago, and users reset them.
-    """
-
-    def __init__(self) -> None:
-        self._of_passes = 0  # what forward and backward need
-        self._eager = 0  # what the optimizer needs too
-
-    def before_step(self, device: torch.device) -> None:
-        """Read what the forward and backward passes have reserved since the last call of `start`."""
-        self._of_passes = torch.cuda.memory_reserved(device)
-
-    def after_step(self, device: torch.device) -> None:
-        """Read what a whole training step has reserved."""
-        self._eager = torch.cuda.memory_reserved(device)
-
-    @staticmethod
-    def start() -> None:
-        """Return cached memory to the device, so that the next passes reserve only what they need."""
-        torch.cuda.empty_cache()
-
-    def excess(self, pool: int) -> str | None:
-        """Return why a graph that keeps `pool` bytes reserved needs too much memory; None if it does not."""
-        needed = self._of_passes + pool
-        if needed <= max(MEMORY_LIMIT * self._eager, self._eager + SMALL_POOL):
-            return None
-        return (
-            f"it would keep {format_bytes(pool)} reserved, and the reserved memory of a training step would grow from "
-            f"{format_bytes(self._eager)} to {format_bytes(needed)}; pass cuda_graph=True to accept this"
-        )
-
-
 class CapturedStep:
     """The CUDA graph of a step, the key that it was captured for, and the reason if there is no graph.
 
@@ -93,7 +59,10 @@ class CapturedStep:
         self._last: StepKey | None = None  # the key of the last eager step
         self._repeats = 0  # eager steps with this key in a row
         self._ran_without = False  # whether the last step ran eagerly although there is a graph
-        self._memory = ReservedMemory()
+        # What PyTorch's allocator has reserved in a training step without a graph. Peak statistics would not do: they
+        # may show a peak of long ago, and users reset them.
+        self._of_passes = 0  # what forward and backward need
+        self._of_step = 0  # what the optimizer needs too
 
     @property
     def status(self) -> str:
@@ -179,15 +148,15 @@ class CapturedStep:
         measures = self._mode == "auto" and self.graph is None and steps_left == 0
         if measures:
             try:
-                self._memory.before_step(device)
+                self._of_passes = torch.cuda.memory_reserved(device)
             except RuntimeError as error:  # an allocator that replaces PyTorch's need not have statistics
                 self._refusal, measures = f"reserved memory is not known: {str(error).partition(chr(10))[0]}", False
         step(Recorder())  # compiles and tunes kernels, which a capture can't
         self._last, self._repeats, self._ran_without = key, repeats, self.graph is not None
         if measures:
-            self._memory.after_step(device)
+            self._of_step = torch.cuda.memory_reserved(device)
         elif self._mode == "auto" and self.graph is None and steps_left == 1:
-            self._memory.start()
+            torch.cuda.empty_cache()  # so that the next passes reserve only what they need
 
     def _capture(self, key: StepKey, step: Callable[[Recorder], None], device: torch.device) -> str | None:
         """Capture the step without running it. If there is no graph afterwards, nothing has changed.
@@ -204,7 +173,7 @@ class CapturedStep:
             segments = self._make_segments(device)
             recorder = GraphRecorder(segments)
             recorder.record(step)
-            self._refusal = self._memory.excess(segments.num_bytes) if self._mode == "auto" else None
+            self._refusal = self._excess(segments.num_bytes) if self._mode == "auto" else None
             if self._refusal is None:
                 self.graph, self._key = recorder, key
                 return None
@@ -215,6 +184,16 @@ class CapturedStep:
         gc.collect()  # the traceback of the error may have left tensors of the pool in cycles
         torch.cuda.empty_cache()
         return failure
+
+    def _excess(self, pool: int) -> str | None:
+        """Return why a graph that keeps `pool` bytes reserved needs too much memory; None if it does not."""
+        needed = self._of_passes + pool
+        if needed <= max(MEMORY_LIMIT * self._of_step, self._of_step + SMALL_POOL):
+            return None
+        return (
+            f"it would keep {format_bytes(pool)} reserved, and the reserved memory of a training step would grow from "
+            f"{format_bytes(self._of_step)} to {format_bytes(needed)}; pass cuda_graph=True to accept this"
+        )
 
 
 def capture_obstacle(

@@ -28,7 +28,6 @@ class StepInputs:
         gradients: the local parts of the gradients that this rank has, in the layouts of their parameters.
         updated: the parameters for which some rank has a gradient. Where this rank has none, it counts as zero.
         divisor: the number of gradients that were summed in each `p.grad`; the step uses their mean.
-        device: where kernels launch. The first parameter may be on the CPU, and others on a GPU.
         num_updates: the steps that have updated parameters before this one; the same on all ranks.
     """
 
@@ -38,5 +37,4 @@ class StepInputs:
     gradients: Mapping[int, Tensor]
     updated: Collection[int]
     divisor: int
-    device: torch.device
     num_updates: int = 0

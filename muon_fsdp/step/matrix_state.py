@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muon_fsdp.comm.process_groups import my_rank
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import Reduction, add_up
+from muon_fsdp.comm.transfers import Collective, add_up, start_sum
 from muon_fsdp.declarations.state import PerMatrix, State
 from muon_fsdp.kernels.tables import is_on_device, pinned
 from muon_fsdp.plan.matrix_sets import Block, MatrixClass, MatrixSet, make_sets
@@ -100,11 +100,10 @@ class MatrixStates:
         self.sets: list[MatrixSet] = make_sets(parameters, rank)
         self._classes: list[MatrixClass] = [class_ for matrix_set in self.sets for class_ in matrix_set.classes]
         self._rules: list[Rule] = [RULES[class_.rule] for class_ in self._classes]
-        self._specs = [tuple(s for s in rule.all_state if isinstance(s, PerMatrix)) for rule in self._rules]
-        self._observers = [
-            Observer(matrix_set, [RULES[class_.rule].statistics for class_ in matrix_set.classes])
-            for matrix_set in self.sets
-        ]
+        self._set_states: list[_SetState] = []
+        for matrix_set in self.sets:
+            first = self._set_states[-1].indices.stop if self._set_states else 0
+            self._set_states.append(_SetState(matrix_set, first))
         self._class_of = {  # (position, block of its view): its class, and its first matrix there
             (member.position, member.block): (index, member.first)
             for index, class_ in enumerate(self._classes)
@@ -121,7 +120,6 @@ class MatrixStates:
         self._stage_sums = {s.number: self._sums_of(s) for s in stages if RULES[s.rule].update_statistics}
         self._num_sums = 0  # that were started
         self._shards: dict[int, Tensor] = {}  # of this step, by position, while stages may sum over them
-        self._set_states = [_SetState(matrix_set) for matrix_set in self.sets]
         self.addresses: tuple[int, ...] = ()  # of all per-matrix state at the last step; a captured step keeps them
         self._times = 0  # steps with these tensors
         # Positions of parameters that have not taken part yet and whose state must not start from zero.
@@ -204,21 +202,21 @@ class MatrixStates:
     def fill(self, inputs: StepInputs) -> None:
         """Find the state tensors of this step, and write flags and options where a captured step reads them."""
         now = [
-            inputs.states[member.position][spec.name]
-            for class_, specs in zip(self._classes, self._specs, strict=True)
-            for spec in specs
-            for member in class_.members
+            inputs.states[member.position][entry.spec.name]
+            for set_state in self._set_states
+            for entry in set_state.entries
+            for member in entry.class_.members
         ]
         # State may be replaced, or moved by assigning to its `data`. The parts keep the old memory allocated, so equal
         # addresses mean the same memory.
         addresses = addresses_of(now)
         if not self._times or addresses != self.addresses:
             self.addresses, self._times = addresses, 0
-            for state in self._set_states:
-                state.bind(lambda class_, spec: self._parts_of(class_, spec, inputs.states))
+            for each in self._set_states:
+                each.parts = [self._parts_of(entry.class_, entry.spec, inputs.states) for entry in each.entries]
         self._times += 1
-        for state in self._set_states:
-            state.fill(inputs.updated)
+        for each in self._set_states:
+            each.fill(inputs.updated)
         if self._unstarted:
             self._unstarted.difference_update(inputs.updated)
         for values in self._per_step:
@@ -235,7 +233,7 @@ class MatrixStates:
     @property
     def is_cold(self) -> bool:
         """Return whether an iterative statistic may still lack start vectors for some matrix."""
-        return self._times <= COLD_STEPS and any(observer.iterates for observer in self._observers)
+        return self._times <= COLD_STEPS and any(each.observer.iterates for each in self._set_states)
 
     def observed(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the shards of observed weights, whose addresses a captured step keeps."""
@@ -267,10 +265,10 @@ class MatrixStates:
     def _begin(self, shards: Sequence[Tensor], recorder: Recorder, failures: Failures) -> None:
         by_position = self._shards = {position: shards[position] for position in self._parameters}
         self._now = []
-        for set_state, observer in zip(self._set_states, self._observers, strict=True):
+        for set_state in self._set_states:
             states = set_state.read()
             observed = [of_statistics for _, of_statistics in states]
-            found = observer.observe(by_position, observed, recorder, cold=self.is_cold)
+            found = set_state.observer.observe(by_position, observed, recorder, cold=self.is_cold)
             for (state, of_statistics), statistics in zip(states, found, strict=True):
                 self._now.append(_ClassValues(set_state.is_alone, state, of_statistics, statistics))
         self.factors.set([self._start(index, current, failures) for index, current in enumerate(self._now)])
@@ -333,15 +331,12 @@ class MatrixStates:
 
     def _originals(self, index: int) -> State:
         """Return the rule's state of a class before this step."""
-        for matrix_set, set_state in zip(self.sets, self._set_states, strict=True):
-            if index < len(matrix_set.classes):
-                return set_state.originals()[index]
-            index -= len(matrix_set.classes)
-        raise IndexError(index)
+        set_state = next(each for each in self._set_states if index in each.indices)
+        return set_state.originals()[index - set_state.indices.start]
 
-    def _shape(self, index: int, spec: PerMatrix, count: int | None = None) -> torch.Size:
+    def _shape(self, index: int, spec: PerMatrix, count: int) -> torch.Size:
         class_ = self._classes[index]
-        return torch.Size((class_.count if count is None else count, *spec.shape_of_matrix(class_.rows, class_.cols)))
+        return torch.Size((count, *spec.shape_of_matrix(class_.rows, class_.cols)))
 
     def _own_diagnostics(self, index: int) -> list[str]:
         """Return the names of the diagnostics that `direction` writes, not `factors`."""
@@ -403,18 +398,19 @@ class MatrixStates:
         for index, chosen in numbers.items():
             starts[index] = dict(zip(chosen, range(at, at + len(chosen)), strict=True))
             at += len(chosen)
-        blocks, first = [], 0
-        for matrix_set in self.sets:
-            for block in matrix_set.blocks:
-                class_ = matrix_set.classes[block.class_index]
-                if block.position in stage.positions and class_.weights[block.matrices.start]:
-                    start = starts[first + block.class_index][block.matrices.start]
+        blocks = []
+        for set_state in self._set_states:
+            for block in set_state.matrix_set.blocks:
+                index = set_state.indices[block.class_index]
+                if block.position in stage.positions and self._classes[index].weights[block.matrices.start]:
+                    start = starts[index][block.matrices.start]
                     blocks.append((block, slice(start, start + block.matrices.stop - block.matrices.start)))
-            first += len(matrix_set.classes)
         selections = tuple((index, self._indices(index, chosen)) for index, chosen in numbers.items())
         return _StageSums(selections, tuple(map(len, numbers.values())), tuple(blocks))
 
-    def start_sums(self, stage: Stage, updated: Collection[int], updates: Tensor, recorder: Recorder) -> Reduction:
+    def start_sums(
+        self, stage: Stage, updated: Collection[int], updates: Tensor, recorder: Recorder
+    ) -> tuple[Tensor, Collective | None]:
         """Sum <W, U> and ||U||^2 over this rank's parts of the matrices of a stage, and start to add up all ranks'.
 
         Args:
@@ -422,6 +418,9 @@ class MatrixStates:
             updated: the positions of the parameters that are updated; those of others count as zero.
             updates: (stage.update_numel,), the updates of this rank's shards.
             recorder: provides the buffer, and records the call for CUDA graphs.
+
+        Returns:
+            The sums, and the reduction that must end before they are read; None if no other rank takes part.
         """
         of_stage = self._stage_sums[stage.number]
         name, self._num_sums = f"{SUMS} {self._num_sums % SUMS_IN_FLIGHT}", self._num_sums + 1
@@ -433,8 +432,9 @@ class MatrixStates:
                 update = block.of(stage.shard_slots[block.position].of(updates))
                 sums[0, where] += (weight * update).sum((-2, -1), dtype=torch.float64)
                 sums[1, where] += torch.linalg.vector_norm(update, dim=(-2, -1), dtype=torch.float64).square()
-        ranks = stage.exchange.ranks if stage.exchange is not None else (my_rank(),)
-        return Reduction(ranks, SUMS, flat, recorder)
+        if stage.exchange is None:
+            return flat, None
+        return flat, start_sum(stage.exchange.ranks, SUMS, flat, recorder)
 
     def take_sums(self, stage: Stage, sums: Tensor) -> None:
         """Call `factors` for the matrices of a stage, given the sums over its updates on all ranks."""
@@ -520,14 +520,14 @@ class MatrixStates:
     def finish(self, recorder: Recorder) -> None:
         """Settle: sum the contributions over ranks, and store the result for the matrices that were updated."""
         self.wait()
-        first = 0
-        for matrix_set, set_state in zip(self.sets, self._set_states, strict=True):
-            indices = range(first, first + len(matrix_set.classes))
-            first += len(matrix_set.classes)
+        if not self.sets:
+            return
+        for set_state in self._set_states:
+            indices = set_state.indices
             found = [(index, name, value) for index in indices for name, value in self._now[index].found.items()]
             values = [value for _, _, value in found]
             if values and not set_state.is_alone:
-                values = add_up(values, matrix_set.ranks, recorder)
+                values = add_up(values, set_state.matrix_set.ranks, recorder)
             for (index, name, _), value in zip(found, values, strict=True):
                 current = self._now[index]
                 (current.state if name in current.state else current.diagnostics)[name] = value
@@ -548,20 +548,18 @@ class MatrixStates:
 
     def count(self, totals: dict[str, Tensor]) -> None:
         """Add the diagnostics of this step to totals by rule, one number per diagnostic, which stay on the device."""
-        first = 0
-        for matrix_set, set_state in zip(self.sets, self._set_states, strict=True):
+        for set_state in self._set_states:
             by_rule: dict[Rule, list[int]] = defaultdict(list)
-            for number in range(len(matrix_set.classes)):
-                if self._rules[first + number].diagnostics:
-                    by_rule[self._rules[first + number]].append(number)
-            for rule, numbers in by_rule.items():
-                values = [self._now[first + n].diagnostics[name] for name in rule.diagnostics for n in numbers]
-                updated = torch.cat([set_state.updated[n] for n in numbers])
+            for index in set_state.indices:
+                if self._rules[index].diagnostics:
+                    by_rule[self._rules[index]].append(index)
+            for rule, of_rule in by_rule.items():
+                values = [self._now[index].diagnostics[name] for name in rule.diagnostics for index in of_rule]
+                updated = torch.cat([set_state.updated[index - set_state.indices.start] for index in of_rule])
                 of_matrices = torch.cat(values).nan_to_num(nan=0.0).view(len(rule.diagnostics), -1)
                 sums = torch.where(updated, of_matrices, 0.0).sum(-1, dtype=torch.float64)
                 known = totals.get(rule.name)
                 totals[rule.name] = sums if known is None else known.to(sums.device) + sums
-            first += len(matrix_set.classes)
 
     def metrics(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the rules' metrics of the last step and of all steps; none before the first step with this plan."""
@@ -598,41 +596,43 @@ class _SetState:
     """The per-matrix state of all classes of one set, and which of their matrices are updated.
 
     Rules change the state that they declare. Statistics replace their own, the observed state, for all matrices.
+
+    Args:
+        matrix_set: the set.
+        first: the number of its first class among those of all sets.
     """
 
-    def __init__(self, matrix_set: MatrixSet) -> None:
-        self._classes = matrix_set.classes
+    def __init__(self, matrix_set: MatrixSet, first: int) -> None:
+        self.matrix_set, self._classes = matrix_set, matrix_set.classes
+        self.indices = range(first, first + len(self._classes))  # of its classes among those of all sets
+        self.observer = Observer(matrix_set, [RULES[class_.rule].statistics for class_ in self._classes])
         self.is_alone = len(matrix_set.ranks) == 1
         entries = [
             _Entry(number, class_, spec)
-            for number, class_ in enumerate(matrix_set.classes)
+            for number, class_ in enumerate(self._classes)
             for spec in RULES[class_.rule].all_state
             if isinstance(spec, PerMatrix)
         ]
-        of_rules = [entry for entry in entries if entry.spec in RULES[entry.class_.rule].matrix_state]
+        self._of_rules = [entry for entry in entries if entry.spec in RULES[entry.class_.rule].matrix_state]
         observed = [entry for entry in entries if entry.spec not in RULES[entry.class_.rule].matrix_state]
         inputs = {name for statistic in STATISTICS.values() for name in statistic.reads}
-        self.of_rules = of_rules
         self._read = [entry for entry in observed if entry.spec.name in inputs]
-        self.observed = self._read + [entry for entry in observed if entry.spec.name not in inputs]
-        device, counts = matrix_set.classes[0].device, [class_.count for class_ in matrix_set.classes]
+        self._observed = self._read + [entry for entry in observed if entry.spec.name not in inputs]
+        self.entries = (*self._of_rules, *self._observed)
+        device, counts = self._classes[0].device, [class_.count for class_ in self._classes]
         # A captured step keeps the addresses of these tensors.
         self._updated = torch.ones(sum(counts), dtype=torch.bool, device=device)
         self.updated: list[Tensor] = list(torch.split(self._updated, counts))  # (count,) for every class
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         matrices = [
             torch.arange(entry.class_.count).repeat_interleave(entry.numel // entry.class_.count) + firsts[entry.number]
-            for entry in of_rules
+            for entry in self._of_rules
         ]
         self._matrix_of = torch.cat([torch.empty(0, dtype=torch.int64), *matrices]).to(device)  # of every element
         self._elements = torch.ones(len(self._matrix_of), dtype=torch.bool, device=device)
         self._flags: tuple[bool, ...] = ()
-        self._parts: list[list[Tensor]] = []  # of the rules' state, then of the observed state
+        self.parts: list[list[Tensor]] = []  # of every entry, the parts of the parameters' state: read and written here
         self._before = self._flat = torch.empty(0)
-
-    def bind(self, parts_of: Callable[[MatrixClass, PerMatrix], list[Tensor]]) -> None:
-        """Read and write these state tensors from now on: for a class, the parts of the parameters' state."""
-        self._parts = [parts_of(entry.class_, entry.spec) for entry in (*self.of_rules, *self.observed)]
 
     def fill(self, updated: Collection[int]) -> None:
         """Write which matrices are updated, given the positions of parameters, to where a captured step reads it."""
@@ -646,41 +646,33 @@ class _SetState:
 
     def read(self) -> list[tuple[State, State]]:
         """Return, for every class, copies of its rule's state and of the observed state that statistics start from."""
-        states: list[tuple[State, State]] = [({}, {}) for _ in self._classes]
-        first, stop = len(self.of_rules), len(self.of_rules) + len(self._read)
-        if self.of_rules:
-            self._before = _joined(self._parts[:first])
+        first, stop = len(self._of_rules), len(self._of_rules) + len(self._read)
+        if self._of_rules:
+            self._before = _joined(self.parts[:first])
             self._flat = self._before.clone()
-            for entry, value in self._split(self.of_rules, self._flat):
-                states[entry.number][0][entry.spec.name] = value
-        if self._read:
-            for entry, value in self._split(self._read, _joined(self._parts[first:stop])):
-                states[entry.number][1][entry.spec.name] = value
-        return states
+        observed = _joined(self.parts[first:stop]) if self._read else torch.empty(0)
+        of_rules, of_statistics = self._by_class(self._of_rules, self._flat), self._by_class(self._read, observed)
+        return list(zip(of_rules, of_statistics, strict=True))
 
     def originals(self) -> list[State]:
         """Return, for every class, its rule's state before this step; nobody may change it."""
-        states: list[State] = [{} for _ in self._classes]
-        if self.of_rules:
-            for entry, value in self._split(self.of_rules, self._before):
-                states[entry.number][entry.spec.name] = value
-        return states
+        return self._by_class(self._of_rules, self._before)
 
     def write(self, states: Sequence[tuple[State, State]]) -> None:
         """Store the rules' state of matrices that are updated, and the observed state of all matrices."""
-        sources = [states[entry.number][1][entry.spec.name].reshape(-1) for entry in self.observed]
-        if self.of_rules:
-            values = [states[entry.number][0][entry.spec.name].reshape(-1) for entry in self.of_rules]
+        sources = [states[entry.number][1][entry.spec.name].reshape(-1) for entry in self._observed]
+        if self._of_rules:
+            values = [states[entry.number][0][entry.spec.name].reshape(-1) for entry in self._of_rules]
             found = self._flat if self._holds(values) else torch.cat(values)
             kept = torch.where(self._elements, found, self._before)
-            sources = [value.reshape(-1) for _, value in self._split(self.of_rules, kept)] + sources
+            sources = [*torch.split(kept, [entry.numel for entry in self._of_rules]), *sources]
         parts = [
             part
-            for source, targets in zip(sources, self._parts, strict=True)
+            for source, targets in zip(sources, self.parts, strict=True)
             for part in torch.split(source, [target.numel() for target in targets])
         ]
         if parts:
-            torch._foreach_copy_([target for targets in self._parts for target in targets], parts)
+            torch._foreach_copy_([target for targets in self.parts for target in targets], parts)
 
     def _holds(self, values: Sequence[Tensor]) -> bool:
         """Return whether the values still lie in the buffer of `read`: rules have changed them in place, if at all."""
@@ -691,10 +683,12 @@ class _SetState:
             address += value.numel() * value.itemsize
         return True
 
-    @staticmethod
-    def _split(entries: Sequence[_Entry], flat: Tensor) -> list[tuple[_Entry, Tensor]]:
-        parts = torch.split(flat, [entry.numel for entry in entries])
-        return [(entry, part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
+    def _by_class(self, entries: Sequence[_Entry], flat: Tensor) -> list[State]:
+        """Return, for every class, the tensors of state in a buffer that has these entries one after the other."""
+        states: list[State] = [{} for _ in self._classes]
+        for entry, part in zip(entries, torch.split(flat, [entry.numel for entry in entries]), strict=True):
+            states[entry.number][entry.spec.name] = part.view(entry.shape)
+        return states
 
 
 def _joined(lists: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -11,16 +11,15 @@ from functools import partial
 from itertools import groupby
 from threading import Lock
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.bucket_hook import Listener, listen
+from muon_fsdp.comm.bucket_hook import listen
 from muon_fsdp.comm.dtensors import is_replica, local
 from muon_fsdp.comm.process_groups import are_claimed, claim_groups, num_ranks
-from muon_fsdp.declarations.settings import Settings
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.wrappers import ddp_wrappers
@@ -30,9 +29,7 @@ from muon_fsdp.step.backward import PURPOSE, Round, RoundContext, RoundThread
 from muon_fsdp.step.changes import Arrival
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs
-from muon_fsdp.step.metrics import Samples
-from muon_fsdp.step.random_numbers import RandomNumbers
-from muon_fsdp.step.sources import StageResult, StateStore
+from muon_fsdp.step.sources import StageResult, StepContext
 from muon_fsdp.text import warn_user
 
 # What a rank says about a parameter in the agreement is one of these plus the number of its gradient in backward. The
@@ -48,27 +45,14 @@ class BackwardOverlap:
     before: the stages of whose parameters every rank has got a gradient in backward, in the order of these gradients.
 
     Args:
-        records: one per parameter.
+        context: what all steps have in common.
         stages: the stages of the plan.
-        settings: the settings of the whole optimizer.
-        samples: takes samples of updates for `metrics()`.
-        random: draws the random numbers of rules.
-        store: keeps the state.
         counts: counts the stages whose results are used, and those that are discarded, for `metrics()`.
     """
 
-    def __init__(
-        self,
-        records: Sequence[ParameterRecord],
-        stages: Sequence[Stage],
-        settings: Settings,
-        samples: Samples,
-        random: RandomNumbers,
-        store: StateStore,
-        counts: Counter[str],
-    ) -> None:
-        self._records, self._settings, self._samples = records, settings, samples
-        self._random, self._store = random, store
+    def __init__(self, context: StepContext, stages: Sequence[Stage], counts: Counter[str]) -> None:
+        self._context = context
+        records = self._records = context.records
         self._num_stages = sum(RULES[stage.rule].needs_matrices for stage in stages)
         replicas = [record for record in records if record.view is not None and record.is_plain and num_ranks() > 1]
         self._positions = {id(record.tensor): record.position for record in replicas}  # of what DDP may reduce
@@ -264,17 +248,13 @@ class BackwardOverlap:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             written = torch.cuda.current_stream(device).record_event()
         context = RoundContext(
-            self._records,
-            self._settings,
-            self._samples,
-            self._random,
-            self._store,
-            replace(inputs, gradients={}),
-            fused,
-            device,
-            self._stream,
-            written,
-            torch.get_num_threads(),
+            **vars(self._context),
+            inputs=replace(inputs, gradients={}),
+            fused=fused,
+            device=device,
+            stream=self._stream,
+            written=written,
+            num_threads=torch.get_num_threads(),
         )
         self._thread.begin(Round(self._next, context))
 
@@ -289,14 +269,7 @@ class BackwardOverlap:
         )
 
 
-class Receiver(Listener, Protocol):
-    """An object that is told about gradients, by FSDP2 or autograd one by one, and by DDP bucket by bucket."""
-
-    def arrived(self, position: int, parameter: Tensor) -> None:
-        """Note that backward has written the gradient of a parameter."""
-
-
-def watch(records: Iterable[ParameterRecord], receiver: Receiver) -> None:
+def watch(records: Iterable[ParameterRecord], receiver: BackwardOverlap) -> None:
     """Call `receiver.arrived` in backward whenever the gradient of a parameter is complete, as long as it exists.
 
     FSDP2 calls these hooks after it has reduced the gradient, on the stream of the reduction. They must not launch
@@ -319,7 +292,7 @@ def watch(records: Iterable[ParameterRecord], receiver: Receiver) -> None:
     weakref.finalize(receiver, _remove, handles)
 
 
-def watch_replicas(records: Sequence[ParameterRecord], receiver: Receiver) -> dict[int, str]:
+def watch_replicas(records: Sequence[ParameterRecord], receiver: BackwardOverlap) -> dict[int, str]:
     """Tell the receiver about the gradients of plain tensors in a job of several ranks, which DDP reduces.
 
     A hook on such a parameter is called before its gradient is reduced.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,9 +195,11 @@ class _StageRun:
         self._skips_direction = not self._rule.needs_matrices or (
             self._kept is not None and not self._rule.needs_weights
         )
+        # In backward, a rule that needs weights only gathers: `direction` runs in `step()`.
+        self._keeps_units = self._rule.needs_weights and not sink.applies
         exchange = stage.exchange
         # Whether sums over its updates travel. Its turn among other stages then matters, though nothing else travels.
-        self.sums = exchange is not None and self._rule.update_statistics and not sink.wants_units(self._rule)
+        self.sums = exchange is not None and self._rule.update_statistics and not self._keeps_units
         self.travels = self.sums or (
             not self._skips_direction and exchange is not None and (exchange.gathers or exchange.scatters)
         )
@@ -232,7 +234,7 @@ class _StageRun:
 
         def prepare() -> None:
             nonlocal lent
-            lent = loan.enter_context(self._borrowed())
+            lent = loan.enter_context(self._source.lend(stage, self._inputs))
             self._prepare(lent, buffer, updates)
 
         with _profiled("prepare", stage):
@@ -254,7 +256,7 @@ class _StageRun:
             if exchange is not None and starts_anew:
                 with _profiled("gathered", stage):
                     buffer = exchange.finish_gather()
-            if self._sink.wants_units(self._rule):
+            if self._keeps_units:
                 exchange = None
             else:
                 buffer = self._directions(buffer)
@@ -279,7 +281,7 @@ class _StageRun:
 
         with _profiled("apply", stage):
             if self._rule.needs_matrices and self._sink.applies and self._wants_state_in_apply:
-                lent = loan.enter_context(self._borrowed())
+                lent = loan.enter_context(self._source.lend(stage, self._inputs))
             self._sink.finish(stage, self._inputs, buffer, updates, lent)
 
     @property
@@ -287,15 +289,6 @@ class _StageRun:
         """Return whether `apply` of the rule, or of its kernels, changes state."""
         kernels = self._rule.fused if self._inputs.fused else None
         return self._rule.state_in_apply or (kernels is not None and kernels.state_in_apply)
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[Mapping[int, State]]:
-        """Lend the state of the stage within a block."""
-        lent = self._source.lend(self.stage, self._inputs)
-        try:
-            yield lent
-        finally:
-            self._source.take_back(self.stage, lent)
 
     def _take(self, kept: StageResult) -> Tensor:
         """Take what a stage has left in backward, and return its updates or units."""

@@ -27,7 +27,7 @@ from muon_fsdp.plan.costs import STREAMED_BYTES
 from muon_fsdp.plan.layout import LayoutError, local_layout
 from muon_fsdp.plan.outline import StageOutline, make_outline
 from muon_fsdp.plan.speeds import DEVICE_MEMORY
-from muon_fsdp.plan.stages import Plan, Stage, cut_elementwise, make_plan
+from muon_fsdp.plan.stages import Plan, cut_elementwise, make_plan
 from muon_fsdp.plan.units import ParameterSpec
 from muon_fsdp.rules import DEFAULT_OTHER_RULE, RULES
 from muon_fsdp.step.backward import PURPOSE
@@ -46,7 +46,7 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
-from muon_fsdp.step.sources import StageResult, StateStore, StepSource, make_store
+from muon_fsdp.step.sources import StageResult, StateStore, StepContext, StepSource, make_store
 from muon_fsdp.step.streaming import StreamedStore
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.weights import Weights
@@ -85,7 +85,6 @@ class PlannedStep:
         self.records = records
         self.has_state = False  # whether all parameters have state, unless its tensors have changed since
         self.siblings: Siblings | None = None  # found by the first `clip_grad_norm_`
-        self._settings = settings
         for record in records:
             _check_placed(record)
         own = own_memory(records)
@@ -102,17 +101,16 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
-        self.store: StateStore = make_store(records)
+        store: StateStore = make_store(records)
         if any(record.offloads_state for record in records):
             self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
-            self.store = StreamedStore(records, self.plan.stages, self.store)
+            store = StreamedStore(records, self.plan.stages, store)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
-        self.matrices = MatrixStates(numbered, self.plan.stages) if numbered else None
+        self.matrices = MatrixStates(numbered, self.plan.stages)
         self.expect_comparison()
-        self.samples = Samples(self.plan.stages)
+        self._context = StepContext(records, settings, store, RandomNumbers(records), Samples(self.plan.stages))
         self._specs = specs
         self._meter: Meter | None = None  # made by the first step that is measured
-        self.random = RandomNumbers(records)
         self.weights = WeightGather(records, settings.bucket_bytes)
         self._groups = self._find_groups()
         # Made at the first step with these parameters, when the precision of gradients is known.
@@ -120,9 +118,7 @@ class PlannedStep:
         self.captured = CapturedStep(settings.cuda_graph)
         self.overlap: BackwardOverlap | None = None
         if settings.overlap == "backward":
-            self.overlap = BackwardOverlap(
-                records, self.plan.stages, settings, self.samples, self.random, self.store, stage_counts
-            )
+            self.overlap = BackwardOverlap(self._context, self.plan.stages, stage_counts)
         self.written = WrittenState(records)
         self._names = [record.name for record in records]
         self._failures = Failures()  # of the present step; a captured step finds them here
@@ -144,16 +140,14 @@ class PlannedStep:
         """Raise if state has changed since the last step and can't be used; note what may have to be created."""
         if self.has_state and not self._state_tensors.have_changed(states):
             return
-        self.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
+        self._context.store.check(states, [record.part() for record in self.records], starts_anew=not self.has_state)
         self.has_state = False
-        if self.matrices is not None:
-            self.matrices.expect_start()
+        self.matrices.expect_start()
 
     def expect_comparison(self) -> None:
         """Note that the next step that updates anything must compare replicas and check matrices, if there are any."""
         self.compares_replicas = any(record.layout.num_replicas > 1 for record in self.records)
-        if self.matrices is not None:
-            self.matrices.expect_start()
+        self.matrices.expect_start()
 
     def wish_to_compare(self, states: States) -> int:
         """Return what this rank wants to compare with other ranks before the next update."""
@@ -178,7 +172,7 @@ class PlannedStep:
 
     def may_start(self, positions: Collection[int]) -> bool:
         """Return whether one of these parameters takes part for the first time, with state that must not be zero."""
-        return self.matrices is not None and self.matrices.may_start(positions)
+        return self.matrices.may_start(positions)
 
     def find_zeros(self, states: States, updated: Collection[int], *, measures: bool) -> ValueError | None:
         """Find state that would start from zero and must not; all ranks of the step must call this.
@@ -189,8 +183,6 @@ class PlannedStep:
             measures: whether the step is measured, on all ranks alike.
         """
         self.make_groups(measures=measures)
-        if self.matrices is None:
-            return None
         shards = self._observed([record.part() for record in self.records])
         by_position = {record.position: dict(states[record.tensor]) for record in self.records}
         return self.matrices.find_zeros(shards, by_position, updated, self._names)
@@ -217,7 +209,7 @@ class PlannedStep:
     @property
     def wants_to_measure(self) -> bool:
         """Return whether `metrics()` was called on this rank, so that the next step should be measured."""
-        return self.samples.wants_to_measure(rarely=self.captured.is_due)
+        return self._context.samples.wants_to_measure(rarely=self.captured.is_due)
 
     @property
     def meter(self) -> Meter:
@@ -238,9 +230,8 @@ class PlannedStep:
             totals: of the diagnostics of every rule.
             per_matrix: whether the numbers of every matrix are wanted too.
         """
-        numbers = self.matrices.metrics(totals) if self.matrices is not None else {}
         of_meter = self._meter.metrics(per_matrix=per_matrix) if self._meter is not None else {}
-        return numbers | self.samples.ask() | of_meter
+        return self.matrices.metrics(totals) | self._context.samples.ask() | of_meter
 
     def make_groups(self, *, measures: bool) -> None:
         """Make the process groups that stages and per-matrix state need; all of their ranks must call this.
@@ -275,7 +266,7 @@ class PlannedStep:
                     found.setdefault(key, (device, exchange.ranks))
         for ranks, device in self.weights.groups:
             found[(tuple(sorted(ranks)), device.type, "")] = device, tuple(sorted(ranks))
-        for matrix_set in self.matrices.sets if self.matrices is not None else ():
+        for matrix_set in self.matrices.sets:
             if len(matrix_set.ranks) > 1:
                 device, ranks = matrix_set.classes[0].device, tuple(sorted(matrix_set.ranks))
                 found[(ranks, device.type, "")] = device, ranks
@@ -295,66 +286,62 @@ class PlannedStep:
         Returns:
             What rules have raised. Without other ranks that wait for this one, that is raised here.
         """
+        context, store, samples = self._context, self._context.store, self._context.samples
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
-        self.random.fill(inputs.num_updates, inputs.groups)
-        addressed = replace(inputs, states={i: self.store.addressed(i, state) for i, state in inputs.states.items()})
+        context.random.fill(inputs.num_updates, inputs.groups)
+        addressed = replace(inputs, states={i: store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         observed = self._observed(inputs.shards)
-        if self.matrices is not None:
-            self.matrices.fill(inputs)
-            if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
-                self.matrices.begin(observed, Recorder(), failures)
-                has_begun = True
-                self._fused = None
+        self.matrices.fill(inputs)
+        if not self.matrices.factors.are_known:  # whether weights can be fused depends on the kinds of factors
+            self.matrices.begin(observed, Recorder(), failures)
+            has_begun = True
+            self._fused = None
         fused = self._fuse(inputs, addressed)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
         }
         inputs = replace(inputs, gradients=gradients)
-        fused.fill_tables(inputs, lambda stage, i: self.store.addressed(i, inputs.states[i], stage))
-        stages = self._stages_to_run(inputs)
+        fused.fill_tables(inputs, lambda stage, i: store.addressed(i, inputs.states[i], stage))
+        # `updated` is agreed on, so all ranks of a stage leave it out together: else the others would wait.
+        stages = [stage for stage in self.plan.stages if not stage.positions.isdisjoint(inputs.updated)]
         buckets = self.weights.to_run(inputs.updated)
-        taken = self.samples.start(inputs.device.type, rarely=self.captured.is_due, measures=measures)
+        taken = samples.start(self.device.type, rarely=self.captured.is_due, measures=measures)
         measured = self.meter.start(inputs.shards, inputs.updated) if measures else None
 
         def run(recorder: Recorder) -> None:
             is_recorded = isinstance(recorder, GraphRecorder)
             found = Failures(self._names, is_recorded=True) if is_recorded else failures
-            if self.matrices is not None and not has_begun:
+            if not has_begun:
                 self.matrices.begin(observed, recorder, found)
-            settings, matrices, random = self._settings, self.matrices, self.random
-            shared = (self.records, settings, recorder, random, matrices, kept)
-            source = StepSource(inputs, fused, self.store, *shared)
-            weights = Weights(self.records, inputs.states, random)
-            sink = StepSink(found, self._unproven, matrices, None if is_recorded else taken, weights, measured)
+            source = StepSource(context, inputs, fused, recorder, self.matrices, kept)
+            weights = Weights(self.records, inputs.states, context.random)
+            sink = StepSink(found, self._unproven, self.matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
-            if self.matrices is not None:
-                self.matrices.finish(recorder)
+            self.matrices.finish(recorder)
             if measured is not None:
                 measured.finish(recorder)
             self.weights.run(buckets, recorder)
             found.end(recorder, lambda: self._failures)
 
-        kept_weights, is_cold = self.weights.tensors(), False
-        if self.matrices is not None:
-            kept_weights, is_cold = [*kept_weights, *self.matrices.observed(observed)], self.matrices.is_cold
-        of_matrices = self.matrices.addresses if self.matrices is not None else ()
+        kept_weights = [*self.weights.tensors(), *self.matrices.observed(observed)]
+        is_cold = self.matrices.is_cold
         launches = (fused.variant, [stage.number for stage in stages], buckets, is_cold)
-        self.store.begin(stages, inputs.states, inputs.updated)
+        store.begin(stages, inputs.states, inputs.updated)
         try:
             self.captured.run(
-                StepKey((addresses_of(kept_weights), of_matrices), launches),
+                StepKey((addresses_of(kept_weights), self.matrices.addresses), launches),
                 run,
                 device=lambda: fused.device,
                 # A captured step takes no samples and is not measured.
                 eager=measures or (taken is not None and taken.has_residuals) or is_cold or has_begun or not stages,
             )
         finally:
-            self.store.end()
+            store.end()
         if taken is not None and self.overlap is not None:
             taken.has_residuals &= self.overlap.took_residuals
-        self.samples.end_step(inputs.groups, taken, measures=measures)
+        samples.end_step(inputs.groups, taken, measures=measures)
         if measured is not None:
             self.meter.keep(measured)
         if self.overlap is not None:
@@ -368,17 +355,6 @@ class PlannedStep:
             for shard, spec, record in zip(shards, self._specs, self.records, strict=True)
         ]
 
-    def _stages_to_run(self, inputs: StepInputs) -> list[Stage]:
-        """Return the stages with a parameter to update.
-
-        `updated` is agreed on, so all ranks of a stage leave it out together; one alone would leave the others waiting.
-        """
-        return [stage for stage in self.plan.stages if not stage.positions.isdisjoint(inputs.updated)]
-
-    def _unfusable(self) -> dict[int, str]:
-        """Return the positions whose weights kernels can't multiply by factors, and why."""
-        return self.matrices.factors.unfusable if self.matrices is not None else {}
-
     def _fuse(self, inputs: StepInputs, addressed: StepInputs) -> FusedStep:
         """Return the fused lists; they are made again if other parameters can be fused or precisions have changed.
 
@@ -387,14 +363,15 @@ class PlannedStep:
             addressed: the same with the state that kernels read and write.
         """
         if self._fused is None or not self._fused.fits(inputs) or self._state_tensors.have_changed(inputs.states):
-            signature = signature_of(self.records, addressed, self._fused, self._unfusable())
+            unfusable = self.matrices.factors.unfusable
+            signature = signature_of(self.records, addressed, self._fused, unfusable)
             self._state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
                 self._fused = make_fused_step(self.plan, self.records, addressed, signature, self.matrices)
-                obstacle = capture_obstacle(self.records, addressed, self._unfusable())
+                obstacle = capture_obstacle(self.records, addressed, unfusable)
                 if self.overlap is not None:
                     obstacle = "overlap='backward' runs a part of the step in backward"
-                elif self._settings.offload_state:
+                elif self._context.settings.offload_state:
                     obstacle = "offload_state=True copies state from the host while stages run"
                 self.captured.start_over(obstacle)
         return self._fused

@@ -101,10 +101,11 @@ def compare_replicas(
             # The process group that forwards updates to the peers.
             purpose = "" if len(peers) == len(layout.ranks) else "peers"
             by_peers[(peers, record.device.type, purpose)].append(record)
-    for (peers, _, purpose), members in sorted(by_peers.items(), key=lambda item: item[0]):
+    sets = sorted(by_peers.items(), key=lambda item: item[0])
+    for (peers, _, purpose), members in sets:
         make_group(peers, members[0].device, like(tuple(sorted(members[0].layout.ranks))), purpose)
     errors: list[tuple[tuple[int, int], str]] = []
-    for (peers, _, purpose), members in sorted(by_peers.items(), key=lambda item: item[0]):
+    for (peers, _, purpose), members in sets:
         # Ranks agree on the order of the parameters of every set of ranks, and of no others.
         members.sort(key=lambda record: (sorted(record.layout.ranks), record.position))
         facts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeAlias
 
 import torch
@@ -67,7 +67,9 @@ class SharedSets:
         self._likes: dict[Ranks, dist.ProcessGroup | None] = {
             ranks: group_like(records[positions[0]].tensor, replicate_group) for ranks, positions in members.items()
         }
-        self._reasons = {ranks: _reason(records[positions[0]]) for ranks, positions in members.items()}
+        self._reasons = {
+            ranks: "replicas" if records[positions[0]].is_plain else "mesh" for ranks, positions in members.items()
+        }
         ranks = ranks_of_agreement(agreement_group)
         if len(ranks) > 1:
             members.setdefault(ranks, [])
@@ -173,9 +175,14 @@ class StepAgreement:
         self._agreement: Agreement | None = None
 
     @property
+    def _alive(self) -> Agreement | None:
+        """Return the agreement, unless its process groups were destroyed."""
+        return self._agreement if self._agreement is not None and self._agreement.is_alive else None
+
+    @property
     def device_memory(self) -> Mapping[Ranks, int]:
         """Return, for sets of this rank that have met, the total bytes of their smallest device."""
-        return self._agreement.device_memory if self._agreement is not None and self._agreement.is_alive else {}
+        return self._alive.device_memory if self._alive is not None else {}
 
     @property
     def ranks(self) -> Ranks:
@@ -194,8 +201,7 @@ class StepAgreement:
             shared: the parameters that other ranks hold too.
             groups: the parameter groups, whose options must be equal.
         """
-        if self._agreement is not None and not self._agreement.is_alive:
-            self._agreement = None
+        self._agreement = self._alive
         if self._agreement is not None and self._agreement.counts != shared.counts:
             self._agreement.leave()
             self._agreement = None
@@ -246,9 +252,10 @@ class StepAgreement:
             What all ranks know now; None if another rank has other parameters than before, so that all must meet again.
         """
         num_updates = max((group.get(NUM_UPDATES, 0) for group in groups), default=0)
+        found = my_rank() if not_finite else None
+        proposal = Agreed(inert, found, num_updates=num_updates, measures=measures, starts=starts)
         if self._agreement is None:
-            found = my_rank() if not_finite else None
-            return Agreed(inert, found, num_updates=num_updates, measures=measures, starts=starts)
+            return proposal
         by_ranks, early_by_ranks = (
             {
                 ranks: [numbers.get(position, NO_GRADIENT) for position in positions]
@@ -264,16 +271,9 @@ class StepAgreement:
         }
         agreed = self._agreement.before_step(
             shared.hashes(groups, written),
-            by_ranks,
-            early_by_ranks,
+            replace(proposal, codes=by_ranks, early=early_by_ranks, compares=compares),
             lambda ranks: shared.describe(ranks, groups, have_met=True, written=written),
-            inert=inert,
-            not_finite=not_finite,
-            compares=compares,
-            num_updates=num_updates,
-            measures=measures,
-            starts=starts,
-            loaded=loaded,
+            loaded,
         )
         if agreed is None:
             self._agreement = None
@@ -285,23 +285,23 @@ class StepAgreement:
         Returns:
             Whether it was reported; False if there is no agreement to report it through.
         """
-        if self._agreement is None or not self._agreement.is_alive:
-            return False
-        self._agreement.fail(error)
-        return True
+        alive = self._alive
+        if alive is not None:
+            alive.fail(error)
+        return alive is not None
 
     def report(self, text: str) -> None:
         """Report to the other ranks, at their next agreement, that this rank has not taken the last step as they have.
 
         This does not wait for them: they may need this rank before they call `step()` again.
         """
-        if self._agreement is not None and self._agreement.is_alive:
-            self._agreement.report(text)
+        if self._alive is not None:
+            self._alive.report(text)
 
     def finish_report(self) -> None:
         """Raise if the other ranks are about to hear of a report of this rank, or have heard of it."""
-        if self._agreement is not None and self._agreement.is_alive:
-            self._agreement.finish_report()
+        if self._alive is not None:
+            self._alive.finish_report()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -351,10 +351,6 @@ def ranks_of_agreement(group: dist.ProcessGroup | None) -> Ranks:
     if dist.get_rank(group) < 0:
         raise ValueError("agreement_group must contain this rank: pass a process group that it belongs to")
     return tuple(sorted(dist.get_process_group_ranks(group)))
-
-
-def _reason(record: ParameterRecord) -> str:
-    return "replicas" if record.is_plain else "mesh"
 
 
 def _options(group: Group) -> tuple[object, ...]:

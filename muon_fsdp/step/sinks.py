@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import Reduction
+from muon_fsdp.comm.transfers import Collective
 from muon_fsdp.declarations.state import State
 from muon_fsdp.plan.stages import Stage
-from muon_fsdp.rules import RULES, MatrixBatch, Rule
+from muon_fsdp.rules import RULES, MatrixBatch
 from muon_fsdp.rules.checks import GivenStates, check_applied
 from muon_fsdp.step.failures import Failures
 from muon_fsdp.step.inputs import in_precision
@@ -36,9 +36,6 @@ class Sink(Protocol):
 
     def fail(self, stage: Stage, method: str, error: Exception, positions: Collection[int]) -> None:
         """Note that a method of a rule has failed; raise if nobody waits for the transfers of this rank."""
-
-    def wants_units(self, rule: Rule) -> bool:
-        """Return whether stages of a rule end with gathered units, before `direction`."""
 
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         """Take the per-matrix state that `direction` has written for a batch with its selection of matrices."""
@@ -74,7 +71,7 @@ class StepSink:
     Args:
         failures: what rules have raised.
         unproven: the stages that have not run yet; they are removed as they run.
-        matrices: per-matrix state, statistics and factors; None if no rule has any.
+        matrices: per-matrix state, statistics and factors.
         samples: takes samples of updates for `metrics()`; None if this step takes none.
         weights: lends those of the shards.
         measured: measures how far weights move; None in most steps.
@@ -86,7 +83,7 @@ class StepSink:
         self,
         failures: Failures,
         unproven: set[int],
-        matrices: MatrixStates | None,
+        matrices: MatrixStates,
         samples: TakenSamples | None,
         weights: Weights,
         measured: MeasuredStep | None,
@@ -94,7 +91,7 @@ class StepSink:
         self.failures, self.unproven, self.samples = failures, unproven, samples
         self._matrices, self._weights, self._measured = matrices, weights, measured
         self._failed: set[int] = set()
-        self._sums: dict[int, Reduction] = {}  # of updates, by number of the stage
+        self._sums: dict[int, tuple[Tensor, Collective | None]] = {}  # of updates, by number of the stage
         # Samples whose factors are not known yet, by number of the stage: the batch, its selection and a matrix of it.
         self._sampled: defaultdict[int, list[tuple[int, Any, int]]] = defaultdict(list)
 
@@ -105,11 +102,7 @@ class StepSink:
         self.failures.add(stage.rule, method, error, positions)
         self._failed.add(stage.number)
 
-    def wants_units(self, rule: Rule) -> bool:
-        return False
-
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
-        assert self._matrices is not None
         if selection is None:  # the stage ran in backward, with all members of its batches
             selection = self._matrices.selection(stage, number, stage.batches[number].members)
         self._matrices.take(stage, number, selection, values)
@@ -120,12 +113,10 @@ class StepSink:
             if RULES[stage.rule].update_statistics:
                 self._sampled[stage.number].append((number, selection, matrix))
             elif RULES[stage.rule].multiplies_weights:
-                assert self._matrices is not None
                 factor = self._matrices.factor_of_updates(selection)[matrix]
             self.samples.take(stage, number, batch, matrix, group, factor)
 
     def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
-        assert self._matrices is not None
         self._matrices.wait()
         self._sums[stage.number] = self._matrices.start_sums(stage, inputs.updated, buffer, recorder)
 
@@ -137,18 +128,18 @@ class StepSink:
         updates: Mapping[int, Tensor],
         states: Mapping[int, State],
     ) -> None:
-        matrices = self._matrices if RULES[stage.rule].has_matrix_values else None
-        reduction = self._sums.pop(stage.number, None)
-        sums = reduction.finish() if reduction is not None else None
-        if matrices is not None and sums is not None:
-            self._attempt(stage, "factors", inputs, lambda: self._take_sums(stage, matrices, sums))
+        sums, reduction = self._sums.pop(stage.number, (None, None))
+        if reduction is not None:
+            reduction.finish()
+        if sums is not None:
+            self._attempt(stage, "factors", inputs, lambda: self._take_sums(stage, sums))
         if self._measured is not None:
             self._measured.before(stage)
-        self._attempt(stage, "apply", inputs, lambda: self._apply(stage, inputs, buffer, updates, states, matrices))
+        self._attempt(stage, "apply", inputs, lambda: self._apply(stage, inputs, buffer, updates, states))
         if self._measured is not None:
             self._measured.after(stage)
-        if self.has_failed(stage) and matrices is not None:
-            matrices.restore(stage)
+        if self.has_failed(stage) and RULES[stage.rule].has_matrix_values:
+            self._matrices.restore(stage)
 
     def _attempt(self, stage: Stage, method: str, inputs: StageInputs, work: Callable[[], None]) -> None:
         """Call what a rule computes, unless its stage has failed before."""
@@ -158,11 +149,11 @@ class StepSink:
             except Exception as error:
                 self.fail(stage, method, error, inputs.positions)
 
-    def _take_sums(self, stage: Stage, matrices: MatrixStates, sums: Tensor) -> None:
-        matrices.take_sums(stage, sums)
+    def _take_sums(self, stage: Stage, sums: Tensor) -> None:
+        self._matrices.take_sums(stage, sums)
         for number, selection, matrix in self._sampled.pop(stage.number, ()):
             assert self.samples is not None
-            self.samples.multiply(stage, number, matrices.factor_of_updates(selection)[matrix])
+            self.samples.multiply(stage, number, self._matrices.factor_of_updates(selection)[matrix])
 
     def _apply(
         self,
@@ -171,12 +162,11 @@ class StepSink:
         buffer: Tensor,
         updates: Mapping[int, Tensor],
         states: Mapping[int, State],
-        matrices: MatrixStates | None,
     ) -> None:
         rule = RULES[stage.rule]
-        if matrices is not None:  # statistics read the weights that change now
-            matrices.wait()
-        factors = matrices.factors if matrices is not None and rule.multiplies_weights else None
+        if rule.has_matrix_values:  # statistics read the weights that change now
+            self._matrices.wait()
+        factors = self._matrices.factors if rule.multiplies_weights else None
         for each in inputs.fused:
             assert rule.fused is not None
             tensors = each if factors is None else each.with_factor_chunks()

@@ -6,7 +6,8 @@ which form, is the affair of the `StateStore` behind the source: stages and rule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from muon_fsdp.rules.base import GroupOptions
 from muon_fsdp.step.fused import FusedStep
 from muon_fsdp.step.inputs import StepInputs, in_precision
 from muon_fsdp.step.matrix_state import BatchValues, MatrixStates
-from muon_fsdp.step.metrics import Sample
+from muon_fsdp.step.metrics import Sample, Samples
 from muon_fsdp.step.random_numbers import RandomNumbers
 
 
@@ -291,6 +292,25 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """What all steps with one plan have in common, also with the stages beside backward.
+
+    Args:
+        records: one per parameter.
+        settings: the settings of the whole optimizer.
+        store: keeps the state.
+        random: draws the random numbers of rules.
+        samples: takes samples of updates for `metrics()`.
+    """
+
+    records: Sequence[ParameterRecord]
+    settings: Settings
+    store: StateStore
+    random: RandomNumbers
+    samples: Samples
+
+
 class StageResult(NamedTuple):
     """The result of a stage that ran in backward.
 
@@ -299,12 +319,14 @@ class StageResult(NamedTuple):
         values: by number of the batch, the per-matrix state that `direction` has written; empty for units.
         samples: the samples that were taken for `metrics()`.
         failure: the method of the rule that failed and what it raised; None if all is well.
+        event: a CUDA event after which it is written; None on a CPU.
     """
 
     buffer: Tensor
     values: Mapping[int, BatchValues]
     samples: Mapping[tuple[int, int], Sample]
-    failure: tuple[str, Exception] | None = None
+    failure: tuple[str, Exception] | None
+    event: Any
 
 
 class Source(Protocol):
@@ -319,11 +341,8 @@ class Source(Protocol):
     def open(self, stage: Stage) -> StageInputs:
         """Return what a stage updates. It is called once, before anything else of the stage."""
 
-    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        """Return the working tensors of state for lists of tensors, by position; `take_back` ends their use."""
-
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        """Take back the state of a stage."""
+    def lend(self, stage: Stage, inputs: StageInputs) -> AbstractContextManager[Mapping[int, State]]:
+        """Lend the working tensors of state for lists of tensors, by position, within a block."""
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         """Give a batch its per-matrix state, statistics and random numbers.
@@ -343,50 +362,46 @@ class StepSource:
     """Lends what is live to the stages of `step()`.
 
     Args:
+        context: what all steps have in common.
         inputs: the tensors and options of the step.
         fused: the fused lists of every stage; their tables are filled.
-        store: keeps the state.
-        records: one per parameter.
-        settings: the settings of the whole optimizer.
         recorder: notes what the host does between launches.
-        random: draws the random numbers of rules.
-        matrices: per-matrix state, statistics and factors; None if no rule has any.
+        matrices: per-matrix state, statistics and factors.
         kept: for stages that ran in backward, by number: waits for the result and returns it.
     """
 
     def __init__(
         self,
+        context: StepContext,
         inputs: StepInputs,
         fused: FusedStep,
-        store: StateStore,
-        records: Sequence[ParameterRecord],
-        settings: Settings,
         recorder: Recorder,
-        random: RandomNumbers,
-        matrices: MatrixStates | None,
+        matrices: MatrixStates,
         kept: Mapping[int, Callable[[], StageResult]],
     ) -> None:
-        self.settings, self.recorder = settings, recorder
-        self._inputs, self._fused, self._store, self._records = inputs, fused, store, records
-        self._random, self._matrices, self._kept = random, matrices, kept
+        self.settings, self.recorder = context.settings, recorder
+        self._context, self._inputs, self._fused = context, inputs, fused
+        self._matrices, self._kept = matrices, kept
 
     def kept(self, stage: Stage) -> Callable[[], StageResult] | None:
         return self._kept.get(stage.number)
 
     def open(self, stage: Stage) -> StageInputs:
-        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._records)
+        return stage_inputs(stage, self._inputs, self._fused.stages[stage.number], self._context.records)
 
-    def lend(self, stage: Stage, inputs: StageInputs) -> Mapping[int, State]:
-        return self._store.lend(stage, self._inputs.states, inputs.listed, inputs.fused_positions)
-
-    def take_back(self, stage: Stage, lent: Mapping[int, State]) -> None:
-        self._store.take_back(stage, self._inputs.states, lent, self._random)
+    @contextmanager
+    def lend(self, stage: Stage, inputs: StageInputs) -> Iterator[Mapping[int, State]]:
+        store, states = self._context.store, self._inputs.states
+        lent = store.lend(stage, states, inputs.listed, inputs.fused_positions)
+        try:
+            yield lent
+        finally:
+            store.take_back(stage, states, lent, self._context.random)
 
     def complete(self, stage: Stage, number: int, members: Sequence[Member], batch: MatrixBatch) -> Any:
         selection = None
         if RULES[stage.rule].has_matrix_values:
-            assert self._matrices is not None
             selection = self._matrices.selection(stage, number, members)
             self._matrices.complete(selection, batch)
-        batch.draw = self._random.source(stage, number, members, batch.matrices.device, None)
+        batch.draw = self._context.random.source(stage, number, members, batch.matrices.device, None)
         return selection

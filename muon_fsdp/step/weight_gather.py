@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from muon_fsdp.comm.process_groups import Ranks
 from muon_fsdp.comm.recorder import Recorder
-from muon_fsdp.comm.transfers import AllGather
+from muon_fsdp.comm.transfers import start_all_gather
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.plan.slices import Bucket, make_buckets
 
@@ -53,47 +53,40 @@ class WeightGather:
 
     def run(self, numbers: Sequence[int], recorder: Recorder) -> None:
         """Exchange the rows of these buckets by all-gathers; while one bucket is on its way, the next is packed."""
-        waiting: _Running | None = None
+        waiting: Iterator[None] = iter(())
         for turn, number in enumerate(numbers):
-            ranks, bucket = self._buckets[number]
-            running = _Running(ranks, bucket, self._records, recorder, f"weights {turn % 2}")
-            if waiting is not None:
-                waiting.finish()
+            running = self._exchange(*self._buckets[number], recorder, f"weights {turn % 2}")
+            next(running)
+            next(waiting, None)
             waiting = running
-        if waiting is not None:
-            waiting.finish()
+        next(waiting, None)
 
-
-class _Running:
-    """The all-gather of one bucket, which starts when the object is made."""
-
-    def __init__(
-        self, ranks: Ranks, bucket: Bucket, records: Sequence[ParameterRecord], recorder: Recorder, name: str
-    ) -> None:
-        self._bucket, self._records = bucket, records
-        first = records[bucket.weights[0].position].tensor
-        flat = recorder.buffer(name, len(ranks) * bucket.slice_numel, first.dtype, first.device)
-        self._slices = flat.view(len(ranks), bucket.slice_numel)
-        parts = [(rows.offset, records[rows.position].part()) for rows in bucket.weights]
-        own = self._slices[records[bucket.weights[0].position].number_in_layout]
-        slots = [own[offset : offset + part.numel()].view(part.shape) for offset, part in parts]
-        torch._foreach_copy_(slots, [part for _, part in parts])
-        self._gather = AllGather(ranks, "", flat, recorder)
-
-    def finish(self) -> None:
-        """Wait for the all-gather, and copy the rows of all ranks into the weights."""
-        self._gather.finish()
+    def _exchange(self, ranks: Ranks, bucket: Bucket, recorder: Recorder, name: str) -> Iterator[None]:
+        """Start the all-gather of one bucket; then wait for it, and copy the rows of all ranks into the weights."""
+        records = [self._records[rows.position] for rows in bucket.weights]
+        first = records[0]
+        flat = recorder.buffer(name, len(ranks) * bucket.slice_numel, first.tensor.dtype, first.tensor.device)
+        slices = flat.view(len(ranks), bucket.slice_numel)
+        own, parts = slices[first.number_in_layout], [record.part() for record in records]
+        slots = [
+            own[rows.offset : rows.offset + part.numel()].view(part.shape)
+            for rows, part in zip(bucket.weights, parts, strict=True)
+        ]
+        torch._foreach_copy_(slots, parts)
+        gather = start_all_gather(ranks, "", flat, recorder)
+        yield
+        gather.finish()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for rows in self._bucket.weights:
-            weight, size = self._records[rows.position].tensor, rows.rows_per_rank * rows.row_numel
+        for rows, record in zip(bucket.weights, records, strict=True):
+            weight, size = record.tensor, rows.rows_per_rank * rows.row_numel
             num_full = rows.shape[0] // rows.rows_per_rank  # ranks with as many rows as any other
             whole = (num_full, rows.rows_per_rank, *rows.shape[1:])
             targets.append(weight[: num_full * rows.rows_per_rank].view(whole))
-            sources.append(self._slices[:num_full, rows.offset : rows.offset + size].view(whole))
+            sources.append(slices[:num_full, rows.offset : rows.offset + size].view(whole))
             rest = (rows.shape[0] - num_full * rows.rows_per_rank, *rows.shape[1:])
             if rest[0] > 0:
                 targets.append(weight[-rest[0] :])
                 end = rows.offset + math.prod(rest)
-                sources.append(self._slices[num_full, rows.offset : end].view(rest))
+                sources.append(slices[num_full, rows.offset : end].view(rest))
         torch._foreach_copy_(targets, sources)

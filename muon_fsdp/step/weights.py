@@ -39,7 +39,7 @@ class Weights:
         for each, weight in zip(listed, weights, strict=True):
             if weight is each.shard:
                 continue
-            record, rounded = self._record(each), weight
+            record, rounded = self._records[each.position].cut(each.rows), weight
             if record.rounding == "stochastic":
                 rounded = round_at_random(weight, self._random.bits(record) & 0xFFFF, each.shard.dtype)
             elif record.rounding == "remainder":
@@ -56,6 +56,3 @@ class Weights:
     def _remainder(self, each: ListedShard) -> Tensor:
         remainder = local(self._states[each.position][REMAINDER])
         return remainder if each.rows is None else remainder[slice(*each.rows)]
-
-    def _record(self, each: ListedShard) -> ParameterRecord:
-        return self._records[each.position].cut(each.rows)

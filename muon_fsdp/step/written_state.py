@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +11,8 @@ from torch import Tensor
 from muon_fsdp.declarations.state import State
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.step.changes import NotedState
+from muon_fsdp.step.replica_check import States
 from muon_fsdp.step.shared_sets import Written
-
-States: TypeAlias = Mapping[Tensor, Mapping[str, Any]]
 
 
 class WrittenState:
