@@ -114,6 +114,8 @@ class StreamedStore(StateStore):
     def begin(self, stages: Sequence[Stage], states: Mapping[int, State], updated: Collection[int]) -> None:
         self._next = {stage.number: after for stage, after in pairwise(stages)}
         self._states, self._updated = states, updated
+        for number in self._slot_of:  # a slot that is made later would have memory that kernels before it may still use
+            self._slot(number)
         for device in {device for device, _ in self._sizes if device.type == "cuda"}:
             if device not in self._streams:
                 self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
