@@ -19,16 +19,9 @@ from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.checkpoint import CheckpointError, lock_folder
 from muon_fsdp.training.config import TrainConfig, parse
-from muon_fsdp.training.data import DataError
+from muon_fsdp.training.data import DataError, OneRankError
 from muon_fsdp.training.ending import Stop, discard_stdout, stop_on_signals
-from muon_fsdp.training.inputs import (
-    Inputs,
-    OneRankError,
-    open_inputs,
-    read_training_rows,
-    read_validation,
-    rows_per_rank,
-)
+from muon_fsdp.training.inputs import Inputs, open_inputs, rows_per_rank
 from muon_fsdp.training.launcher import is_launched, launch, launcher_is_gone
 from muon_fsdp.training.logits import LogitClip
 from muon_fsdp.training.loop import Training, make_schedule, train
@@ -94,8 +87,8 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
             schedule=make_schedule(config.schedule, pace.steps, *fractions)
             if recipe is None
             else partial(recipe.lr_factor, total_steps=pace.steps),
-            train_batches=read_training_rows(inputs, result.num_steps),
-            validation=read_validation(inputs),
+            train_batches=inputs.training_rows(result.num_steps),
+            validation=inputs.validation_windows(),
             pace=pace,
             world=world,
             on_log=log.write if log is not None else lambda result: None,
@@ -132,29 +125,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal can't show must not end a run
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, processes = parse(arguments, prog)
-    if processes is not None and not is_launched():
-        return _launch(config, arguments, processes)
     try:
+        if processes is not None and not is_launched():
+            if "RANK" in os.environ:
+                raise ConfigError("--processes starts its own processes: leave it out under torchrun")
+            rows_per_rank(config, max(1, processes // config.tensor_parallel))  # before the ranks take seconds to start
+            return launch(arguments, processes)
         result = run(config)
     except (Exception, KeyboardInterrupt) as error:
-        code = _report_failure(error, config)
-        if code is None:
-            raise
-        return code
+        return _report_failure(error, config)
     if _is_main():
         _print_end(config, result)
     return 130 if result.stopped else 0
-
-
-def _launch(config: TrainConfig, arguments: Sequence[str], processes: int) -> int:
-    """Run the program on `processes` ranks of this machine, and return its exit code."""
-    if "RANK" in os.environ:
-        return _fail("--processes starts its own processes: leave it out under torchrun", 2)
-    try:
-        rows_per_rank(config, max(1, processes // config.tensor_parallel))
-    except ConfigError as error:
-        return _fail(str(error), 2)
-    return launch(arguments, processes)
 
 
 def _print_end(config: TrainConfig, result: RunResult) -> None:
@@ -171,12 +153,8 @@ def _print_end(config: TrainConfig, result: RunResult) -> None:
         print(f"wrote {config.folder / LOSS_PLOT}")
 
 
-def _report_failure(error: BaseException, config: TrainConfig) -> int | None:
-    """Print an error that a user can act on, in one line.
-
-    Returns:
-        The exit code, or None for an error that is ours and deserves a traceback.
-    """
+def _report_failure(error: BaseException, config: TrainConfig) -> int:
+    """Print an error that a user can act on in one line, and return the exit code; raise any other one again."""
     if isinstance(error, ConfigError | DataError):
         return _fail(str(error), 2, on_one_rank=isinstance(error, OneRankError))
     if isinstance(error, FloatingPointError | CheckpointError):
@@ -194,7 +172,7 @@ def _report_failure(error: BaseException, config: TrainConfig) -> int | None:
         return _fail(f"out of memory: {reason} Lower --micro-batch-size, or pass --fsdp", 1, on_one_rank=True)
     if any(sign in reason for sign in _PEER_IS_GONE):
         return _fail("another rank has ended; the last checkpoint is unchanged", 1)
-    return None
+    raise error
 
 
 def _is_main() -> bool:
