@@ -6,11 +6,12 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,9 +29,9 @@ from muon_fsdp.training.loop import Training, make_schedule, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
-from muon_fsdp.training.report import LOSS_PLOT, history, write_loss_plot
+from muon_fsdp.training.report import LOSS_PLOT, history
 from muon_fsdp.training.results import RunResult, describe_groups
-from muon_fsdp.training.run_log import RunLog, check_tensorboard, print_start
+from muon_fsdp.training.run_log import check_tensorboard, log_run, print_start
 from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
@@ -75,42 +76,35 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
         facts = {"config": config.as_json(), "model": asdict(inputs.model_config)}
         checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, world, config.keep)
 
-    recipe = None if config.recipe is None else recipes[config.recipe]
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
     fractions = (config.warmup_fraction, config.decay_fraction, config.final_lr_fraction)
-    with closing(RunLog(inputs, result, manifest.get("step"), stop)) if world.is_main else nullcontext() as log:
+    schedule = make_schedule(config.schedule, pace.steps, *fractions)
+    hooks: dict[str, Any] = {}
+    if config.recipe is not None:
+        recipe, decays = recipes[config.recipe], [group["weight_decay"] for group in optimizer.param_groups]
+        schedule = partial(recipe.lr_factor, total_steps=pace.steps)
+        hooks["set_options"] = partial(recipe.set_options, optimizer.param_groups, decays, total_steps=pace.steps)
+    if config.qk_clip is not None:
+        hooks["clip_logits"] = LogitClip(model, inputs.model_config.num_heads, config.qk_clip, world)
+    log: AbstractContextManager[Callable[[RunResult], None]] = nullcontext(lambda result: None)
+    if world.is_main:
+        log = log_run(inputs, optimizer, result, manifest.get("step"), stop)
+    with log as write:
         training = Training(
             model=model,
             optimizer=optimizer,
             base_lrs=[group.lr for group in result.groups],
             clip=lambda norm: optimizer.clip_grad_norm_(norm)["all"],
-            schedule=make_schedule(config.schedule, pace.steps, *fractions)
-            if recipe is None
-            else partial(recipe.lr_factor, total_steps=pace.steps),
+            schedule=schedule,
             train_batches=inputs.training_rows(result.num_steps),
             validation=inputs.validation_windows(),
             pace=pace,
             world=world,
-            on_log=log.write if log is not None else lambda result: None,
+            on_log=write,
             on_save=save,
-            set_options=(lambda step: None)
-            if recipe is None
-            else partial(recipe.set_options, optimizer.param_groups, decays, total_steps=pace.steps),
             stop_wanted=lambda: stop.wanted or launcher_is_gone(),
-            clip_logits=None
-            if config.qk_clip is None
-            else LogitClip(model, inputs.model_config.num_heads, config.qk_clip, world),
+            **hooks,
         )
-        try:
-            train(training, result)
-        except FloatingPointError:
-            if log is not None:
-                write_loss_plot(config.folder, result)  # the curve shows how the loss got there
-            raise
-        if log is not None:
-            log.write_end(result, optimizer, world.device)
-            write_loss_plot(config.folder, result)
-    return result
+        return train(training, result)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.training") -> int:

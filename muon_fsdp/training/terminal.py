@@ -39,15 +39,6 @@ def print_error(message: str) -> None:
 _announcement: list[str] = []  # the line about PyTorch that a terminal shows now
 
 
-def _announce(line: str) -> None:
-    """Show on stderr what a command waits for; a terminal shows it once, and erases it afterwards."""
-    if not sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
-    elif not _announcement:
-        print(line, end="", file=sys.stderr, flush=True)
-        _announcement.append(line)
-
-
 def _erase_announcement() -> None:
     while _announcement:
         print(f"\r{' ' * len(_announcement.pop())}\r", end="", file=sys.stderr, flush=True)
@@ -59,15 +50,18 @@ def announce_torch(prog: str) -> None:
     Elsewhere `import_torch` says so after they have been parsed: there nobody waits, the line cannot be erased, and a
     mistake in the arguments stays the only line.
     """
-    if "torch" not in sys.modules and sys.stderr.isatty():
-        _announce(f"{prog}: importing PyTorch ...")
+    if "torch" not in sys.modules and sys.stderr.isatty() and not _announcement:
+        _announcement.append(f"{prog}: importing PyTorch ...")
+        print(_announcement[0], end="", file=sys.stderr, flush=True)
 
 
 def import_torch(prog: str) -> None:
     """Import PyTorch, which takes seconds, and say so first in a line that names the command `prog`."""
     if "torch" in sys.modules:
         return
-    _announce(f"{prog}: importing PyTorch ...")
+    announce_torch(prog)
+    if not sys.stderr.isatty():
+        print(f"{prog}: importing PyTorch ...", file=sys.stderr, flush=True)
     try:
         import torch  # noqa: F401
     finally:
