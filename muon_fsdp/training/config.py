@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -51,14 +50,10 @@ _SEED: Check = (lambda value: 0 <= value < 2**63, "be between 0 and 2**63 - 1")
 
 
 def _flag(default: Any, text: str, *checks: Check, section: str = "", **options: Any) -> Any:
-    """Make a field, with the help text of its flag.
+    """Make a field, with the help text of its flag and what a value other than None must be.
 
-    Args:
-        default: the default of the field and of the flag.
-        text: the help text.
-        checks: what a value other than None must be.
-        section: the section of `--help` that starts with this flag.
-        options: arguments of `add_argument` that do not follow from the field's type; `flag` if its name differs.
+    `section` is the section of `--help` that starts with this flag, and `options` are arguments of `add_argument` that
+    do not follow from the field's type, and `flag` if its name differs.
     """
     return field(default=default, metadata={"text": text, "checks": checks, "section": section, "options": options})
 
@@ -447,14 +442,14 @@ def _written(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | None]:
+def parse(argv: Sequence[str], prog: str) -> tuple[TrainConfig, int | None]:
     """Parse a command line.
 
     Returns:
         The configuration, and the number of processes to start, or None to train in this one.
     """
     parser = make_parser(prog)
-    parsed, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    parsed, unknown = parser.parse_known_args(argv)
     values = vars(parsed)
     processes = values.pop("processes")
     if processes is not None and processes < 1:

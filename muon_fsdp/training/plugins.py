@@ -33,15 +33,10 @@ def find_rule(name: str) -> Rule:
     aliases = [alias for rule in RULES.values() for alias in rule.aliases]
     near = suggestion(name, [*RULES, *aliases])
     available = f"{near} Available rules:" if near else "; available rules:"
-    raise ConfigError(
-        f"unknown rule {name!r}{available} {shown_names()}; pass --plugin FILE to load a rule of your own"
-    )
-
-
-def shown_names() -> str:
-    """Return the names of all rules as text, with aliases in parentheses."""
     names = (f"{rule.name} ({', '.join(rule.aliases)})" if rule.aliases else rule.name for rule in RULES.values())
-    return ", ".join(names)
+    raise ConfigError(
+        f"unknown rule {name!r}{available} {', '.join(names)}; pass --plugin FILE to load a rule of your own"
+    )
 
 
 def load_plugins(plugins: Iterable[str]) -> None:

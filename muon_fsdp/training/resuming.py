@@ -105,8 +105,7 @@ def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
     matters = (
         "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "rest_weight_decay",
         "rest_betas", "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "qk_clip",
-        "precision", "recipe", "weights", "rounding",
-        "state_dtype",
+        "precision", "recipe", "weights", "rounding", "state_dtype",
     )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     defaults = json_value(default_options(config.rule))
@@ -135,9 +134,6 @@ def earlier_result(config: TrainConfig, manifest: dict[str, Any], world: World) 
     if world.is_main:
         kept = set_metrics_aside(config.folder)
         where = "" if kept is None else f", and the old file is kept as {kept.name}"
-        print(
-            f"warning: {problem}; metrics start again after step {manifest['step']}{where}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"warning: {problem}; metrics start again after step {manifest['step']}{where}"
+        print(text, file=sys.stderr, flush=True)
     return lost
