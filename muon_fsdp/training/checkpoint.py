@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from muon_fsdp.rules import RULES
 from muon_fsdp.text import format_bytes
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.parallel import World
@@ -135,8 +136,12 @@ def read_manifest(path: Path, world: World) -> dict[str, Any]:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Load a checkpoint into a model and its optimizer, on any number of ranks; all ranks call it."""
+    """Load a checkpoint into a model and its optimizer, on any number of ranks; all ranks call it.
+
+    The optimizer keeps the options of this run instead of those in the checkpoint.
+    """
     world.note(f"loading {path.name}")
+    given = [{name: group[name] for name in RULES[group["rule"]].all_options} for group in optimizer.param_groups]
 
     def read() -> None:
         state = _state(model, optimizer)
@@ -146,6 +151,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: 
 
     if failure := _attempt(read, world):
         raise CheckpointError(f"{path} could not be loaded: {failure}")
+    for group, options in zip(optimizer.param_groups, given, strict=True):
+        group.update(options)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

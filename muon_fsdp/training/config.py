@@ -443,11 +443,7 @@ def _written(value: object) -> str:
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[TrainConfig, int | None]:
-    """Parse a command line.
-
-    Returns:
-        The configuration, and the number of processes to start, or None to train in this one.
-    """
+    """Return the configuration of a command line, and how many processes to start; None means to train in this one."""
     parser = make_parser(prog)
     parsed, unknown = parser.parse_known_args(argv)
     values = vars(parsed)

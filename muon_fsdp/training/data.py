@@ -60,11 +60,7 @@ class Tokens:
         return torch.cat(parts)
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
-        """Split the text in two.
-
-        Returns:
-            The first `at` tokens, and the tokens after them.
-        """
+        """Return the first `at` tokens, and the tokens after them."""
         before: list[Tensor] = []
         after: list[Tensor] = []
         for piece, end in zip(self._pieces, self._ends, strict=True):
@@ -164,11 +160,7 @@ def _map_shard(file: Path) -> Tensor:
 
 
 def load_tokens(path: Path | None = None, byte_budget: int | None = None) -> Tensor:
-    """Return the bytes of a text file, of a folder of text files, or for None of Python's standard library.
-
-    Returns:
-        A 1-D uint8 tensor of at most `byte_budget` elements.
-    """
+    """Return at most `byte_budget` bytes of a text file, a folder of them, or for None Python's standard library."""
     if path is None:
         files = standard_library_files()
     elif not path.exists():

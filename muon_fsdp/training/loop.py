@@ -79,11 +79,7 @@ class Clock:
         self._marks[-1].record()
 
     def read(self) -> list[tuple[float, float]]:
-        """Return and forget the times of the steps since the last call.
-
-        Returns:
-            For every step, its seconds and the seconds of its update.
-        """
+        """Return and forget the seconds of every step since the last call, each with the seconds of its update."""
         if self._on_gpu:
             torch.cuda.synchronize()
         steps = zip(*(self._marks[index::4] for index in range(4)), strict=True)
@@ -146,11 +142,7 @@ def _validate(training: Training, result: RunResult, step: int) -> None:
 
 
 def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
-    """Take one optimizer step without waiting for the device, unless it clips logits.
-
-    Returns:
-        Loss and gradient norm, as a tensor of shape (2,) on the device.
-    """
+    """Take a step without waiting for the device, unless it clips logits; return loss and gradient norm (2,)."""
     optimizer, pace, world = training.optimizer, training.pace, training.world
     world.note(f"step {step + 1}")
     clock.mark()
@@ -170,12 +162,10 @@ def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
 
 
 def _read_steps(training: Training, result: RunResult, unread: Sequence[Tensor], clock: Clock) -> bool:
-    """Average losses and norms of the unread steps over the ranks, check them, and add them to `result`.
-
-    The wish to stop travels in the same all-reduce, so that all ranks stop at the same step.
+    """Average losses and norms of the unread steps over the ranks, add them to `result`, and check them.
 
     Returns:
-        Whether any rank wants to stop.
+        Whether any rank wants to stop. This travels in the same all-reduce, so that all ranks stop at the same step.
     """
     stop_wanted = unread[0].new_tensor([float(training.stop_wanted())])
     *values, stop = training.world.mean(torch.cat((*unread, stop_wanted)))
@@ -196,11 +186,7 @@ def _require_finite(what: str, value: float, name: str, step: int) -> None:
 
 
 def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: World) -> Tensor:
-    """Run forward and backward over this rank's rows in equal micro-batches.
-
-    Returns:
-        The mean loss of the rows.
-    """
+    """Run forward and backward over this rank's rows in equal micro-batches, and return the mean loss of the rows."""
     total = torch.zeros((), device=world.device)
     pieces = [rows.to(world.device, non_blocking=True).chunk(num_micro_batches) for rows in batch]
     for index, (inputs, targets) in enumerate(zip(*pieces, strict=True)):

@@ -157,9 +157,7 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
 
 
 def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Place a model, which every rank has built with the same weights, on its device or shard it over the ranks.
-
-    Its weights get their precision first.
+    """Convert a model, which every rank has built with the same weights, and place it on its device or its ranks.
 
     Returns:
         The model, wrapped in DistributedDataParallel for `--ddp`.

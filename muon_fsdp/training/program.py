@@ -18,7 +18,6 @@ import torch
 from muon_fsdp.rules.recipes import recipes
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
-from muon_fsdp.training.checkpoint import CheckpointError, lock_folder
 from muon_fsdp.training.config import TrainConfig, parse
 from muon_fsdp.training.data import DataError, OneRankError
 from muon_fsdp.training.ending import Stop, discard_stdout, stop_on_signals
@@ -31,32 +30,31 @@ from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
 from muon_fsdp.training.report import LOSS_PLOT, history
 from muon_fsdp.training.results import RunResult, describe_groups
-from muon_fsdp.training.run_log import check_tensorboard, log_run, print_start
+from muon_fsdp.training.run_log import log_run, print_start
 from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
 
 
 def run(config: TrainConfig) -> RunResult:
-    """Train as `config` describes, on this process and the other ranks of its job.
-
-    Returns:
-        The result, which is the same on all ranks.
-    """
+    """Train as `config` describes on all ranks of this job; the result is the same on each."""
     with connect(config) as world, stop_on_signals() as stop:
-        if config.tensorboard:
-            check_tensorboard()
+        if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            install = 'pip install "muon_fsdp[integrations]"'
+            raise ConfigError(f"--tensorboard needs the package tensorboard; install it with: {install}")
         world.note("reading the data")
         inputs = open_inputs(config, world)  # first, so that a mistake is reported before a folder is created
         saved = resuming.find_checkpoint(config, world)
-        with lock_folder(config.folder, world):
+        with checkpoint.lock_folder(config.folder, world):
             return _run(inputs, stop, saved)
 
 
 def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     """Build model and optimizer, load the checkpoint `saved` if there is one, and train."""
-    manifest = {} if saved is None else checkpoint.read_manifest(saved, inputs.world)
-    inputs = resuming.check_inputs(inputs, manifest)
+    manifest: dict[str, Any] = {}
+    if saved is not None:
+        manifest = checkpoint.read_manifest(saved, inputs.world)
+        inputs = resuming.check_inputs(inputs, manifest)
     config, world, pace = inputs.config, inputs.world, inputs.pace
     torch.manual_seed(config.seed)
     world.note("building the model")
@@ -65,11 +63,12 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     optimizer = make_optimizer(model, config)
     result = RunResult(config.label, groups=describe_groups(optimizer))
     if saved is not None:
-        resuming.load(saved, model, optimizer, world)
+        checkpoint.load(saved, model, optimizer, world)
         earlier = resuming.earlier_result(config, manifest, world)
         result = replace(earlier, name=result.name, groups=result.groups, num_steps_before=manifest["step"])
+        if world.is_main:
+            resuming.print_changes(manifest, config)
     if world.is_main:
-        resuming.print_changes(manifest, config)
         print_start(inputs, result)
 
     def save(step: int) -> None:
@@ -151,7 +150,7 @@ def _report_failure(error: BaseException, config: TrainConfig) -> int:
     """Print an error that a user can act on in one line, and return the exit code; raise any other one again."""
     if isinstance(error, ConfigError | DataError):
         return _fail(str(error), 2, on_one_rank=isinstance(error, OneRankError))
-    if isinstance(error, FloatingPointError | CheckpointError):
+    if isinstance(error, FloatingPointError | checkpoint.CheckpointError):
         return _fail(str(error), 1)
     if isinstance(error, BrokenPipeError):  # before the first step; later ones stop the run cleanly
         discard_stdout()

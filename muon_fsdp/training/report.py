@@ -136,11 +136,7 @@ def history(result: RunResult) -> str:
 
 
 def write_loss_plot(folder: Path, result: RunResult) -> Path | None:
-    """Plot training and validation loss of a run over its steps, as `loss.png` in its folder.
-
-    Returns:
-        The path of the image, or None if matplotlib is not installed.
-    """
+    """Plot the losses of a run over its steps as `loss.png`; return its path, or None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     with _figure(folder / LOSS_PLOT, (7.2, 4.4)) as figure:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muon_fsdp.text import format_count
-from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.ending import Stop, discard_stdout
 from muon_fsdp.training.inputs import Inputs
 from muon_fsdp.training.report import write_loss_plot
@@ -60,14 +59,6 @@ def _describe_layout(inputs: Inputs) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics
-
-
-def check_tensorboard() -> None:
-    """Raise ConfigError if TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            '--tensorboard needs the package tensorboard; install it with: pip install "muon_fsdp[integrations]"'
-        )
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from muon_fsdp.text import table_lines
 
 Color = Literal["red", "yellow", "green"]
 _CODES: dict[Color, str] = {"red": "31", "yellow": "33", "green": "32"}
-_TEXT_COLUMNS = 80  # of text that no terminal shows, and of the lines of a paragraph at most
 
 
 def colored(text: str, color: Color, stream: TextIO) -> str:
@@ -68,16 +67,9 @@ def import_torch(prog: str) -> None:
         _erase_announcement()
 
 
-def text_columns() -> int:
-    """Return the width for text on stdout: that of the terminal or of COLUMNS; 80 for files and pipes."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
-        return shutil.get_terminal_size().columns
-    return _TEXT_COLUMNS
-
-
 def print_paragraph(text: str) -> None:
     """Print a text in lines that are not longer than the terminal is wide, and never longer than 80 columns."""
-    width = min(_TEXT_COLUMNS, text_columns())
+    width = min(80, shutil.get_terminal_size().columns)
     print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
 
 
@@ -102,7 +94,8 @@ def print_table(
     if sys.stdout.isatty() and _draw_table(title, header, rows, left, marked):
         return
     print(title)
-    for number, lines in enumerate(table_lines(header, rows, left=left, width=text_columns()), start=-1):
+    width = shutil.get_terminal_size().columns  # 80 for files and pipes, unless COLUMNS says another
+    for number, lines in enumerate(table_lines(header, rows, left=left, width=width), start=-1):
         for line in lines:
             print(colored(line, marked[number], sys.stdout) if number in marked else line)
     print()
