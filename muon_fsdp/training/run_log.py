@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +21,6 @@ from muon_fsdp.training.ending import Stop, discard_stdout
 from muon_fsdp.training.inputs import Inputs
 from muon_fsdp.training.report import write_loss_plot
 from muon_fsdp.training.results import RunResult, start_metrics
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 _RECENT_STEPS = 10  # loss and speed are averaged over these, because those of single steps vary
 _SHORTEST_BAR, _LONGEST_BAR = 6, 30
@@ -155,31 +151,30 @@ def show_progress(
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         shown = 0
 
-        def show(result: RunResult) -> None:
+        def print_line(result: RunResult) -> None:
             nonlocal shown
             if result.num_steps // plain_every != shown // plain_every or result.num_steps == steps:
                 shown = result.num_steps
                 # Flushed, else a pipe would buffer the lines until the end.
                 print(f"{result.name:<6} {_figures(result, steps, tokens_per_step)[0]}", flush=True)
 
-        yield show
+        yield print_line
         return
     from rich.live import Live
     from rich.text import Text
 
     with Live(Text(f"{name}  waiting for the first step", no_wrap=True, overflow="ellipsis")) as live:
-        yield lambda result: live.update(_live_line(result, steps, tokens_per_step, live.console))
+        ascii_only = live.console.options.ascii_only
+        full, empty = ("=", "-") if ascii_only else ("━", "─")  # a reader without colours sees a bar too
 
+        def update_line(result: RunResult) -> None:
+            shown_name, length, figures = fit(result, steps, tokens_per_step, live.console.width)
+            done = round(length * result.num_steps / steps)
+            bar = Text.assemble((full * done, "green"), (empty * (length - done), "dim"))
+            parts = [part for part in (Text(shown_name, "bold"), bar, Text(figures)) if part]
+            live.update(Text("  ", no_wrap=True, overflow="crop").join(parts))
 
-def _live_line(result: RunResult, steps: int, tokens_per_step: float, console: Console) -> Text:
-    from rich.text import Text
-
-    name, length, figures = fit(result, steps, tokens_per_step, console.width)
-    full, empty = ("=", "-") if console.options.ascii_only else ("━", "─")  # a reader without colours sees a bar too
-    done = round(length * result.num_steps / steps)
-    bar = Text.assemble((full * done, "green"), (empty * (length - done), "dim"))
-    parts = [part for part in (Text(name, "bold"), bar, Text(figures)) if part]
-    return Text("  ", no_wrap=True, overflow="crop").join(parts)
+        yield update_line
 
 
 def fit(result: RunResult, steps: int, tokens_per_step: float, width: int) -> tuple[str, int, str]:
