@@ -27,18 +27,6 @@ class Pace:
     num_micro_batches: int = 1
     clip_norm: float = 1.0
 
-    def evaluates_after(self, step: int) -> bool:
-        """Return whether a validation follows step `step`, counted from 1."""
-        return step % self.eval_every == 0 or step == self.steps
-
-    def saves_after(self, step: int) -> bool:
-        """Return whether a checkpoint is saved after step `step`, counted from 1."""
-        return step == self.steps or (self.save_every is not None and step % self.save_every == 0)
-
-    def reads_after(self, step: int) -> bool:
-        """Return whether the host reads losses from the device after step `step`, counted from 1."""
-        return self.evaluates_after(step) or self.saves_after(step) or step % self.log_every == 0
-
 
 @dataclass(frozen=True)
 class Training:
@@ -119,18 +107,20 @@ def train(training: Training, result: RunResult) -> RunResult:
     unread: list[Tensor] = []
     for step in range(result.num_steps, pace.steps):
         unread.append(_take_step(training, step, clock))
-        done = step + 1
-        if not pace.reads_after(done):
-            continue
+        done, is_last = step + 1, step + 1 == pace.steps
+        evaluates = is_last or done % pace.eval_every == 0
+        saves = is_last or (pace.save_every is not None and done % pace.save_every == 0)
+        if not (evaluates or saves or done % pace.log_every == 0):
+            continue  # without waiting for the device
         stop = _read_steps(training, result, unread, clock)
-        if pace.evaluates_after(done):
+        if evaluates:
             _validate(training, result, done)
             _require_finite("validation loss", result.final_validation_loss, result.name, done)
         training.on_log(result)
         unread.clear()
-        if pace.saves_after(done) or stop:
+        if saves or stop:
             training.on_save(done)
-        if stop and done < pace.steps:
+        if stop and not is_last:
             result.stopped = True
             break
     return result

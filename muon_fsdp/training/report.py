@@ -52,20 +52,13 @@ def print_comparison(results: Sequence[RunResult], baseline: RunResult) -> None:
     header = ("run", "steps", "train", "val", "best val", goal, "ms/step", "opt")
     rows = []
     for result in results:
-        figures = summarize(result, baseline)
-        share = figures["optimizer_share"]
-        rows.append(
-            (
-                result.name,
-                str(result.num_steps),
-                f"{result.final_train_loss:.3f}",
-                f"{result.final_validation_loss:.3f}",
-                f"{result.best_validation_loss:.3f}",
-                "never" if figures["steps_to_baseline"] is None else str(figures["steps_to_baseline"]),
-                "-" if figures["milliseconds_per_step"] is None else f"{figures['milliseconds_per_step']:.0f}",
-                "-" if share is None else f"{share:.0%}",
-            )
-        )
+        losses = (result.final_train_loss, result.final_validation_loss, result.best_validation_loss)
+        reached = result.first_reaching(baseline.final_validation_loss)
+        steps = "never" if reached is None else str(reached.step)
+        speed = ("-", "-")
+        if result.timed:
+            speed = (f"{result.milliseconds_per_step:.0f}", f"{result.optimizer_share:.0%}")
+        rows.append((result.name, str(result.num_steps), *(f"{loss:.3f}" for loss in losses), steps, *speed))
     best = min(range(len(results)), key=lambda number: results[number].final_validation_loss)
     title = f"Losses, compared with {baseline.name}; opt is the optimizer's share of the time"
     print_table(title, header, rows, marked={best: "green"})
