@@ -245,8 +245,7 @@ class TrainConfig:
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as it comes back from JSON."""
-        found: dict[str, Any] = json_value(asdict(self))
-        return found
+        return dict(json_value(asdict(self)))
 
 
 def json_value(value: Any) -> Any:

@@ -91,16 +91,15 @@ def open_corpus(path: Path | None, sequence_length: int, byte_budget: int | None
     Raises:
         DataError: the data cannot be read, or is too short for a sequence of `sequence_length`.
     """
-    shards = _shards(path)
+    shards, held_out = _shards(path)
     vocab_size: int | None = 256  # of bytes
-    named = [shard for shard in shards if "val" in shard.name.lower()]
     if shards:
-        train = Tokens([_map_shard(shard) for shard in shards if shard not in named])
+        train = Tokens([_map_shard(shard) for shard in shards])
         vocab_size = _tokenizer_vocabulary(shards[0].parent / TOKENIZER_FILE)
     else:
         train = Tokens([load_tokens(path, byte_budget)])
-    if named:
-        validation = Tokens([_map_shard(shard) for shard in named])
+    if held_out:
+        validation = Tokens([_map_shard(shard) for shard in held_out])
     else:
         train, validation = train.split(train.numel() - int(train.numel() * VALIDATION_FRACTION))
     source = "Python's standard library" if path is None else str(path)
@@ -113,9 +112,10 @@ def open_corpus(path: Path | None, sequence_length: int, byte_budget: int | None
     return Corpus(train, validation, vocab_size, source)
 
 
-def _shards(path: Path | None) -> list[Path]:
+def _shards(path: Path | None) -> tuple[list[Path], list[Path]]:
+    """Return the token shards for training and those for validation, both empty for a text."""
     if path is None or not path.exists():
-        return []
+        return [], []
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     shards = [file for file in files if file.suffix == ".bin"]
     texts = [file for file in files if file not in shards and file.suffix in (".txt", ".md", ".py")]
@@ -124,9 +124,10 @@ def _shards(path: Path | None) -> list[Path]:
             f"{path} contains token shards ({shards[0].name}) and text ({texts[0].name}); pass a folder with only one "
             "kind as --data"
         )
-    if shards and all("val" in shard.name.lower() for shard in shards):
+    held_out = [shard for shard in shards if "val" in shard.name.lower()]
+    if shards and shards == held_out:
         raise DataError(f"{path} contains only validation shards; pass a folder with training shards too as --data")
-    return shards
+    return [shard for shard in shards if shard not in held_out], held_out
 
 
 def _tokenizer_vocabulary(file: Path) -> int | None:
