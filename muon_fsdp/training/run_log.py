@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.text import format_count
 from muon_fsdp.training.ending import Stop, discard_stdout
 from muon_fsdp.training.inputs import Inputs
@@ -126,18 +127,13 @@ def log_run(
         if result.timed:
             seconds = result.milliseconds_per_step / 1e3
             facts |= {"optimizer_share": result.optimizer_share, "seconds_per_step": seconds}
-        facts["optimizer_state_bytes_per_rank"] = _state_bytes(optimizer)
+        values = (value for state in optimizer.state.values() for value in state.values())
+        held = sum(local(value).nbytes for value in values if isinstance(value, torch.Tensor))
+        facts["optimizer_state_bytes_per_rank"] = held
         if world.device.type == "cuda":
             facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         write_line("end", **facts)
         write_loss_plot(config.folder, result)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many bytes of optimizer state this rank holds."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------- progress
