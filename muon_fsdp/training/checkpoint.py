@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from muon_fsdp.rules import RULES
 from muon_fsdp.text import format_bytes
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.parallel import World
@@ -57,7 +58,7 @@ def save(
     run: dict[str, Any],
     world: World,
     keep: int,
-) -> Path:
+) -> None:
     """Write the checkpoint `folder/step-N`, and delete all but the last `keep`; all ranks call it.
 
     Args:
@@ -69,9 +70,6 @@ def save(
         world: the ranks of the run.
         keep: how many checkpoints to keep.
 
-    Returns:
-        The path of the checkpoint.
-
     Raises:
         CheckpointError: it could not be written; the checkpoints before it are unchanged.
     """
@@ -79,15 +77,26 @@ def save(
     aside = folder / f"{final.name}.partial"
     world.note(f"saving step {step}")
 
+    def make_folder() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.partial"):  # of a killed run
+            shutil.rmtree(leftover)
+
     def write() -> None:
-        with _quiet():
-            state_dict_saver.save(_state(model, optimizer), checkpoint_id=aside, no_dist=world.size == 1)
+        state_dict_saver.save(_state(model, optimizer), checkpoint_id=aside, no_dist=world.size == 1)
 
     def publish() -> None:
-        _publish(aside, final, {"step": step, **run, "world_size": world.size}, keep)
+        files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
+        text = json.dumps({"step": step, **run, "world_size": world.size, "files": files}, indent=1)
+        (aside / _MANIFEST).write_text(text, encoding="utf-8")
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
 
     # After each part ranks compare: one that failed alone would leave the others waiting in collectives of the next.
-    failure = _attempt(lambda: _make_folder(folder), world, world.is_main)
+    failure = _attempt(make_folder, world, world.is_main)
     failure = failure or _attempt(write, world)
     failure = failure or _attempt(publish, world, world.is_main)
     if failure:
@@ -99,26 +108,6 @@ def save(
             f"({format_bytes(free)} are free there); "
             + (f"the newest complete checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint")
         )
-    return final
-
-
-def _make_folder(folder: Path) -> None:
-    """Create the folder and delete what a killed run left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob("*.partial"):
-        shutil.rmtree(leftover)
-
-
-def _publish(aside: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
-    """Add the manifest, give the checkpoint its final name and delete old ones."""
-    files = {file.name: _fingerprint(file) for file in sorted(aside.iterdir())}
-    text = json.dumps({**manifest, "files": files}, indent=1)
-    (aside / _MANIFEST).write_text(text, encoding="utf-8")
-    if final.exists():
-        shutil.rmtree(final)
-    aside.rename(final)
-    for old in checkpoints(final.parent)[:-keep]:
-        shutil.rmtree(old)
 
 
 def read_manifest(path: Path, world: World) -> dict[str, Any]:
@@ -147,18 +136,23 @@ def read_manifest(path: Path, world: World) -> dict[str, Any]:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Load a checkpoint into a model and its optimizer, on any number of ranks; all ranks call it."""
+    """Load a checkpoint into a model and its optimizer, on any number of ranks; all ranks call it.
+
+    The optimizer keeps the options of this run instead of those in the checkpoint.
+    """
     world.note(f"loading {path.name}")
+    given = [{name: group[name] for name in RULES[group["rule"]].all_options} for group in optimizer.param_groups]
 
     def read() -> None:
-        with _quiet():
-            state = _state(model, optimizer)
-            state_dict_loader.load(state, storage_reader=Reader(path), planner=Planner(), no_dist=world.size == 1)
-            set_model_state_dict(model, state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        state = _state(model, optimizer)
+        state_dict_loader.load(state, storage_reader=Reader(path), planner=Planner(), no_dist=world.size == 1)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
     if failure := _attempt(read, world):
         raise CheckpointError(f"{path} could not be loaded: {failure}")
+    for group, options in zip(optimizer.param_groups, given, strict=True):
+        group.update(options)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -183,11 +177,16 @@ def first_failure(failure: str, world: World) -> str:
 
 
 def _attempt(action: Callable[[], None], world: World, here: bool = True) -> str:
-    """Do something, if it is to be done `here`, and return why the first rank failed, or "" if none did."""
+    """Do something, if it is to be done `here`, and return why the first rank failed, or "" if none did.
+
+    Warnings are hidden: in them torch comments on its own calls, and a user can do nothing about that.
+    """
     failure = ""
     try:
-        if here:
-            action()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if here:
+                action()
     except (Exception, CheckpointException) as error:
         failure = _cause(error)
     return first_failure(failure, world)
@@ -204,14 +203,6 @@ def _cause(error: BaseException) -> str:
     if lines and "inline_container" in lines[0]:  # torch reports a line of its C++ code, not the cause
         return "a file could not be written completely; the disk may be full"
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings in which torch comments on its own calls, because a user can do nothing about them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -51,14 +50,10 @@ _SEED: Check = (lambda value: 0 <= value < 2**63, "be between 0 and 2**63 - 1")
 
 
 def _flag(default: Any, text: str, *checks: Check, section: str = "", **options: Any) -> Any:
-    """Make a field, with the help text of its flag.
+    """Make a field, with the help text of its flag and what a value other than None must be.
 
-    Args:
-        default: the default of the field and of the flag.
-        text: the help text.
-        checks: what a value other than None must be.
-        section: the section of `--help` that starts with this flag.
-        options: arguments of `add_argument` that do not follow from the field's type; `flag` if its name differs.
+    `section` is the section of `--help` that starts with this flag, and `options` are arguments of `add_argument` that
+    do not follow from the field's type, and `flag` if its name differs.
     """
     return field(default=default, metadata={"text": text, "checks": checks, "section": section, "options": options})
 
@@ -241,19 +236,16 @@ class TrainConfig:
             raise ConfigError(
                 f"--vocab-size {vocab_size} is too small: the data has a vocabulary of {data_vocabulary} tokens"
             )
-        changes: dict[str, Any] = {"vocab_size": vocab_size}
-        for name in ("sequence_length", "positions", "qk_norm", "tie_embeddings", "scale_embedding"):
-            if getattr(self, name) is not None:
-                changes[name] = getattr(self, name)
+        names = ("sequence_length", "positions", "qk_norm", "tie_embeddings", "scale_embedding")
+        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:
-            return replace(base, **changes)
+            return replace(base, vocab_size=vocab_size, **changes)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as it comes back from JSON."""
-        found: dict[str, Any] = json_value(asdict(self))
-        return found
+        return dict(json_value(asdict(self)))
 
 
 def json_value(value: Any) -> Any:
@@ -329,8 +321,7 @@ def read_value(text: str) -> Any:
 
 
 def _flag_name(each: Any) -> str:
-    name: str = each.metadata["options"].get("flag", "--" + each.name.replace("_", "-"))
-    return name
+    return str(each.metadata["options"].get("flag", "--" + each.name.replace("_", "-")))
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -348,7 +339,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         if each.name == "options":
             _add_option_flags(parser.add_argument_group("options of the update rule"))
         elif each.name == "replicas":
-            _add_layout_flags(group)
+            modes = group.add_mutually_exclusive_group()
+            mode: Any = {"dest": "parallel", "action": "store_const"}
+            modes.add_argument("--fsdp", **mode, const="fsdp", help="shard the model over the ranks with FSDP2")
+            modes.add_argument("--ddp", **mode, const="ddp", help="copy the model to every rank with DDP")
+            text = "start N ranks on this machine, without torchrun"
+            group.add_argument("--processes", metavar="N", type=int, help=text)
         if each.metadata:
             text = each.metadata["text"].replace("{by_rule}", _defaults_by_rule(each.name))
             options = {**_argument_of(types[each.name], each.default), **each.metadata["options"]}
@@ -364,22 +360,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 def _argument_of(annotation: Any, default: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` that follow from the type of a field."""
-    parts = get_args(annotation) if type(None) in get_args(annotation) else (annotation,)
-    without_none = parts[0]
+    without_none = get_args(annotation)[0] if type(None) in get_args(annotation) else annotation
     if get_origin(without_none) is Literal:
         return {"choices": list(get_args(without_none))}
     if without_none is bool:
         return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     metavars = {int: "N", float: "X", Path: "PATH", str: "NAME"}
     return {"type": without_none, "metavar": metavars[without_none]} if without_none in metavars else {}
-
-
-def _add_layout_flags(group: argparse._ActionsContainer) -> None:
-    modes = group.add_mutually_exclusive_group()
-    texts = {"fsdp": "shard the model over the ranks with FSDP2", "ddp": "copy the model to every rank with DDP"}
-    for name, text in texts.items():
-        modes.add_argument(f"--{name}", dest="parallel", action="store_const", const=name, default=None, help=text)
-    group.add_argument("--processes", metavar="N", type=int, help="start N ranks on this machine, without torchrun")
 
 
 def _add_option_flags(group: argparse._ActionsContainer) -> None:
@@ -454,14 +441,10 @@ def _written(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def parse(argv: Sequence[str] | None, prog: str) -> tuple[TrainConfig, int | None]:
-    """Parse a command line.
-
-    Returns:
-        The configuration, and the number of processes to start, or None to train in this one.
-    """
+def parse(argv: Sequence[str], prog: str) -> tuple[TrainConfig, int | None]:
+    """Return the configuration of a command line, and how many processes to start; None means to train in this one."""
     parser = make_parser(prog)
-    parsed, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    parsed, unknown = parser.parse_known_args(argv)
     values = vars(parsed)
     processes = values.pop("processes")
     if processes is not None and processes < 1:

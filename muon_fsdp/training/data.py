@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,24 +15,22 @@ import torch
 from torch import Tensor
 
 VALIDATION_FRACTION = 0.1
-BYTE_VOCABULARY = 256
-
-SHARD_SUFFIX = ".bin"
 TOKENIZER_FILE = "tokenizer.json"  # the tokenizer that made the shards lies beside them
 _SHARD_MAGIC = 20240520  # the first of 256 int32 numbers that llm.c and its descendants write before the tokens
 _SHARD_HEADER_BYTES = 1024
 
 # These vary between installations of the same Python, so runs on two machines would not read the same text.
-_SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"},
-)
-
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
 
 
 class DataError(ValueError):
     """The training data cannot be used; the message says why and what to do."""
+
+
+class OneRankError(DataError):
+    """An error in data that only this rank has read, so that only this rank can report it."""
 
 
 class Tokens:
@@ -62,11 +60,7 @@ class Tokens:
         return torch.cat(parts)
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
-        """Split the text in two.
-
-        Returns:
-            The first `at` tokens, and the tokens after them.
-        """
+        """Return the first `at` tokens, and the tokens after them."""
         before: list[Tensor] = []
         after: list[Tensor] = []
         for piece, end in zip(self._pieces, self._ends, strict=True):
@@ -97,16 +91,15 @@ def open_corpus(path: Path | None, sequence_length: int, byte_budget: int | None
     Raises:
         DataError: the data cannot be read, or is too short for a sequence of `sequence_length`.
     """
-    shards = _shards(path)
-    vocab_size: int | None = BYTE_VOCABULARY
-    named = [shard for shard in shards if "val" in shard.name.lower()]
+    shards, held_out = _shards(path)
+    vocab_size: int | None = 256  # of bytes
     if shards:
-        train = Tokens([_map_shard(shard) for shard in shards if shard not in named])
+        train = Tokens([_map_shard(shard) for shard in shards])
         vocab_size = _tokenizer_vocabulary(shards[0].parent / TOKENIZER_FILE)
     else:
         train = Tokens([load_tokens(path, byte_budget)])
-    if named:
-        validation = Tokens([_map_shard(shard) for shard in named])
+    if held_out:
+        validation = Tokens([_map_shard(shard) for shard in held_out])
     else:
         train, validation = train.split(train.numel() - int(train.numel() * VALIDATION_FRACTION))
     source = "Python's standard library" if path is None else str(path)
@@ -119,20 +112,22 @@ def open_corpus(path: Path | None, sequence_length: int, byte_budget: int | None
     return Corpus(train, validation, vocab_size, source)
 
 
-def _shards(path: Path | None) -> list[Path]:
+def _shards(path: Path | None) -> tuple[list[Path], list[Path]]:
+    """Return the token shards for training and those for validation, both empty for a text."""
     if path is None or not path.exists():
-        return []
+        return [], []
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
-    shards = [file for file in files if file.suffix == SHARD_SUFFIX]
+    shards = [file for file in files if file.suffix == ".bin"]
     texts = [file for file in files if file not in shards and file.suffix in (".txt", ".md", ".py")]
     if shards and texts:
         raise DataError(
             f"{path} contains token shards ({shards[0].name}) and text ({texts[0].name}); pass a folder with only one "
             "kind as --data"
         )
-    if shards and all("val" in shard.name.lower() for shard in shards):
+    held_out = [shard for shard in shards if "val" in shard.name.lower()]
+    if shards and shards == held_out:
         raise DataError(f"{path} contains only validation shards; pass a folder with training shards too as --data")
-    return shards
+    return [shard for shard in shards if shard not in held_out], held_out
 
 
 def _tokenizer_vocabulary(file: Path) -> int | None:
@@ -166,20 +161,26 @@ def _map_shard(file: Path) -> Tensor:
 
 
 def load_tokens(path: Path | None = None, byte_budget: int | None = None) -> Tensor:
-    """Return the bytes of a text file, of a folder of text files, or for None of Python's standard library.
-
-    Returns:
-        A 1-D uint8 tensor of at most `byte_budget` elements.
-    """
+    """Return at most `byte_budget` bytes of a text file, a folder of them, or for None Python's standard library."""
     if path is None:
-        files: Iterable[Path] = standard_library_files()
+        files = standard_library_files()
     elif not path.exists():
         raise DataError(f"no such file or folder: {path}; pass an existing text file or folder as --data")
     elif path.is_dir():
         files = [file for file in _walk(path, frozenset()) if not file.name.startswith(".")]
     else:
         files = [path]
-    text = _read(files, byte_budget)
+    text = bytearray()
+    for file in files:
+        if byte_budget is not None and len(text) >= byte_budget:
+            break
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error.strerror or error}; fix its permissions or move it") from error
+        if b"\0" not in content:  # a NUL byte marks a binary file, such as an image among the texts
+            text += content
+    text = text[:byte_budget]
     if not text:
         where = "the standard library" if path is None else str(path)
         raise DataError(f"{where} contains no text; pass a text file or a folder of text files as --data")
@@ -202,20 +203,6 @@ def _walk(root: Path, skipped_folders: frozenset[str]) -> list[Path]:
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
         files += [file for name in names if (file := Path(folder, name)).is_file()]  # skips sockets and broken links
     return sorted(files, key=lambda file: file.relative_to(root).parts)
-
-
-def _read(files: Iterable[Path], byte_budget: int | None) -> bytearray:
-    text = bytearray()
-    for file in files:
-        if byte_budget is not None and len(text) >= byte_budget:
-            break
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read {file}: {error.strerror or error}; fix its permissions or move it") from error
-        if b"\0" not in content:  # a NUL byte marks a binary file, such as an image among the texts
-            text += content
-    return text[:byte_budget]
 
 
 def training_batches(
@@ -246,11 +233,11 @@ def validation_batches(tokens: Tokens, batch_size: int, sequence_length: int, nu
     return [tokens.windows(chunk, sequence_length) for chunk in torch.split(starts, batch_size)]
 
 
-def check_tokens(batch: Batch, vocab_size: int) -> None:
-    """Raise DataError if a token is not in the model's vocabulary: on a GPU, its lookup would abort the process."""
+def check_tokens(batch: Batch, vocab_size: int, raises: type[DataError] = DataError) -> None:
+    """Raise an error if a token is not in the model's vocabulary: on a GPU, its lookup would abort the process."""
     largest = max(int(part.max()) for part in batch)
     if largest >= vocab_size:
-        raise DataError(
+        raise raises(
             f"the data contains token {largest}, but the model's vocabulary has only {vocab_size} tokens: pass a "
             "larger --vocab-size, or data that was tokenized for this model"
         )

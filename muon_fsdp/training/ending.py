@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn
 
 
@@ -33,9 +34,16 @@ def stop_on_signals() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.wanted = True
 
+    with handling_signals(handle):
+        yield stop
+
+
+@contextmanager
+def handling_signals(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Call `handle` at each Ctrl-C and SIGTERM while the context is entered."""
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -12,7 +12,7 @@ from muon_fsdp.training.config import TrainConfig
 from muon_fsdp.training.data import (
     Batch,
     Corpus,
-    DataError,
+    OneRankError,
     check_tokens,
     open_corpus,
     training_batches,
@@ -24,10 +24,6 @@ from muon_fsdp.training.parallel import World
 
 DEFAULT_STEPS = 100
 EVALUATIONS_PER_RUN = 20
-
-
-class OneRankError(DataError):
-    """An error in data that only this rank has read, so that only this rank can report it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,37 @@ class Inputs:
             clip_norm=config.clip_norm,
         )
 
+    def training_rows(self, first: int) -> Iterator[Batch]:
+        """Yield this rank's rows of every batch from batch `first` on; a batch is the same on any number of ranks.
+
+        Raises:
+            OneRankError: a token is not in the model's vocabulary.
+        """
+        config, rank = self.config, self.world.data_rank
+        rows = config.batch_size // self.world.data_size
+        mine = slice(rank * rows, (rank + 1) * rows)
+        generator = torch.Generator().manual_seed(config.seed)
+        length = self.model_config.sequence_length
+        for batch in training_batches(self.corpus.train, config.batch_size, length, generator, first, mine):
+            check_tokens(batch, self.model_config.vocab_size, OneRankError)
+            yield batch
+
+    def validation_windows(self) -> list[Batch]:
+        """Return the validation windows in batches that can be split evenly over the ranks."""
+        config, world, tokens = self.config, self.world, self.corpus.validation
+        length = self.model_config.sequence_length
+        available = (tokens.numel() - 1) // length
+        windows = min(config.eval_windows, available) // world.data_size * world.data_size
+        if windows == 0:
+            raise ConfigError(
+                f"the data has only {available} validation window(s) for {world.data_size} ranks: pass a longer text "
+                "as --data, or start fewer ranks"
+            )
+        batches = validation_batches(tokens, config.batch_size // self.pace.num_micro_batches, length, windows)
+        for batch in batches:
+            check_tokens(batch, self.model_config.vocab_size)
+        return batches
+
 
 def open_inputs(config: TrainConfig, world: World) -> Inputs:
     """Open the data.
@@ -87,39 +114,3 @@ def rows_per_rank(config: TrainConfig, data_size: int) -> int:
             + (f" x --micro-batch-size {micro}" if config.micro_batch_size else "")
         )
     return rows
-
-
-def read_training_rows(inputs: Inputs, first: int) -> Iterator[Batch]:
-    """Yield this rank's rows of every batch from batch `first` on; a batch is the same on any number of ranks.
-
-    Raises:
-        OneRankError: a token is not in the model's vocabulary.
-    """
-    config, world = inputs.config, inputs.world
-    rows = config.batch_size // world.data_size
-    mine = slice(world.data_rank * rows, (world.data_rank + 1) * rows)
-    generator = torch.Generator().manual_seed(config.seed)
-    length = inputs.model_config.sequence_length
-    for batch in training_batches(inputs.corpus.train, config.batch_size, length, generator, first, mine):
-        try:
-            check_tokens(batch, inputs.model_config.vocab_size)
-        except DataError as error:
-            raise OneRankError(str(error)) from None
-        yield batch
-
-
-def read_validation(inputs: Inputs) -> list[Batch]:
-    """Return the validation windows in batches that can be split evenly over the ranks."""
-    config, world, tokens = inputs.config, inputs.world, inputs.corpus.validation
-    length = inputs.model_config.sequence_length
-    available = (tokens.numel() - 1) // length
-    windows = min(config.eval_windows, available) // world.data_size * world.data_size
-    if windows == 0:
-        raise ConfigError(
-            f"the data has only {available} validation window(s) for {world.data_size} ranks: pass a longer text as "
-            "--data, or start fewer ranks"
-        )
-    batches = validation_batches(tokens, config.batch_size // inputs.pace.num_micro_batches, length, windows)
-    for batch in batches:
-        check_tokens(batch, inputs.model_config.vocab_size)
-    return batches

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from muon_fsdp.training.ending import handling_signals
 from muon_fsdp.training.terminal import print_error
 
 _LAUNCHER = "MUON_FSDP_LAUNCHER_PID"
@@ -50,12 +51,10 @@ def launch(arguments: Sequence[str], processes: int) -> int:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _wait(ranks)
+        with handling_signals(forward):
+            return _wait(ranks)
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()

@@ -27,18 +27,6 @@ class Pace:
     num_micro_batches: int = 1
     clip_norm: float = 1.0
 
-    def evaluates_after(self, step: int) -> bool:
-        """Return whether a validation follows step `step`, counted from 1."""
-        return step % self.eval_every == 0 or step == self.steps
-
-    def saves_after(self, step: int) -> bool:
-        """Return whether a checkpoint is saved after step `step`, counted from 1."""
-        return step == self.steps or (self.save_every is not None and step % self.save_every == 0)
-
-    def reads_after(self, step: int) -> bool:
-        """Return whether the host reads losses from the device after step `step`, counted from 1."""
-        return self.evaluates_after(step) or self.saves_after(step) or step % self.log_every == 0
-
 
 @dataclass(frozen=True)
 class Training:
@@ -79,11 +67,7 @@ class Clock:
         self._marks[-1].record()
 
     def read(self) -> list[tuple[float, float]]:
-        """Return and forget the times of the steps since the last call.
-
-        Returns:
-            For every step, its seconds and the seconds of its update.
-        """
+        """Return and forget the seconds of every step since the last call, each with the seconds of its update."""
         if self._on_gpu:
             torch.cuda.synchronize()
         steps = zip(*(self._marks[index::4] for index in range(4)), strict=True)
@@ -123,18 +107,20 @@ def train(training: Training, result: RunResult) -> RunResult:
     unread: list[Tensor] = []
     for step in range(result.num_steps, pace.steps):
         unread.append(_take_step(training, step, clock))
-        done = step + 1
-        if not pace.reads_after(done):
-            continue
+        done, is_last = step + 1, step + 1 == pace.steps
+        evaluates = is_last or done % pace.eval_every == 0
+        saves = is_last or (pace.save_every is not None and done % pace.save_every == 0)
+        if not (evaluates or saves or done % pace.log_every == 0):
+            continue  # without waiting for the device
         stop = _read_steps(training, result, unread, clock)
-        if pace.evaluates_after(done):
+        if evaluates:
             _validate(training, result, done)
             _require_finite("validation loss", result.final_validation_loss, result.name, done)
         training.on_log(result)
         unread.clear()
-        if pace.saves_after(done) or stop:
+        if saves or stop:
             training.on_save(done)
-        if stop and done < pace.steps:
+        if stop and not is_last:
             result.stopped = True
             break
     return result
@@ -146,11 +132,7 @@ def _validate(training: Training, result: RunResult, step: int) -> None:
 
 
 def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
-    """Take one optimizer step without waiting for the device, unless it clips logits.
-
-    Returns:
-        Loss and gradient norm, as a tensor of shape (2,) on the device.
-    """
+    """Take a step without waiting for the device, unless it clips logits; return loss and gradient norm (2,)."""
     optimizer, pace, world = training.optimizer, training.pace, training.world
     world.note(f"step {step + 1}")
     clock.mark()
@@ -170,12 +152,10 @@ def _take_step(training: Training, step: int, clock: Clock) -> Tensor:
 
 
 def _read_steps(training: Training, result: RunResult, unread: Sequence[Tensor], clock: Clock) -> bool:
-    """Average losses and norms of the unread steps over the ranks, check them, and add them to `result`.
-
-    The wish to stop travels in the same all-reduce, so that all ranks stop at the same step.
+    """Average losses and norms of the unread steps over the ranks, add them to `result`, and check them.
 
     Returns:
-        Whether any rank wants to stop.
+        Whether any rank wants to stop. This travels in the same all-reduce, so that all ranks stop at the same step.
     """
     stop_wanted = unread[0].new_tensor([float(training.stop_wanted())])
     *values, stop = training.world.mean(torch.cat((*unread, stop_wanted)))
@@ -196,11 +176,7 @@ def _require_finite(what: str, value: float, name: str, step: int) -> None:
 
 
 def _accumulate(model: nn.Module, batch: Batch, num_micro_batches: int, world: World) -> Tensor:
-    """Run forward and backward over this rank's rows in equal micro-batches.
-
-    Returns:
-        The mean loss of the rows.
-    """
+    """Run forward and backward over this rank's rows in equal micro-batches, and return the mean loss of the rows."""
     total = torch.zeros((), device=world.device)
     pieces = [rows.to(world.device, non_blocking=True).chunk(num_micro_batches) for rows in batch]
     for index, (inputs, targets) in enumerate(zip(*pieces, strict=True)):

@@ -59,15 +59,8 @@ class GPTConfig:
 
 
 # GPT-2's sizes, and its 50,257 tokens rounded up to a multiple of 64: 124M parameters.
-_GPT2 = GPTConfig(
-    num_layers=12,
-    num_heads=12,
-    d_model=768,
-    sequence_length=1024,
-    vocab_size=50304,
-    tie_embeddings=True,
-    scale_embedding=True,
-)
+_GPT2 = GPTConfig(num_layers=12, num_heads=12, d_model=768, sequence_length=1024, vocab_size=50304,
+                  tie_embeddings=True, scale_embedding=True)  # fmt: skip
 # d_model differs from vocab_size on purpose: if they were equal, the head would have the shape of a hidden matrix, and
 # a reader could not see from shapes alone which matrices Muon orthogonalizes.
 PRESETS: dict[str, GPTConfig] = {
@@ -130,17 +123,12 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.k = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.v = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.o = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.q, self.k, self.v, self.o = (nn.Linear(config.d_model, config.d_model, bias=False) for _ in range(4))
         self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
-        self.rope = (
-            RotaryEmbedding(config.head_dim, config.sequence_length, config.rope_base)
-            if config.positions == "rope"
-            else nn.Identity()
-        )
+        self.rope: nn.Module = nn.Identity()
+        if config.positions == "rope":
+            self.rope = RotaryEmbedding(config.head_dim, config.sequence_length, config.rope_base)
         self.measures_logits = False
         self.largest_logits: Tensor | None = None  # (heads,), of all training batches since somebody took them
 
@@ -186,10 +174,6 @@ class Block(nn.Module):
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
-def _init_matrix(linear: nn.Linear, gain: float = 1.0) -> None:
-    nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
-
-
 class GPT(nn.Module):
     """The language model. Seed torch before building it: the initial weights come from the global generator."""
 
@@ -220,14 +204,10 @@ class GPT(nn.Module):
             nn.init.normal_(self.wpe.weight, std=embedding_std * self.config.embedding_factor)
         # Each block adds two branches to the residual stream; this factor keeps its variance independent of the depth.
         branch_scale = (2 * self.config.num_layers) ** -0.5
-        for module in self.blocks.modules():
-            if isinstance(module, CausalSelfAttention):
-                for matrix in (module.q, module.k, module.v):
-                    _init_matrix(matrix)
-                _init_matrix(module.o, branch_scale)
-            elif isinstance(module, MLP):
-                _init_matrix(module.up)
-                _init_matrix(module.down, branch_scale)
+        for name, module in self.blocks.named_modules():
+            if isinstance(module, nn.Linear):
+                gain = branch_scale if name.endswith((".o", ".down")) else 1.0
+                nn.init.normal_(module.weight, std=gain * module.in_features**-0.5)
         if not self.config.tie_embeddings:
             nn.init.zeros_(self.lm_head.weight)
 

@@ -22,8 +22,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> MuonOptimizer:
     Runs with different rules differ only in the hidden matrices. AdamW as the rule of the hidden matrices has a second
     learning rate for all other parameters too: with one it was much worse, and a comparison would not be fair.
     """
+    graph: CudaGraph = "auto" if config.cuda_graph is None else config.cuda_graph
+    settings: dict[str, Any] = {"cuda_graph": graph, "offload_state": config.offload_state}
     if config.recipe is not None:
-        return _by_recipe(model, config.recipe, config)
+        return _by_recipe(model, config.recipe, settings | _storage(config))
     named = [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
     hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
     chosen = {name for name, _ in hidden}
@@ -31,29 +33,17 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> MuonOptimizer:
         {"params": hidden, "rule": config.optimizer, **config.matrix_options},
         *_rest_groups([(name, parameter) for name, parameter in named if name not in chosen], config),
     ]
-    return FSDPMuonOptimizer(
-        model,
-        groups,
-        rule=config.optimizer,
-        attention=config.attention,
-        **_settings(config),
-    )
+    return FSDPMuonOptimizer(model, groups, rule=config.optimizer, attention=config.attention, **settings)
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings of the whole optimizer that flags choose."""
-    graph: CudaGraph = "auto" if config.cuda_graph is None else config.cuda_graph
-    return {"cuda_graph": graph, "offload_state": config.offload_state}
-
-
-def _by_recipe(model: nn.Module, name: str, config: TrainConfig) -> MuonOptimizer:
+def _by_recipe(model: nn.Module, name: str, settings: dict[str, Any]) -> MuonOptimizer:
     """Make the optimizer of a published recipe, whose overrides have other names of the embedding than this model."""
-    options = {**recipes[name].options, **_storage(config)}
+    options = {**recipes[name].options, **settings}
     renamed = {"*embed*": "*wte*", "*embed_tokens*": "*wte*"}
     named = {renamed.get(pattern, pattern): given for pattern, given in options.pop("overrides", {}).items()}
     names = [clean_name(each) for each, _ in model.named_parameters()]  # without a head of its own if it is tied
     overrides = {pattern: given for pattern, given in named.items() if any(fnmatchcase(n, pattern) for n in names)}
-    return MuonOptimizer(model, **options, overrides=overrides or None, **_settings(config))
+    return MuonOptimizer(model, **options, overrides=overrides or None)
 
 
 def _storage(config: TrainConfig) -> dict[str, Any]:
@@ -68,16 +58,13 @@ def _rest_groups(named: Sequence[tuple[str, nn.Parameter]], config: TrainConfig)
     in a group of their own: weight decay of the gains of normalizations is bad practice.
     """
     options = {name: option.default for name, option in RULES[DEFAULT_OTHER_RULE].all_options.items()}
-    options |= {"lr": DEFAULT_REST_LR if config.rest_lr is None else config.rest_lr, "weight_decay": 0.0}
-    options |= _storage(config)
+    options |= {"rule": DEFAULT_OTHER_RULE, "lr": DEFAULT_REST_LR if config.rest_lr is None else config.rest_lr}
+    options |= {"weight_decay": 0.0, **_storage(config)}
     if config.rest_betas is not None:
         options["betas"] = tuple(config.rest_betas)
-    decay = {"weight_decay": config.rest_weight_decay}
     if not config.rest_weight_decay:
-        return [{"params": list(named), "rule": DEFAULT_OTHER_RULE, **options}]
+        return [{**options, "params": list(named)}]
     tables = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
     vectors = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
-    return [
-        {"params": tables, "rule": DEFAULT_OTHER_RULE, **options, **decay},
-        {"params": vectors, "rule": DEFAULT_OTHER_RULE, **options},
-    ]
+    decay = {"weight_decay": config.rest_weight_decay}
+    return [{**options, **decay, "params": tables}, {**options, "params": vectors}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,12 +42,12 @@ class World:
         """Return whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
-    def mean(self, values: Sequence[float] | Tensor) -> list[float]:
+    def mean(self, values: Tensor) -> list[float]:
         """Return the mean of each value over all ranks; this waits for the device."""
-        tensor = torch.as_tensor(values, dtype=torch.float32, device=self.device)
+        total = values.float()
         if self.size > 1:
-            dist.all_reduce(tensor)
-        return [float(value) / self.size for value in tensor.tolist()]
+            dist.all_reduce(total)
+        return [float(value) / self.size for value in total.tolist()]
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived here."""
@@ -89,7 +89,7 @@ def connect(config: TrainConfig) -> Iterator[World]:
                           f"{config.tensor_parallel}; start a multiple of {per_replica}, with torchrun or "
                           f"--processes {per_replica}")  # fmt: skip
     is_half = "bfloat16" in (config.precision, config.weights)
-    is_half = is_half or (config.precision == "auto" and device.type == "cuda")
+    is_half |= config.precision == "auto" and device.type == "cuda"
     precision = torch.bfloat16 if is_half else torch.float32
     if config.parallel == "none":
         yield World(device, precision)
@@ -157,9 +157,7 @@ def _find_store(rank: int, size: int, timeout: float) -> Store:
 
 
 def place(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Place a model, which every rank has built with the same weights, on its device or shard it over the ranks.
-
-    Its weights get their precision first.
+    """Convert a model, which every rank has built with the same weights, and place it on its device or its ranks.
 
     Returns:
         The model, wrapped in DistributedDataParallel for `--ddp`.

@@ -33,15 +33,10 @@ def find_rule(name: str) -> Rule:
     aliases = [alias for rule in RULES.values() for alias in rule.aliases]
     near = suggestion(name, [*RULES, *aliases])
     available = f"{near} Available rules:" if near else "; available rules:"
-    raise ConfigError(
-        f"unknown rule {name!r}{available} {shown_names()}; pass --plugin FILE to load a rule of your own"
-    )
-
-
-def shown_names() -> str:
-    """Return the names of all rules as text, with aliases in parentheses."""
     names = (f"{rule.name} ({', '.join(rule.aliases)})" if rule.aliases else rule.name for rule in RULES.values())
-    return ", ".join(names)
+    raise ConfigError(
+        f"unknown rule {name!r}{available} {', '.join(names)}; pass --plugin FILE to load a rule of your own"
+    )
 
 
 def load_plugins(plugins: Iterable[str]) -> None:
@@ -59,17 +54,17 @@ def load_plugins(plugins: Iterable[str]) -> None:
             raise
         except (Exception, SystemExit) as error:
             raise ConfigError(f"--plugin {plugin}: {_reason(error, plugin)}") from error
-        new = {name: rule for name, rule in RULES.items() if before.get(name) is not rule or _is_of(rule, module)}
+        new = {
+            name: rule
+            for name, rule in RULES.items()
+            if before.get(name) is not rule or f"{type(rule).__module__}.".startswith(f"{module}.")
+        }
         RULES.update(_LOADED.setdefault(module, new))
         if not _LOADED[module]:
             del _LOADED[module]
             raise ConfigError(
                 f"--plugin {plugin}: it registers no rule; write @register, from muon_fsdp.rules, above your class"
             )
-
-
-def _is_of(rule: Rule, module: str) -> bool:
-    return f"{type(rule).__module__}.".startswith(f"{module}.")
 
 
 def _import_file(plugin: str) -> str:

@@ -6,63 +6,55 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from muon_fsdp.rules.recipes import recipes
 from muon_fsdp.training import checkpoint, resuming
 from muon_fsdp.training.arguments import ConfigError
-from muon_fsdp.training.checkpoint import CheckpointError, lock_folder
 from muon_fsdp.training.config import TrainConfig, parse
-from muon_fsdp.training.data import DataError
+from muon_fsdp.training.data import DataError, OneRankError
 from muon_fsdp.training.ending import Stop, discard_stdout, stop_on_signals
-from muon_fsdp.training.inputs import (
-    Inputs,
-    OneRankError,
-    open_inputs,
-    read_training_rows,
-    read_validation,
-    rows_per_rank,
-)
+from muon_fsdp.training.inputs import Inputs, open_inputs, rows_per_rank
 from muon_fsdp.training.launcher import is_launched, launch, launcher_is_gone
 from muon_fsdp.training.logits import LogitClip
 from muon_fsdp.training.loop import Training, make_schedule, train
 from muon_fsdp.training.model import GPT
 from muon_fsdp.training.optimizers import make_optimizer
 from muon_fsdp.training.parallel import connect, place
-from muon_fsdp.training.report import LOSS_PLOT, history, write_loss_plot
+from muon_fsdp.training.report import LOSS_PLOT, history
 from muon_fsdp.training.results import RunResult, describe_groups
-from muon_fsdp.training.run_log import RunLog, check_tensorboard, print_start
+from muon_fsdp.training.run_log import log_run, print_start
 from muon_fsdp.training.terminal import print_error
 
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer")  # how gloo's errors put it
 
 
 def run(config: TrainConfig) -> RunResult:
-    """Train as `config` describes, on this process and the other ranks of its job.
-
-    Returns:
-        The result, which is the same on all ranks.
-    """
+    """Train as `config` describes on all ranks of this job; the result is the same on each."""
     with connect(config) as world, stop_on_signals() as stop:
-        if config.tensorboard:
-            check_tensorboard()
+        if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            install = 'pip install "muon_fsdp[integrations]"'
+            raise ConfigError(f"--tensorboard needs the package tensorboard; install it with: {install}")
         world.note("reading the data")
         inputs = open_inputs(config, world)  # first, so that a mistake is reported before a folder is created
         saved = resuming.find_checkpoint(config, world)
-        with lock_folder(config.folder, world):
+        with checkpoint.lock_folder(config.folder, world):
             return _run(inputs, stop, saved)
 
 
 def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     """Build model and optimizer, load the checkpoint `saved` if there is one, and train."""
-    manifest = {} if saved is None else checkpoint.read_manifest(saved, inputs.world)
-    inputs = resuming.check_inputs(inputs, manifest)
+    manifest: dict[str, Any] = {}
+    if saved is not None:
+        manifest = checkpoint.read_manifest(saved, inputs.world)
+        inputs = resuming.check_inputs(inputs, manifest)
     config, world, pace = inputs.config, inputs.world, inputs.pace
     torch.manual_seed(config.seed)
     world.note("building the model")
@@ -71,53 +63,47 @@ def _run(inputs: Inputs, stop: Stop, saved: Path | None) -> RunResult:
     optimizer = make_optimizer(model, config)
     result = RunResult(config.label, groups=describe_groups(optimizer))
     if saved is not None:
-        resuming.load(saved, model, optimizer, world)
+        checkpoint.load(saved, model, optimizer, world)
         earlier = resuming.earlier_result(config, manifest, world)
         result = replace(earlier, name=result.name, groups=result.groups, num_steps_before=manifest["step"])
+        if world.is_main:
+            resuming.print_changes(manifest, config)
     if world.is_main:
-        resuming.print_changes(manifest, config)
         print_start(inputs, result)
 
     def save(step: int) -> None:
         facts = {"config": config.as_json(), "model": asdict(inputs.model_config)}
         checkpoint.save(config.folder / "checkpoints", step, model, optimizer, facts, world, config.keep)
 
-    recipe = None if config.recipe is None else recipes[config.recipe]
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
     fractions = (config.warmup_fraction, config.decay_fraction, config.final_lr_fraction)
-    with closing(RunLog(inputs, result, manifest.get("step"), stop)) if world.is_main else nullcontext() as log:
+    schedule = make_schedule(config.schedule, pace.steps, *fractions)
+    hooks: dict[str, Any] = {}
+    if config.recipe is not None:
+        recipe, decays = recipes[config.recipe], [group["weight_decay"] for group in optimizer.param_groups]
+        schedule = partial(recipe.lr_factor, total_steps=pace.steps)
+        hooks["set_options"] = partial(recipe.set_options, optimizer.param_groups, decays, total_steps=pace.steps)
+    if config.qk_clip is not None:
+        hooks["clip_logits"] = LogitClip(model, inputs.model_config.num_heads, config.qk_clip, world)
+    log: AbstractContextManager[Callable[[RunResult], None]] = nullcontext(lambda result: None)
+    if world.is_main:
+        log = log_run(inputs, optimizer, result, manifest.get("step"), stop)
+    with log as write:
         training = Training(
             model=model,
             optimizer=optimizer,
             base_lrs=[group.lr for group in result.groups],
             clip=lambda norm: optimizer.clip_grad_norm_(norm)["all"],
-            schedule=make_schedule(config.schedule, pace.steps, *fractions)
-            if recipe is None
-            else partial(recipe.lr_factor, total_steps=pace.steps),
-            train_batches=read_training_rows(inputs, result.num_steps),
-            validation=read_validation(inputs),
+            schedule=schedule,
+            train_batches=inputs.training_rows(result.num_steps),
+            validation=inputs.validation_windows(),
             pace=pace,
             world=world,
-            on_log=log.write if log is not None else lambda result: None,
+            on_log=write,
             on_save=save,
-            set_options=(lambda step: None)
-            if recipe is None
-            else partial(recipe.set_options, optimizer.param_groups, decays, total_steps=pace.steps),
             stop_wanted=lambda: stop.wanted or launcher_is_gone(),
-            clip_logits=None
-            if config.qk_clip is None
-            else LogitClip(model, inputs.model_config.num_heads, config.qk_clip, world),
+            **hooks,
         )
-        try:
-            train(training, result)
-        except FloatingPointError:
-            if log is not None:
-                write_loss_plot(config.folder, result)  # the curve shows how the loss got there
-            raise
-        if log is not None:
-            log.write_end(result, optimizer, world.device)
-            write_loss_plot(config.folder, result)
-    return result
+        return train(training, result)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.training") -> int:
@@ -132,29 +118,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m muon_fsdp.tra
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal can't show must not end a run
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, processes = parse(arguments, prog)
-    if processes is not None and not is_launched():
-        return _launch(config, arguments, processes)
     try:
+        if processes is not None and not is_launched():
+            if "RANK" in os.environ:
+                raise ConfigError("--processes starts its own processes: leave it out under torchrun")
+            rows_per_rank(config, max(1, processes // config.tensor_parallel))  # before the ranks take seconds to start
+            return launch(arguments, processes)
         result = run(config)
     except (Exception, KeyboardInterrupt) as error:
-        code = _report_failure(error, config)
-        if code is None:
-            raise
-        return code
+        return _report_failure(error, config)
     if _is_main():
         _print_end(config, result)
     return 130 if result.stopped else 0
-
-
-def _launch(config: TrainConfig, arguments: Sequence[str], processes: int) -> int:
-    """Run the program on `processes` ranks of this machine, and return its exit code."""
-    if "RANK" in os.environ:
-        return _fail("--processes starts its own processes: leave it out under torchrun", 2)
-    try:
-        rows_per_rank(config, max(1, processes // config.tensor_parallel))
-    except ConfigError as error:
-        return _fail(str(error), 2)
-    return launch(arguments, processes)
 
 
 def _print_end(config: TrainConfig, result: RunResult) -> None:
@@ -171,15 +146,11 @@ def _print_end(config: TrainConfig, result: RunResult) -> None:
         print(f"wrote {config.folder / LOSS_PLOT}")
 
 
-def _report_failure(error: BaseException, config: TrainConfig) -> int | None:
-    """Print an error that a user can act on, in one line.
-
-    Returns:
-        The exit code, or None for an error that is ours and deserves a traceback.
-    """
+def _report_failure(error: BaseException, config: TrainConfig) -> int:
+    """Print an error that a user can act on in one line, and return the exit code; raise any other one again."""
     if isinstance(error, ConfigError | DataError):
         return _fail(str(error), 2, on_one_rank=isinstance(error, OneRankError))
-    if isinstance(error, FloatingPointError | CheckpointError):
+    if isinstance(error, FloatingPointError | checkpoint.CheckpointError):
         return _fail(str(error), 1)
     if isinstance(error, BrokenPipeError):  # before the first step; later ones stop the run cleanly
         discard_stdout()
@@ -194,7 +165,7 @@ def _report_failure(error: BaseException, config: TrainConfig) -> int | None:
         return _fail(f"out of memory: {reason} Lower --micro-batch-size, or pass --fsdp", 1, on_one_rank=True)
     if any(sign in reason for sign in _PEER_IS_GONE):
         return _fail("another rank has ended; the last checkpoint is unchanged", 1)
-    return None
+    raise error
 
 
 def _is_main() -> bool:

@@ -48,48 +48,35 @@ def summarize(result: RunResult, baseline: RunResult) -> dict[str, float | int |
 
 def print_comparison(results: Sequence[RunResult], baseline: RunResult) -> None:
     """Print a table with one row per run, and below it how each run compares with the baseline."""
-    goal = baseline.final_validation_loss
-    header = ("run", "steps", "train", "val", "best val", f"steps to {goal:.3f}", "ms/step", "opt")
+    goal = f"steps to {baseline.final_validation_loss:.3f}"
+    header = ("run", "steps", "train", "val", "best val", goal, "ms/step", "opt")
     rows = []
     for result in results:
-        figures = summarize(result, baseline)
-        share = figures["optimizer_share"]
-        rows.append(
-            (
-                result.name,
-                str(result.num_steps),
-                f"{result.final_train_loss:.3f}",
-                f"{result.final_validation_loss:.3f}",
-                f"{result.best_validation_loss:.3f}",
-                "never" if figures["steps_to_baseline"] is None else str(figures["steps_to_baseline"]),
-                "-" if figures["milliseconds_per_step"] is None else f"{figures['milliseconds_per_step']:.0f}",
-                "-" if share is None else f"{share:.0%}",
-            )
-        )
+        losses = (result.final_train_loss, result.final_validation_loss, result.best_validation_loss)
+        reached = result.first_reaching(baseline.final_validation_loss)
+        steps = "never" if reached is None else str(reached.step)
+        speed = ("-", "-")
+        if result.timed:
+            speed = (f"{result.milliseconds_per_step:.0f}", f"{result.optimizer_share:.0%}")
+        rows.append((result.name, str(result.num_steps), *(f"{loss:.3f}" for loss in losses), steps, *speed))
     best = min(range(len(results)), key=lambda number: results[number].final_validation_loss)
-    print_table(
-        f"Losses, compared with {baseline.name}; opt is the optimizer's share of the time",
-        header,
-        rows,
-        marked={best: "green"},
-    )
+    title = f"Losses, compared with {baseline.name}; opt is the optimizer's share of the time"
+    print_table(title, header, rows, marked={best: "green"})
     for result in results:
         if result is not baseline:
             print(_comparison(result, baseline))
 
 
 def _comparison(result: RunResult, baseline: RunResult) -> str:
-    reached, goal = result.first_reaching(baseline.final_validation_loss), baseline.evaluations[-1]
-    if reached is None:
-        return f"{result.name} did not reach {baseline.name}'s final validation loss of {goal.loss:.3f}."
-    text = (
-        f"{result.name} reached {baseline.name}'s final validation loss of {goal.loss:.3f} after {reached.step} of "
-        f"{goal.step} steps"
-    )
-    if not (result.timed and baseline.timed):
+    figures, goal = summarize(result, baseline), baseline.evaluations[-1]
+    steps, seconds = figures["steps_to_baseline"], figures["seconds_to_baseline"]
+    loss = f"{baseline.name}'s final validation loss of {goal.loss:.3f}"
+    if steps is None:
+        return f"{result.name} did not reach {loss}."
+    text = f"{result.name} reached {loss} after {steps} of {goal.step} steps"
+    if seconds is None or not baseline.timed:
         return f"{text}."
-    seconds, baseline_seconds = result.training_seconds(reached.step), baseline.training_seconds(goal.step)
-    return f"{text}, in {seconds:.1f} s of training instead of {baseline_seconds:.1f} s."
+    return f"{text}, in {seconds:.1f} s of training instead of {baseline.training_seconds(goal.step):.1f} s."
 
 
 def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: RunResult) -> None:
@@ -124,35 +111,25 @@ def write_plot(path: Path, title: str, results: Sequence[RunResult], baseline: R
 
 def history(result: RunResult) -> str:
     """Return a table of the validation losses of a run, each with the mean training loss since the one before."""
-    shown = _spread(len(result.evaluations), result.evaluations.index(min(result.evaluations, key=lambda e: e.loss)))
+    evaluations, last = result.evaluations, len(result.evaluations) - 1
+    shown = list(range(len(evaluations)))
+    if len(evaluations) > _MOST_ROWS:  # then some at even distances, with the first, the last and the lowest
+        lowest = min(shown, key=lambda number: evaluations[number].loss)
+        shown = sorted({round(index * last / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)} | {lowest})
     rows = []
-    for number, evaluation in enumerate(result.evaluations):
-        if number not in shown:
-            continue
-        before = result.evaluations[number - 1].step if number else 0
+    for number in shown:
+        evaluation, before = evaluations[number], evaluations[number - 1].step if number else 0
         losses = [step.loss for step in result.steps if before < step.step <= evaluation.step]
         mark = "lowest" if evaluation.loss == result.best_validation_loss else ""
         train_loss = f"{mean(losses):.4f}" if losses else ""
         rows.append((str(evaluation.step), train_loss, f"{evaluation.loss:.4f}", mark))
-    left_out = len(result.evaluations) - len(rows)
+    left_out = len(evaluations) - len(rows)
     more = f"\n({left_out} more are in metrics.jsonl)" if left_out else ""
     return plain_table(("step", "train loss", "val loss", ""), rows, left=0) + more
 
 
-def _spread(count: int, kept: int) -> set[int]:
-    """Return which of `count` rows are shown: all, or some at even distances, with the first, the last and `kept`."""
-    if count <= _MOST_ROWS:
-        return set(range(count))
-    even = {round(index * (count - 1) / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)}
-    return even | {kept}
-
-
 def write_loss_plot(folder: Path, result: RunResult) -> Path | None:
-    """Plot training and validation loss of a run over its steps, as `loss.png` in its folder.
-
-    Returns:
-        The path of the image, or None if matplotlib is not installed.
-    """
+    """Plot the losses of a run over its steps as `loss.png`; return its path, or None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     with _figure(folder / LOSS_PLOT, (7.2, 4.4)) as figure:

@@ -149,11 +149,7 @@ def start_metrics(folder: Path, resumed_from: int | None) -> IO[str]:
 
 
 def set_metrics_aside(folder: Path) -> Path | None:
-    """Rename `metrics.jsonl` to `metrics.jsonl.bad`, or to `.bad2`, `.bad3` ... if that name is taken.
-
-    Returns:
-        The new path, or None if there was no file.
-    """
+    """Rename `metrics.jsonl`, if there is one, to `metrics.jsonl.bad`, or to `.bad2`, `.bad3` ... if that is taken."""
     path = folder / METRICS_FILE
     names = (path.with_name(f"{METRICS_FILE}.bad{number}") for number in itertools.chain([""], itertools.count(2)))
     return path.rename(next(name for name in names if not name.exists())) if path.exists() else None

@@ -7,15 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from muon_fsdp.rules import RULES
 from muon_fsdp.training import checkpoint
 from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.config import TrainConfig, default_options, json_value
 from muon_fsdp.training.inputs import Inputs
-from muon_fsdp.training.model import GPTConfig
 from muon_fsdp.training.parallel import World
 from muon_fsdp.training.results import RunResult, read_result_until, set_metrics_aside
 
@@ -39,7 +35,7 @@ def find_checkpoint(config: TrainConfig, world: World) -> Path | None:
 
 
 def check_inputs(inputs: Inputs, manifest: dict[str, Any]) -> Inputs:
-    """Check that a checkpoint fits the run; an empty manifest stands for a new run.
+    """Check that a checkpoint fits the run.
 
     Returns:
         The inputs, with the checkpoint's number of steps if neither `--steps` nor `--epochs` was passed.
@@ -47,23 +43,7 @@ def check_inputs(inputs: Inputs, manifest: dict[str, Any]) -> Inputs:
     Raises:
         ConfigError: the checkpoint is of another model or optimizer, or has more steps than the run.
     """
-    if not manifest:
-        return inputs
-    config, saved = inputs.config, manifest["config"]
-    _check_same_run(manifest, config, inputs.model_config)
-    if config.steps is None and config.epochs is None:
-        config = replace(config, steps=saved.get("steps"), epochs=saved.get("epochs"))
-        inputs = replace(inputs, config=config)
-    if inputs.pace.steps < manifest["step"]:
-        raise ConfigError(
-            f"the checkpoint is already at step {manifest['step']}, but the run has only {inputs.pace.steps} steps: "
-            "pass more --steps, or another --output"
-        )
-    return inputs
-
-
-def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config: GPTConfig) -> None:
-    saved, rule = manifest["config"], manifest["config"]["optimizer"]
+    config, saved, rule = inputs.config, manifest["config"], manifest["config"]["optimizer"]
     if rule not in RULES:
         flags = " ".join(f"--plugin {file}" for file in saved.get("plugin") or ["FILE"])
         raise ConfigError(
@@ -72,7 +52,7 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
     if saved["model"] != config.model:
         name = saved["model"]
         raise ConfigError(f"the checkpoint is of --model {name}, not of {config.model}: pass --model {name}")
-    before, now = manifest["model"] | {"optimizer": rule}, asdict(model_config) | {"optimizer": config.optimizer}
+    before, now = manifest["model"] | {"optimizer": rule}, asdict(inputs.model_config) | {"optimizer": config.optimizer}
     differences = [
         f"{name} is {before.get(name)!r} in the checkpoint and {now[name]!r} here"
         for name in now
@@ -86,27 +66,24 @@ def _check_same_run(manifest: dict[str, Any], config: TrainConfig, model_config:
             f"the checkpoint is of another model or optimizer: {'; '.join(differences)}; pass the checkpoint's "
             "values, or another --output"
         )
-
-
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Load weights and optimizer state, but keep the options of this run instead of those in the checkpoint."""
-    groups = optimizer.param_groups
-    given = [{name: group[name] for name in RULES[group["rule"]].all_options} for group in groups]
-    checkpoint.load(path, model, optimizer, world)
-    for group, options in zip(optimizer.param_groups, given, strict=True):
-        group.update(options)
+    if config.steps is None and config.epochs is None:
+        config = replace(config, steps=saved.get("steps"), epochs=saved.get("epochs"))
+        inputs = replace(inputs, config=config)
+    if inputs.pace.steps < manifest["step"]:
+        raise ConfigError(
+            f"the checkpoint is already at step {manifest['step']}, but the run has only {inputs.pace.steps} steps: "
+            "pass more --steps, or another --output"
+        )
+    return inputs
 
 
 def print_changes(manifest: dict[str, Any], config: TrainConfig) -> None:
-    """Print which settings differ from those of the checkpoint and affect the result; an empty manifest has none."""
-    if not manifest:
-        return
+    """Print which settings differ from those of the checkpoint and affect the result."""
     saved, given = manifest["config"], config.as_json()
     matters = (
         "steps", "epochs", "batch_size", "seed", "data", "lr", "rest_lr", "weight_decay", "rest_weight_decay",
         "rest_betas", "schedule", "warmup_fraction", "decay_fraction", "final_lr_fraction", "clip_norm", "qk_clip",
-        "precision", "recipe", "weights", "rounding",
-        "state_dtype",
+        "precision", "recipe", "weights", "rounding", "state_dtype",
     )  # fmt: skip
     changes = [f"{name} {saved.get(name)} -> {given[name]}" for name in matters if saved.get(name) != given[name]]
     defaults = json_value(default_options(config.rule))
@@ -135,9 +112,6 @@ def earlier_result(config: TrainConfig, manifest: dict[str, Any], world: World) 
     if world.is_main:
         kept = set_metrics_aside(config.folder)
         where = "" if kept is None else f", and the old file is kept as {kept.name}"
-        print(
-            f"warning: {problem}; metrics start again after step {manifest['step']}{where}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"warning: {problem}; metrics start again after step {manifest['step']}{where}"
+        print(text, file=sys.stderr, flush=True)
     return lost

@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from muon_fsdp.comm.dtensors import local
 from muon_fsdp.text import format_count
-from muon_fsdp.training.arguments import ConfigError
 from muon_fsdp.training.ending import Stop, discard_stdout
 from muon_fsdp.training.inputs import Inputs
+from muon_fsdp.training.report import write_loss_plot
 from muon_fsdp.training.results import RunResult, start_metrics
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 _RECENT_STEPS = 10  # loss and speed are averaged over these, because those of single steps vary
 _SHORTEST_BAR, _LONGEST_BAR = 6, 30
@@ -61,35 +58,51 @@ def _describe_layout(inputs: Inputs) -> str:
 # ----------------------------------------------------------------------------------------------------------- metrics
 
 
-def check_tensorboard() -> None:
-    """Raise ConfigError if TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            '--tensorboard needs the package tensorboard; install it with: pip install "muon_fsdp[integrations]"'
-        )
-
-
-class RunLog:
-    """Writes `metrics.jsonl` and shows the progress while a run trains.
+@contextmanager
+def log_run(
+    inputs: Inputs, optimizer: torch.optim.Optimizer, result: RunResult, resumed_from: int | None, stop: Stop
+) -> Iterator[Callable[[RunResult], None]]:
+    """Write `metrics.jsonl` and the plot of a run, and show its progress.
 
     The file has a line for the start of a run, every step, every validation and the end; with `--tensorboard` the same
     numbers become events. A resumed run continues the file.
-    """
 
-    def __init__(self, inputs: Inputs, result: RunResult, resumed_from: int | None, stop: Stop) -> None:
-        config, world, corpus = inputs.config, inputs.world, inputs.corpus
-        self._num_steps, self._num_evaluations = len(result.steps), len(result.evaluations)  # written before a resume
-        self._stop, self._open = stop, ExitStack()
-        self._stream = self._open.enter_context(start_metrics(config.folder, resumed_from))
-        self._events: Any = None
+    Yields:
+        A function that writes the steps and validations since its last call, and shows the progress.
+    """
+    config, world, corpus = inputs.config, inputs.world, inputs.corpus
+    num_steps, num_evaluations = len(result.steps), len(result.evaluations)  # written before a resume
+    with ExitStack() as opened:
+        stream = opened.enter_context(start_metrics(config.folder, resumed_from))
+        events: Any = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             purged = None if resumed_from is None else resumed_from + 1
-            self._events = self._open.enter_context(
-                SummaryWriter(str(config.folder / "tensorboard"), purge_step=purged)
-            )
-        self._write(
+            events = opened.enter_context(SummaryWriter(str(config.folder / "tensorboard"), purge_step=purged))
+
+        def write_line(kind: str, **values: Any) -> None:
+            stream.write(json.dumps({"kind": kind, **values}) + "\n")
+            if events is not None and "step" in values:
+                for name, value in values.items():
+                    if name != "step" and isinstance(value, int | float):
+                        events.add_scalar(f"{kind}/{name}", value, values["step"])
+
+        def write(result: RunResult) -> None:
+            nonlocal num_steps, num_evaluations
+            for step in result.steps[num_steps:]:
+                write_line("train", **asdict(step))
+            for evaluation in result.evaluations[num_evaluations:]:
+                write_line("validation", **asdict(evaluation))
+            num_steps, num_evaluations = len(result.steps), len(result.evaluations)
+            stream.flush()
+            try:
+                show(result)
+            except BrokenPipeError:
+                stop.wanted = True
+                discard_stdout()
+
+        write_line(
             "start",
             name=result.name,
             groups=[asdict(group) for group in result.groups],
@@ -103,51 +116,24 @@ class RunLog:
             validation_tokens=corpus.validation.numel(),
             resumed_from=resumed_from,
         )
-        shown = show_progress(result.name, inputs.pace.steps, inputs.tokens_per_step, inputs.pace.eval_every)
-        self._show = self._open.enter_context(shown)
-
-    def close(self) -> None:
-        """Close the file and the TensorBoard events, and end the live line."""
-        self._open.close()
-
-    def _write(self, kind: str, **values: Any) -> None:
-        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
-        if self._events is not None and "step" in values:
-            for name, value in values.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._events.add_scalar(f"{kind}/{name}", value, values["step"])
-
-    def write(self, result: RunResult) -> None:
-        """Write the steps and validations since the last call, and show the progress."""
-        for step in result.steps[self._num_steps :]:
-            self._write("train", **asdict(step))
-        for evaluation in result.evaluations[self._num_evaluations :]:
-            self._write("validation", **asdict(evaluation))
-        self._num_steps, self._num_evaluations = len(result.steps), len(result.evaluations)
-        self._stream.flush()
+        pace = inputs.pace
+        show = opened.enter_context(show_progress(result.name, pace.steps, inputs.tokens_per_step, pace.eval_every))
         try:
-            self._show(result)
-        except BrokenPipeError:
-            self._stop.wanted = True
-            discard_stdout()
-
-    def write_end(self, result: RunResult, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """Write the last line of a run: its final loss, its speed and its memory."""
+            yield write
+        except FloatingPointError:
+            write_loss_plot(config.folder, result)  # the curve shows how the loss got there
+            raise
         facts: dict[str, Any] = {"stopped": result.stopped, "validation_loss": result.final_validation_loss}
         if result.timed:
             seconds = result.milliseconds_per_step / 1e3
             facts |= {"optimizer_share": result.optimizer_share, "seconds_per_step": seconds}
-        facts["optimizer_state_bytes_per_rank"] = _state_bytes(optimizer)
-        if device.type == "cuda":
+        values = (value for state in optimizer.state.values() for value in state.values())
+        held = sum(local(value).nbytes for value in values if isinstance(value, torch.Tensor))
+        facts["optimizer_state_bytes_per_rank"] = held
+        if world.device.type == "cuda":
             facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        self._write("end", **facts)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many bytes of optimizer state this rank holds."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in tensors)
+        write_line("end", **facts)
+        write_loss_plot(config.folder, result)
 
 
 # ---------------------------------------------------------------------------------------------------------- progress
@@ -159,39 +145,32 @@ def show_progress(
 ) -> Iterator[Callable[[RunResult], None]]:
     """Yield a function that shows the result so far, in a live line on a terminal and in plain lines elsewhere."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        yield _plain_lines(steps, tokens_per_step, plain_every)
+        shown = 0
+
+        def print_line(result: RunResult) -> None:
+            nonlocal shown
+            if result.num_steps // plain_every != shown // plain_every or result.num_steps == steps:
+                shown = result.num_steps
+                # Flushed, else a pipe would buffer the lines until the end.
+                print(f"{result.name:<6} {_figures(result, steps, tokens_per_step)[0]}", flush=True)
+
+        yield print_line
         return
     from rich.live import Live
     from rich.text import Text
 
     with Live(Text(f"{name}  waiting for the first step", no_wrap=True, overflow="ellipsis")) as live:
-        yield lambda result: live.update(_live_line(result, steps, tokens_per_step, live.console))
+        ascii_only = live.console.options.ascii_only
+        full, empty = ("=", "-") if ascii_only else ("━", "─")  # a reader without colours sees a bar too
 
+        def update_line(result: RunResult) -> None:
+            shown_name, length, figures = fit(result, steps, tokens_per_step, live.console.width)
+            done = round(length * result.num_steps / steps)
+            bar = Text.assemble((full * done, "green"), (empty * (length - done), "dim"))
+            parts = [part for part in (Text(shown_name, "bold"), bar, Text(figures)) if part]
+            live.update(Text("  ", no_wrap=True, overflow="crop").join(parts))
 
-def _plain_lines(steps: int, tokens_per_step: float, every: int) -> Callable[[RunResult], None]:
-    shown = 0
-
-    def show(result: RunResult) -> None:
-        nonlocal shown
-        step = result.num_steps
-        if step // every == shown // every and step != steps:
-            return
-        shown = step
-        line = f"{result.name:<6} {_figures(result, steps, tokens_per_step)[0]}"
-        print(line, flush=True)  # else a pipe would buffer the lines until the end
-
-    return show
-
-
-def _live_line(result: RunResult, steps: int, tokens_per_step: float, console: Console) -> Text:
-    from rich.text import Text
-
-    name, length, figures = fit(result, steps, tokens_per_step, console.width)
-    full, empty = ("=", "-") if console.options.ascii_only else ("━", "─")  # a reader without colours sees a bar too
-    done = round(length * result.num_steps / steps)
-    bar = Text.assemble((full * done, "green"), (empty * (length - done), "dim"))
-    parts = [part for part in (Text(name, "bold"), bar, Text(figures)) if part]
-    return Text("  ", no_wrap=True, overflow="crop").join(parts)
+        yield update_line
 
 
 def fit(result: RunResult, steps: int, tokens_per_step: float, width: int) -> tuple[str, int, str]:

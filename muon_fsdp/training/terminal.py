@@ -17,7 +17,6 @@ from muon_fsdp.text import table_lines
 
 Color = Literal["red", "yellow", "green"]
 _CODES: dict[Color, str] = {"red": "31", "yellow": "33", "green": "32"}
-_TEXT_COLUMNS = 80  # of text that no terminal shows, and of the lines of a paragraph at most
 
 
 def colored(text: str, color: Color, stream: TextIO) -> str:
@@ -39,15 +38,6 @@ def print_error(message: str) -> None:
 _announcement: list[str] = []  # the line about PyTorch that a terminal shows now
 
 
-def _announce(line: str) -> None:
-    """Show on stderr what a command waits for; a terminal shows it once, and erases it afterwards."""
-    if not sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
-    elif not _announcement:
-        print(line, end="", file=sys.stderr, flush=True)
-        _announcement.append(line)
-
-
 def _erase_announcement() -> None:
     while _announcement:
         print(f"\r{' ' * len(_announcement.pop())}\r", end="", file=sys.stderr, flush=True)
@@ -59,31 +49,27 @@ def announce_torch(prog: str) -> None:
     Elsewhere `import_torch` says so after they have been parsed: there nobody waits, the line cannot be erased, and a
     mistake in the arguments stays the only line.
     """
-    if "torch" not in sys.modules and sys.stderr.isatty():
-        _announce(f"{prog}: importing PyTorch ...")
+    if "torch" not in sys.modules and sys.stderr.isatty() and not _announcement:
+        _announcement.append(f"{prog}: importing PyTorch ...")
+        print(_announcement[0], end="", file=sys.stderr, flush=True)
 
 
 def import_torch(prog: str) -> None:
     """Import PyTorch, which takes seconds, and say so first in a line that names the command `prog`."""
     if "torch" in sys.modules:
         return
-    _announce(f"{prog}: importing PyTorch ...")
+    announce_torch(prog)
+    if not sys.stderr.isatty():
+        print(f"{prog}: importing PyTorch ...", file=sys.stderr, flush=True)
     try:
         import torch  # noqa: F401
     finally:
         _erase_announcement()
 
 
-def text_columns() -> int:
-    """Return the width for text on stdout: that of the terminal or of COLUMNS; 80 for files and pipes."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
-        return shutil.get_terminal_size().columns
-    return _TEXT_COLUMNS
-
-
 def print_paragraph(text: str) -> None:
     """Print a text in lines that are not longer than the terminal is wide, and never longer than 80 columns."""
-    width = min(_TEXT_COLUMNS, text_columns())
+    width = min(80, shutil.get_terminal_size().columns)
     print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
 
 
@@ -108,7 +94,8 @@ def print_table(
     if sys.stdout.isatty() and _draw_table(title, header, rows, left, marked):
         return
     print(title)
-    for number, lines in enumerate(table_lines(header, rows, left=left, width=text_columns()), start=-1):
+    width = shutil.get_terminal_size().columns  # 80 for files and pipes, unless COLUMNS says another
+    for number, lines in enumerate(table_lines(header, rows, left=left, width=width), start=-1):
         for line in lines:
             print(colored(line, marked[number], sys.stdout) if number in marked else line)
     print()

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from muon_fsdp.kernels.tables import REMAINDER
 
 _METADATA = ".metadata"
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 _OF_METADATA = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -25,8 +26,8 @@ _OF_METADATA = {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},  # Python 3.13
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
 }  # fmt: skip
 
 
@@ -78,19 +79,14 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load one value after checking it, because DefaultLoadPlanner would run any code in it."""
-        foreign = _foreign_in(value)
-        if foreign:
+        foreign = ""
+        try:
+            torch.load(value, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            foreign = named[1] if named else "something that is not plain data"
+        if foreign:  # raised here, because the error above would hide it as its context
             where = read_item.dest_index.fqn
             raise ForeignObjectError(f"{where!r} contains {foreign}, which no checkpoint needs; it was not executed")
         value.seek(0)
         super().load_bytes(read_item, value)
-
-
-def _foreign_in(value: io.BytesIO) -> str:
-    """Return the name of what `weights_only=True` refuses in a saved value, or "" if it refuses nothing."""
-    try:
-        torch.load(value, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        return named[1] if named else "something that is not plain data"
-    return ""
