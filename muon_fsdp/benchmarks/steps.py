@@ -78,7 +78,7 @@ class Gradients:
             p.grad = self._random(p, left, right)
 
     def renew_in_place(self) -> None:
-        """Overwrite every gradient, as `zero_grad(set_to_none=False)` followed by another backward would."""
+        """Write new gradients in place, as `zero_grad(set_to_none=False)` followed by another backward would."""
         for p, left, right in self._parts:
             assert p.grad is not None
             p.grad.copy_(self._random(p, left, right))
