@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muon_fsdp.declarations.settings import Attention
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.experts import find_experts
-from muon_fsdp.parameters.facts import Facts, Fused, Layers, vocabulary_tables
+from muon_fsdp.parameters.facts import Facts, Fused, Layers, Options, vocabulary_tables
 from muon_fsdp.parameters.fused import find_fused
 from muon_fsdp.parameters.names import clean_name, plain_name
 from muon_fsdp.rules import RULES, rule_named
@@ -59,8 +59,7 @@ class Route:
     pattern: str | None = None  # the override that matches its name
     overridden: tuple[str, ...] = ()  # the names of the options that this override sets for it
     lr_origin: str = ""  # which option its learning rate came from, if its rule may follow the matrices
-    # Options of this parameter, as pairs, unless its group or an override sets them.
-    defaults: tuple[tuple[str, Any], ...] = ()
+    defaults: Options = ()  # of this parameter, unless its group or an override sets them
     given_name: str | None = None  # as the user passed it, including what wrappers insert
     unnamed_position: int | None = None  # its number among all parameters, if it has no name
     decided: bool = False  # by the user, with an override or the rule of a group
