@@ -13,7 +13,7 @@ from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, P
 from muon_fsdp.kernels.tables import SCALES
 from muon_fsdp.linalg.codes import CODES
 from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
-from muon_fsdp.statistics.observer import STATISTICS
+from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
 
 RULES: dict[str, Rule] = {}
 KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), PerMatrix: get_args(MatrixKind)}
@@ -188,8 +188,8 @@ def _check_state(rule: Rule, where: str) -> None:
         if spec.initial not in rule.statistics:
             which = f"{where}: state {spec.name!r} starts from {spec.initial!r}"
             raise ValueError(f"{which}, which the rule does not declare: add it to statistics")
-        example = STATISTICS[spec.initial].example(3, 2)
-        if not hasattr(example, "shape") or tuple(example.shape[1:]) != spec.shape_of_matrix(3, 2):
+        statistic = STATISTICS[spec.initial]
+        if not isinstance(statistic, SummedStatistic) or statistic.shape(3, 2) != spec.shape_of_matrix(3, 2):
             raise ValueError(f"{where}: state {spec.name!r} of kind {spec.kind!r} can't start from {spec.initial!r}")
     if rule.fused is not None:
         missing = ", ".join(repr(name) for name in rule.fused.layout.states if name not in names)

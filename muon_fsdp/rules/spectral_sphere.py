@@ -16,7 +16,7 @@ from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, 
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
 from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
-from muon_fsdp.statistics.observer import TopSingular
+from muon_fsdp.statistics.top_singular import TopSingular
 
 # Orthogonalizations per matrix that the planner assumes: the median once lambda starts from the last step's value.
 USUAL_CALLS = 4
