@@ -144,41 +144,39 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Return the options of a subclass for a parameter, which its group or an override may change."""
         return {}
 
-    def _resolved(
-        self, rule: Rule, route: Route | None = None, sources: Sequence[tuple[Source, Sequence[Rule]]] = ()
-    ) -> tuple[Group, str]:
+    def _resolved(self, rule: Rule, route: Route | None = None, sources: Sequence[Source] = ()) -> tuple[Group, str]:
         """Return the options of parameters of one rule, from the constructor, their group and an override.
 
         Args:
             rule: the rule.
             route: the route of one of the parameters.
-            sources: their group and their override, each with the rules of the parameters beside them there.
+            sources: their group and their override.
 
         Returns:
             The options, and where `lr` comes from if it may follow from that of the matrices, else "".
         """
         defaults = dict(route.defaults) if route is not None else {}
-        places = [(self._given, ()), *sources]
+        places = [self._given, *sources]
         options = resolve(rule, self._class_defaults(rule), defaults, places)
         if rule.all_options["lr"].default is not None:
             return options, ""
         if options["lr"] is None:
             options["lr"], origin = self._following_lr(sources[:1])
             return options, origin
-        origins = [source.origin_of_lr(rule, beside) for source, beside in reversed(places)]
+        origins = [source.origin_of_lr(rule) for source in reversed(places)]
         return options, next((origin for origin in origins if origin is not None), "")
 
-    def _following_lr(self, group: Sequence[tuple[Source, Sequence[Rule]]]) -> tuple[float | Tensor, str]:
+    def _following_lr(self, group: Sequence[Source]) -> tuple[float | Tensor, str]:
         """Return the learning rate that follows from that of the matrices of a user's group, and where it comes from.
 
         Args:
-            group: the user's group with the rules of its parameters; empty for the constructor's options alone.
+            group: the user's group; empty for the constructor's options alone.
         """
-        matrices = next((rule for _, rules in group for rule in rules if rule.needs_matrices), self._rule)
+        matrices = next((rule for source in group for rule in source.beside if rule.needs_matrices), self._rule)
         if not matrices.needs_matrices:
             return INDEPENDENT_LR, "the default"
         # Copies: that this reads options does not mean that they have an effect on some parameter.
-        places = [(replace(source, taken=set()), beside) for source, beside in ((self._given, ()), *group)]
+        places = [replace(source, taken=set()) for source in (self._given, *group)]
         options = resolve(matrices, self._class_defaults(matrices), {}, places)
         ratio = matrices.other_lr_ratio(options)
         if ratio is None:
@@ -363,15 +361,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._require_rule(source.where, given.get("rule"), routes)
         if self._is_built:
             refuse_copies([route.name for route in routes], parameters)
-        new_groups = [
-            self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
-            for group, indices, noted in self._split(routes, source)
-            for members in [[replace(routes[i], **noted) for i in indices]]
-        ]
+        divided = self._split(routes, source)
         if not routes:  # keep a group without parameters, as torch does
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
-            group, _ = self._resolved(rule, None, [(source, ())])
-            new_groups = [self._new_group(group, [], [], source, foreign)]
+            divided = [(self._resolved(rule, None, [source])[0], [], {})]
+        kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
+        progress = {MICRO_STEP: 0, STARTED: False, NUM_UPDATES: 0}
+        new_groups: list[tuple[Group, list[Route]]] = []
+        for resolved, indices, noted in divided:
+            lrs = scheduled_lrs(foreign, options.get("lr"), resolved["lr"])
+            members = {"params": [parameters[i] for i in indices]}
+            new_groups.append(
+                ({**resolved, **kept, **lrs, **progress, **members}, [replace(routes[i], **noted) for i in indices])
+            )
         self._name_parts([group for group, _ in new_groups])
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
@@ -404,23 +406,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
             those that an override sets, and where `lr` comes from. Matrices come first, otherwise in the user's order.
         """
         # The rule that only an override gives, such as that of an embedding, comes last: AdamW's lr follows the first.
-        rules = rules_of(sorted(routes, key=lambda route: route.pattern is not None))
+        source = replace(source, beside=rules_of(sorted(routes, key=lambda route: route.pattern is not None)))
         members: dict[tuple[object, ...], list[int]] = defaultdict(list)
         resolved: dict[tuple[object, ...], tuple[Group, dict[str, Any]]] = {}
         known: dict[tuple[object, ...], tuple[object, ...]] = {}
         for index, route in enumerate(routes):
             kind = (route.rule, route.pattern, route.defaults)
             if kind not in known:
-                sources: list[tuple[Source, Sequence[Rule]]] = [(source, rules)]
-                override = self._overrides.get(route.pattern) if route.pattern is not None else None
-                if override is not None and route.pattern is not None:
+                rule, sources = RULES[route.rule], [source]
+                if route.pattern is not None:
                     here = {other.rule for other in routes if other.pattern == route.pattern}
-                    beside = [RULES[name] for name in here | self._pattern_rules.get(route.pattern, set())]
-                    sources.append((override, beside))
-                options, lr_origin = self._resolved(RULES[route.rule], route, sources)
-                overridden = override.of(RULES[route.rule], beside) if override is not None else {}
+                    beside = [RULES[name] for name in here | self._pattern_rules[route.pattern]]
+                    sources.append(replace(self._overrides[route.pattern], beside=beside))
+                options, lr_origin = self._resolved(rule, route, sources)
+                overridden = {} if route.pattern is None else sources[1].of(rule)
                 is_other = route.rule == self._other_rule_name or not (
-                    RULES[route.rule].needs_matrices or route.rule == self._rule_name
+                    rule.needs_matrices or route.rule == self._rule_name
                 )
                 known[kind] = (is_other, _key(options, lr_origin), _key(overridden))
                 noted = {"overridden": tuple(overridden), "lr_origin": lr_origin}
@@ -428,19 +429,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
         return [(resolved[key][0], members[key], resolved[key][1]) for key in ordered]
-
-    def _new_group(
-        self,
-        options: Group,
-        parameters: list[Tensor],
-        routes: list[Route],
-        source: Source,
-        foreign: Mapping[str, Any],
-    ) -> tuple[Group, list[Route]]:
-        kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
-        lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
-        progress = {MICRO_STEP: 0, STARTED: False, NUM_UPDATES: 0}
-        return {**options, **kept, **lrs, **progress, "params": parameters}, routes
 
     def _name_parts(self, parts: Sequence[Group]) -> None:
         """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
