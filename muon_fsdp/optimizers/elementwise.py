@@ -53,12 +53,13 @@ class _ElementwiseMuon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
-        momentum: float,
-        velocity: float,
-        weight_decay: float,
-        nesterov: bool,
-        layerwise_norm: bool,
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.9,
+        velocity: float = 0.999,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        layerwise_norm: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -224,19 +225,6 @@ class TritonMuon(_ElementwiseMuon):
     coupled_decay = True
     _short_name = "Muon"
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        *,
-        momentum: float = 0.9,
-        velocity: float = 0.999,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        layerwise_norm: bool = False,
-    ) -> None:
-        super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
-
 
 class TritonMuonW(_ElementwiseMuon):
     """`TritonMuon` with decoupled weight decay: weights shrink by lr * weight_decay, outside of the moments.
@@ -265,7 +253,15 @@ class TritonMuonW(_ElementwiseMuon):
         nesterov: bool = False,
         layerwise_norm: bool = False,
     ) -> None:
-        super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
+        super().__init__(
+            params,
+            lr,
+            momentum=momentum,
+            velocity=velocity,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            layerwise_norm=layerwise_norm,
+        )
 
 
 class _Item(NamedTuple):

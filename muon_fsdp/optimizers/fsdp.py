@@ -19,7 +19,7 @@ from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params, refuse_zero_redundancy, rules_of
 from muon_fsdp.parameters.routing import Route
-from muon_fsdp.parameters.wrappers import ModelWatch, replicate_group_of
+from muon_fsdp.parameters.wrappers import ModelWatch, replicate_group_of, reshard
 from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 
 # Defaults of this class that differ from the rules' own.
@@ -132,7 +132,13 @@ class FSDPMuonOptimizer(MuonOptimizer):
         """
         if self._model is None:
             raise RuntimeError("a copied optimizer does not know its model: call this on the one built from the model")
-        self._reshard_or_raise(self._model)
+        present = {id(parameter) for parameter in self._model.parameters()}
+        if self._graph_is_alive and any(isinstance(p, DTensor) and id(p) not in present for p in self._parameters()):
+            raise RuntimeError(
+                "unshard_params() can't be entered between forward and backward: FSDP2 has unsharded parameters for "
+                "backward. Run backward first, or call reshard() on the FSDP modules if there will be none."
+            )
+        reshard(self._model.modules())
         holders: list[tuple[nn.Module, str, nn.Parameter]] = [
             (module, name, parameter)
             for module in self._model.modules()
@@ -153,18 +159,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
             with torch.no_grad():
                 for key, parameter in sharded.items():
                     scatter_full(parameter, whole[key])
-
-    def _reshard_or_raise(self, model: nn.Module) -> None:
-        present = {id(parameter) for parameter in model.parameters()}
-        unsharded = [p for p in self._parameters() if isinstance(p, DTensor) and id(p) not in present]
-        if unsharded and self._graph_is_alive:
-            raise RuntimeError(
-                "unshard_params() can't be entered between forward and backward: FSDP2 has unsharded parameters for "
-                "backward. Run backward first, or call reshard() on the FSDP modules if there will be none."
-            )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_model": None, "_graph_is_alive": False, "_moments": self._moments, "_decay": self._decay}

@@ -34,7 +34,7 @@ from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.given_state import find_state, values_of_matrices
 from muon_fsdp.parameters.groups import Params
-from muon_fsdp.parameters.records import layouts_of_groups, state_bytes
+from muon_fsdp.parameters.records import state_bytes
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
     GivenState,
@@ -245,7 +245,7 @@ class MuonOptimizer(GroupedOptimizer):
         except Exception as error:
             if not self._agreement.fail(error) and num_ranks() > 1 and not is_pretended():
                 with suppress(Exception):  # finding the ranks may fail for the same reason
-                    layouts = layouts_of_groups(self.param_groups, self._routes, self._replicas)
+                    layouts = self._replicas.layouts(self.param_groups, self._routes)
                     report_failure(shared_ranks(layouts, self._replicas, self._agreement_group), error)
             raise
 

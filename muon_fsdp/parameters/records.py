@@ -201,7 +201,7 @@ def make_records(
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
         offloads_state: whether moments are kept in the memory of the host.
     """
-    layouts = iter(layouts_of_groups(groups, routes, replicas))
+    layouts = iter(replicas.layouts(groups, routes))
     shards_state = replicas.check_state([tensor for group in groups for tensor in group["params"]])
     records: list[ParameterRecord] = []
     for index, (group, group_routes) in enumerate(zip(groups, routes, strict=True)):
@@ -229,17 +229,6 @@ def make_records(
                 )
             )
     return records
-
-
-def layouts_of_groups(
-    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas
-) -> list[tuple[Layout, Ranks | None]]:
-    """Return the layout of every parameter of all groups, and the ranks of `replicate_mesh` that repeat it, or None."""
-    return replicas.layouts(
-        [tensor for group in groups for tensor in group["params"]],
-        [route for group_routes in routes for route in group_routes],
-        [RULES[group["rule"]].needs_matrices for group in groups for _ in group["params"]],
-    )
 
 
 def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | None:

@@ -46,6 +46,8 @@ VIEW_OPTIONS = (
     ),
 )
 
+# Options that describe a parameter and not the mathematics of its rule, which therefore reads none of them.
+COMMON_OPTIONS = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
 
 # The option of rules whose weight decay is that of `Rule.apply`, arXiv 2510.12402.
 CAUTIOUS_OPTION = Option(
@@ -590,12 +592,6 @@ class Rule:
         return None
 
     @cached_property
-    def _planned_names(self) -> tuple[str, ...]:
-        """Return the names of the options that `direction` may read."""
-        others = {option.name for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
-        return tuple(name for name, o in self.all_options.items() if not o.per_step and name not in others)
-
-    @cached_property
     def plan_names(self) -> tuple[str, ...]:
         """Return the names of the options that a plan depends on: all that may not change at every step."""
         return tuple(name for name, option in self.all_options.items() if not option.per_step)
@@ -608,9 +604,8 @@ class Rule:
     @cached_property
     def per_step_numbers(self) -> tuple[str, ...]:
         """Return the names of the per-step options that are numbers, which `factors` may read."""
-        others = {option.name for option in STORAGE_OPTIONS}
-        names = [name for name in self.per_step_names if name not in others]
-        return tuple(n for n in names if type(self.all_options[n].default) in (int, float))
+        names = [name for name in self.per_step_names if name not in COMMON_OPTIONS]
+        return tuple(name for name in names if type(self.all_options[name].default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return the options of a group that `direction` may read, without those of views.
@@ -618,7 +613,8 @@ class Rule:
         Args:
             group: the options of a group.
         """
-        return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
+        values = {name: group[name] for name in self.plan_names if name not in COMMON_OPTIONS}
+        return PlannedOptions(self.name, values, self.per_step_names)
 
 
 def shown(value: object) -> str:

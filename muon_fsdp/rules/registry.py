@@ -6,13 +6,12 @@ import inspect
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.kernels.tables import SCALES
 from muon_fsdp.linalg.codes import CODES
-from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
+from muon_fsdp.rules.base import COMMON_OPTIONS, Rule
 from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
 
 RULES: dict[str, Rule] = {}
@@ -148,9 +147,8 @@ def _check_options(rule: Rule, where: str) -> None:
     reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
     if reserved:
         raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
-    of_all_rules = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
     for option in rule.options:
-        if of_all_rules.get(option.name, option) is not option:
+        if COMMON_OPTIONS.get(option.name, option) is not option:
             raise ValueError(
                 f"{where}: option {option.name!r} has the name of an option that says how a parameter is read as "
                 "matrices, or how its state is stored: rename it"

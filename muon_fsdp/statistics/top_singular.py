@@ -7,7 +7,7 @@ on the same ranks at once. The vectors are small, and every rank holds all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -121,13 +121,7 @@ class Survey:
 
     def _refine(self, products: ShardProducts, subspaces: Sequence[Tensor]) -> list[Refined]:
         if not self._by_kernels:
-
-            def left(vectors: Sequence[Tensor]) -> list[Tensor]:
-                return self._left(products, vectors)
-
-            def right(lefts: Sequence[Tensor]) -> list[Tensor]:
-                return self._right(products, lefts)
-
+            left, right = partial(self._left, products), partial(self._right, products)
             return refine(left, right, self._inner, subspaces, self.steps)
         from muon_fsdp.kernels import triton_subspace
 
