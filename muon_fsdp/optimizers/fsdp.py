@@ -76,7 +76,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
             raise TypeError(f"FSDPMuonOptimizer needs the model itself, got {type(model).__name__}")
         _ACCUMULATION.validate(gradient_accumulation_steps)
         _refuse_unsupported(model)
-        self._model: nn.Module | None = model
+        self._model = model
         options.setdefault("replicate_group", replicate_group_of(model))
         moments = {"beta2": beta2, "eps": eps}
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
@@ -119,9 +119,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
                 raise ValueError(
                     f"FSDPMuonOptimizer: option {name!r} has no effect: no rule in use has a second moment"
                 )
-
-    def _model_to_route_by(self) -> nn.Module | None:
-        return self._model
 
     @contextmanager
     def unshard_params(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from muon_fsdp.declarations.settings import (
     PROGRESS,
     SCHEDULED_LRS,
     STARTED,
-    Attention,
     Settings,
 )
 from muon_fsdp.parameters.groups import (
@@ -59,12 +58,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         other_rule: the name of the element-wise rule of all other parameters.
         options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
-        strict: whether to raise where routing is a guess.
-        attention: how fused weights of attention and others are read.
+        settings: those of the whole optimizer.
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
 
-    _settings: Settings  # of the whole optimizer, set before this constructor is called
+    # By whose modules `params` are routed if they are not the model itself; a subclass sets it before this constructor.
+    _model: nn.Module | None = None
 
     def __init__(
         self,
@@ -74,20 +73,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options: Mapping[str, Any],
         overrides: Mapping[str, str | Mapping[str, Any]] | None,
         *,
-        strict: bool,
-        attention: Attention,
+        settings: Settings,
         replicas: Replicas,
     ) -> None:
-        self._replicas = replicas
+        self._settings, self._replicas = settings, replicas
         self._watch = ModelWatch(params, warns_about_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: pass an element-wise rule")
         self._given = Source(type(self).__name__, dict(options), is_constructor=True)
-        self._is_strict = strict
-        model = params if isinstance(params, nn.Module) else self._model_to_route_by()
+        model = params if isinstance(params, nn.Module) else self._model
         replaced = reshard(model.modules()) if model is not None else set()
-        self._router = Router(overrides, other_rule, attention)
+        self._router = Router(overrides, other_rule, settings.attention)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
@@ -267,7 +264,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if self._rule_name == self._other_rule_name:
             return  # either answer is the same rule
         for message in self._router.doubts(routes):
-            if self._is_strict:
+            if self._settings.strict:
                 raise ValueError(f"strict: {message} Otherwise pass {self._rule_name!r} there.")
             if message not in self._router.warnings:
                 self._router.warnings.append(message)
@@ -282,7 +279,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group, routes in new_groups:
             for route in routes:
                 # A user who asks for whole weights has decided.
-                fused = looks_fused(group, route) if self._router.attention != "whole" else None
+                fused = looks_fused(group, route) if self._settings.attention != "whole" else None
                 if route.guessed and self._rule_name != self._other_rule_name:
                     text = f"would get rule {route.rule!r} by a guess ({route.reason})"
                     answers = (repr(route.rule), "", repr(self._rule_name), "")
@@ -315,7 +312,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         nothing = f"{title} has nothing to update: every parameter is a vector, an embedding or an output head."
         if is_decided:
             nothing = f"rule={self._rule_name!r} updates no parameter as a matrix."
-        if self._is_strict:
+        if self._settings.strict:
             raise ValueError(f"strict: {nothing}\n{self.routing_report()}")
         if not routes or is_decided:
             return
@@ -325,10 +322,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
             remedy = f"If it is meant for these, pass other_rule={self._rule_name!r}."
         uses_lr = f" {other.display_name} uses lr as it is." if self._given.lr_is_for_others else ""
         self._warn(f"{nothing}{uses_lr} {remedy} routing_report() gives the reason for each parameter.")
-
-    def _model_to_route_by(self) -> nn.Module | None:
-        """Return the model by whose modules `params` are routed; a subclass may have one."""
-        return None
 
     def _known_model(self) -> nn.Module | None:
         """Return the model that the optimizer was built from; None if there was none or it no longer exists."""
@@ -382,7 +375,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for route, parameter in zip(group_routes, group["params"], strict=True):
                 view_of(group, route, route.shape)
                 check_storage(route.name, parameter, group)
-        if self._is_strict:
+        if self._settings.strict:
             self._refuse_guesses(new_groups)
         if self._is_built:
             self._check_doubts([*self._all_routes(), *routes])
@@ -580,10 +573,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         frozen = [row for row in self._frozen_rows if row.name not in held]
         return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups), full)
 
-    def _forget_origins_of_lr(self) -> None:
-        """Drop the notes on where learning rates came from, after others were loaded."""
-        self._routes = [[replace(route, lr_origin="") for route in routes] for routes in self._routes]
-
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
         self._follow_groups()
@@ -622,7 +611,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     warn_user(f"param_groups[{number}]: {key!r} has no effect{hint}")
 
     def _warn(self, message: str) -> None:
-        if self._is_strict:
+        if self._settings.strict:
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
         warn_user(message)

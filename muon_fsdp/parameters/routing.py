@@ -114,7 +114,7 @@ class Router:
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
-        self.attention: Attention = attention
+        self._attention: Attention = attention
         self.warnings: list[str] = []
         self._facts: dict[int, Facts] = {}
         self._doubts: list[_Doubt] = []
@@ -126,9 +126,9 @@ class Router:
         Facts are keyed by the identity of parameters, so they are dropped afterwards.
         """
         if model is not None:
-            self._facts, self._doubts = _facts_of_model(model, self.other_rule, self.attention)
+            self._facts, self._doubts = _facts_of_model(model, self.other_rule, self._attention)
         else:
-            self._facts = _facts_of_names(named, self.attention)
+            self._facts = _facts_of_names(named, self._attention)
         try:
             yield
         finally:
