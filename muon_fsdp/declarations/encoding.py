@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.option import Option, integer
-from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
+from muon_fsdp.declarations.state import PerParameter, State, working_dtype
 from muon_fsdp.kernels.tables import SCALES, Rounding
 from muon_fsdp.linalg.codes import Encoded, decode, dithered, dtype_of, encode, num_blocks
 
@@ -91,9 +91,8 @@ class Encoding:
         stored = [state[name] for name in self.dtypes(spec)]
         return decode(Encoded(*stored), spec.code, self.first) if self.has_scales else stored[0].float()
 
-    def num_bytes(self, spec: StateSpec, shape: torch.Size) -> int:
-        """Return the bytes of the state of a shard of this shape."""
-        assert isinstance(spec, PerParameter)
+    def num_bytes(self, shape: torch.Size) -> int:
+        """Return the bytes of a moment of a shard of this shape."""
         scales = 4 * self.scales_shape(shape).numel() if self.has_scales else 0
         return shape.numel() * self.dtype.itemsize + scales
 

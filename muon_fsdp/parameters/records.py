@@ -304,7 +304,7 @@ def state_bytes(
     total = 0
     for spec in specs:
         if spec.is_moment and encoding is not None:
-            total += encoding.num_bytes(spec, shard)
+            total += encoding.num_bytes(shard)
         else:
             shape = shard if spec.is_sharded else spec.shape(parameter, view)
             total += shape.numel() * spec.dtype(parameter).itemsize

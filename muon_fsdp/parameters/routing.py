@@ -128,7 +128,8 @@ class Router:
         if model is not None:
             self._facts, self._doubts = _facts_of_model(model, self.other_rule, self._attention)
         else:
-            self._facts = _facts_of_names(named, self._attention)
+            self._facts = {id(p): _facts_of_name(clean_name(name), p, named=True) for name, p in named}
+            _add_structure(self._facts, {}, self._attention)
         try:
             yield
         finally:
@@ -275,13 +276,6 @@ def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
     """Return whether the parameter's module is named like an output head and is not part of a repeated block."""
     *path, _ = name.lower().split(".")
     return bool(path) and pattern.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
-
-
-def _facts_of_names(named: Iterable[tuple[str, Tensor]], attention: Attention) -> dict[int, Facts]:
-    """Return facts about parameters whose names are known, but not their model."""
-    facts = {id(parameter): _facts_of_name(clean_name(name), parameter, named=True) for name, parameter in named}
-    _add_structure(facts, {}, attention)
-    return facts
 
 
 def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module], attention: Attention) -> None:

@@ -175,18 +175,13 @@ def check_and_complete(
         _forget_what_is_loaded(optimizer, state_dict)
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
-    groups = [
-        {**_options(group), STARTED: True, **saved, **canonical(_options(saved)), **keys_of_others(saved), **kept}
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-        # How state is stored is decided here, not by who saved it.
-        for kept in [
-            {
-                option.name: group[option.name]
-                for option in STORAGE_OPTIONS
-                if option.name in group and not option.per_step
-            }
-        ]
-    ]
+    # How state is stored is decided here, not by who saved it.
+    kept = [option.name for option in STORAGE_OPTIONS if not option.per_step]
+    groups = []
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        ours = {name: group[name] for name in kept if name in group}
+        theirs = {**saved, **canonical(_options(saved)), **keys_of_others(saved)}
+        groups.append({**_options(group), STARTED: True, **theirs, **ours})
     return {**state_dict, "param_groups": groups}
 
 
@@ -305,11 +300,10 @@ def _mismatches(
         return _group_mismatches(groups, records, saved_groups)
     mismatches, rule_changes = _partial_loads(records, state_dict), []
     mismatches += _shards_of_others(records, state_dict, given)
-    saved_names: list[str | None] = [
-        name
-        for group, saved in zip(groups, saved_groups, strict=True)
-        for name in _names_in(saved, named="param_names" in group)
-    ]
+    saved_names: list[str | None] = []
+    for group, saved in zip(groups, saved_groups, strict=True):
+        names = _saved_names(saved) if "param_names" in group else None
+        saved_names += names or [None] * len(saved["params"])
     for (record, key, saved), saved_name in zip(_with_saved(records, saved_groups), saved_names, strict=True):
         if saved_name is not None and saved_name != record.name:
             mismatches.append(f"{record.name}: the saved parameter in its place is {saved_name!r}")
@@ -423,11 +417,6 @@ def _saved_names(saved: dict[str, Any]) -> list[str] | None:
     names = saved.get("param_names") or [key for key in keys if isinstance(key, str)]
     ordered = keys if set(keys) == set(names) else names
     return [clean_name(name) for name in ordered] if len(ordered) == len(keys) else None
-
-
-def _names_in(saved: dict[str, Any], *, named: bool) -> Sequence[str | None]:
-    """Return the names of a saved group's parameters; Nones where this optimizer or the saved one has no names."""
-    return (_saved_names(saved) if named else None) or [None] * len(saved["params"])
 
 
 def _group_mismatches(

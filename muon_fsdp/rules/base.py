@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, integer, merge, number, sizes
-from muon_fsdp.declarations.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
+from muon_fsdp.declarations.state import PerMatrix, State, StateSpec, working_dtype
 from muon_fsdp.declarations.views import VIEW_NAMES
 from muon_fsdp.kernels.tables import TableLayout
 from muon_fsdp.statistics.observer import STATISTICS
@@ -636,19 +636,3 @@ def _host_number(value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else value.reshape(())
     return value
-
-
-__all__ = [
-    "FusedKernels",
-    "GroupOptions",
-    "MatrixBatch",
-    "MatrixValues",
-    "Option",
-    "PerMatrix",
-    "PerParameter",
-    "PlannedOptions",
-    "Rule",
-    "State",
-    "StateSpec",
-    "working_dtype",
-]
