@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
 
     def _parts(
         self, index: int, group: Mapping[str, Any], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
-    ) -> list[_Part]:
+    ) -> list[_ForeachPart | _FusedPart]:
         """Increase the step counter of every parameter of a group, and divide them into those updated together."""
         fused: dict[object, list[_Item]] = defaultdict(list)
         single: list[_Item] = []
@@ -146,7 +146,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                 fused[(index, shard.device, shard.dtype, grad.dtype)].append(item)
             else:
                 single.append(item)
-        parts: list[_Part] = []
+        parts: list[_ForeachPart | _FusedPart] = []
         for key, items in fused.items():
             part = self._fused_part(key, items)
             part.fill(group, items)
@@ -274,20 +274,8 @@ class _Item(NamedTuple):
     second: Tensor
 
 
-class _Part(Protocol):
-    """Parameters of one group that are updated together."""
-
-    parameters: list[Tensor]
-
-    def sums_of_squares(self) -> Tensor:
-        """Return the sum of squares of every local gradient, with coupled weight decay added, as float64."""
-
-    def update(self, sums: Tensor | None) -> None:
-        """Update the parameters; `sums` are the sums of squares over whole gradients, None without `layerwise_norm`."""
-
-
 class _ForeachPart:
-    """Parameters on any device that foreach operations update."""
+    """Parameters of one group, on any device, that foreach operations update together."""
 
     def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
         self.coupled, self.group = coupled, group
@@ -300,9 +288,11 @@ class _ForeachPart:
             self.grads = list(torch._foreach_add(self.grads, self.weights, alpha=group["weight_decay"]))
 
     def sums_of_squares(self) -> Tensor:
+        """Return the sum of squares of every local gradient, with coupled weight decay added, as float64."""
         return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in self.grads])
 
     def update(self, sums: Tensor | None) -> None:
+        """Update the parameters; `sums` are the sums of squares over whole gradients, None without `layerwise_norm`."""
         lr, beta1, beta2 = self.group["lr"], self.group["momentum"], self.group["velocity"]
         if isinstance(lr, Tensor):
             lr = lr.reshape(()) if is_on_device(lr) else float(lr)
@@ -330,7 +320,7 @@ class _ForeachPart:
 
 
 class _FusedPart:
-    """CUDA parameters of one precision that a single Triton launch updates; it is used as long as their sizes stay."""
+    """The same for CUDA parameters of one precision, in a single Triton launch; it is used as long as sizes stay."""
 
     def __init__(self, coupled: bool, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
         self.coupled, self.numels, self.device = coupled, numels, shard.device

@@ -12,7 +12,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, working_dtype
 from muon_fsdp.linalg.scaling import ADAMW_RATIO, RELATIVE_LRS, damp
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, unusual_lr
 
 
 class Hyperball(Muon):
@@ -52,7 +52,7 @@ class Hyperball(Muon):
         Hyperball.directions(self, [batch])
 
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
-        for batch, norms in zip(batches, orthogonalize_batches(batches, self.factor), strict=True):
+        for batch, norms in zip(batches, self._orthogonalize(batches), strict=True):
             # The norm becomes that of an orthogonal matrix and not 1: float16 could not represent the elements.
             dtype = working_dtype(batch.update.dtype)
             size = torch.linalg.vector_norm(batch.update, dim=(-2, -1), keepdim=True, dtype=dtype)

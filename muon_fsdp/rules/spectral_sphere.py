@@ -15,7 +15,7 @@ from muon_fsdp.linalg.scaling import ADAMW_RATIO, RELATIVE_LRS, damp
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, unusual_lr
 from muon_fsdp.statistics.top_singular import TopSingular
 
 # Orthogonalizations per matrix that the planner assumes: the median once lambda starts from the last step's value.
@@ -107,7 +107,7 @@ class SpectralSphere(Muon):
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
         searched = [batch for batch in batches if batch.options["lambda_mode"] in MAX_CALLS]
         once = [batch for batch in batches if batch.options["lambda_mode"] not in MAX_CALLS]
-        found = [*map(_solve, searched), *orthogonalize_batches(once, self.factor)]
+        found = [*map(_solve, searched), *self._orthogonalize(once)]
         for batch in once:
             multiplier = batch.state["lagrange_multiplier"].zero_()
             batch.diagnostics.update(msign_calls=torch.ones_like(multiplier), lambda_failed=multiplier)
