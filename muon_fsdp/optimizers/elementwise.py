@@ -294,8 +294,7 @@ class _ForeachPart:
     def update(self, sums: Tensor | None) -> None:
         """Update the parameters; `sums` are the sums of squares over whole gradients, None without `layerwise_norm`."""
         lr, beta1, beta2 = self.group["lr"], self.group["momentum"], self.group["velocity"]
-        if isinstance(lr, Tensor):
-            lr = lr.reshape(()) if is_on_device(lr) else float(lr)
+        lr = lr.reshape(()) if is_on_device(lr) else float(lr)
         decay, grads = self.group["weight_decay"], self.grads
         if sums is not None:
             grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]

@@ -253,25 +253,22 @@ def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | 
 
 def _decides_cut(group: Group) -> bool:
     """Return whether options of a group say how the rows of its parameters are cut, or that they are not."""
-    return group["view"] != "auto" or group["num_heads"] is not None or group["split_sizes"] is not None
+    return any(group.get(name) not in (None, "auto") for name in ("view", "num_heads", "split_sizes"))
 
 
 def is_cut_by_model(group: Group, route: Route) -> bool:
     """Return whether a parameter is cut into matrices as its model says, and not by options of its group."""
-    if not RULES[group["rule"]].needs_matrices or _decides_cut(group):
-        return False
-    view = view_of(group, route, route.shape)
+    view = None if _decides_cut(group) else view_of(group, route, route.shape)
     return view is not None and (len(view.row_heights) > 1 or view.stacked_heads > 1)
 
 
 def looks_fused(group: Group, route: Route) -> Fused | None:
     """Return what a parameter seems to consist of, if it is read as one matrix and the user has not decided that."""
-    if not RULES[group["rule"]].needs_matrices or route.fused is None or _decides_cut(group):
-        return None
-    if is_cut_by_model(group, route):
+    if route.fused is None or _decides_cut(group) or is_cut_by_model(group, route):
         return None
     view = view_of(group, route, route.shape)
-    assert view is not None
+    if view is None:
+        return None
     rows = sum(view.row_heights)  # `transposed` may have changed them
     options = dict(route.fused.options)
     fits = sum(options.get("split_sizes", (rows,))) == rows and rows % options.get("num_heads", 1) == 0

@@ -13,7 +13,7 @@ from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, integer, merge, number, sizes
 from muon_fsdp.declarations.state import PerMatrix, State, StateSpec, working_dtype
 from muon_fsdp.declarations.views import VIEW_NAMES
-from muon_fsdp.kernels.tables import TableLayout
+from muon_fsdp.kernels.tables import TableLayout, is_on_device
 from muon_fsdp.statistics.observer import STATISTICS
 
 if TYPE_CHECKING:
@@ -354,7 +354,8 @@ class Rule:
             states: for each parameter, its `PerParameter` state by name: local tensors, changed in place. It is passed,
                 by its name, only to rules that declare `state_in_apply = True`.
         """
-        lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        lr = lr.reshape(()) if is_on_device(lr) else float(lr)
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
         if factors is not None:
             updates = [update * of_update for update, (_, of_update) in zip(updates, factors, strict=True)]
@@ -629,10 +630,3 @@ def shown(value: object) -> str:
 def _not_opposed(weight: Tensor, update: Tensor) -> Tensor:
     """Return where update * weight >= 0, by signs: a product of small numbers would be rounded to 0."""
     return ((weight >= 0) & (update >= 0)) | ((weight <= 0) & (update <= 0))
-
-
-def _host_number(value: float | Tensor) -> float | Tensor:
-    """Return a CPU tensor as a number, and a tensor on a device as a scalar tensor, without waiting for the device."""
-    if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" else value.reshape(())
-    return value
