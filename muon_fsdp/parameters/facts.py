@@ -147,15 +147,20 @@ class Layer:
     @property
     def heads(self) -> HeadNumbers | None:
         """Return the numbers of heads of that module; None if nothing tells how many query heads there are."""
-        return head_numbers(self.layers.around(self.parent))
+        return head_numbers(self._around)
 
     def find_number(self, *names: str) -> int | None:
         """Return a positive int that the module, its config, or the config of a module around it has by these names."""
-        return value_of(self.layers.around(self.parent), names, int)
+        return value_of(self._around, names, int)
 
     def own_number(self, *names: str) -> int | None:
         """Return a positive int that the module itself has by one of these names, the best known first."""
         return own_value(self.module, names, int)
+
+    @property
+    def _around(self) -> list[nn.Module | None]:
+        """Return that module, then those around it, from inside to outside; Nones without a model."""
+        return [self.layers.module(self.parent[:length]) for length in range(len(self.parent), -1, -1)]
 
 
 class Layers:
@@ -201,10 +206,6 @@ class Layers:
         """Return the names of the class of the module at a path and of its base classes; none without a model."""
         module = self.module(path)
         return [cls.__name__ for cls in type(module).__mro__] if module is not None else []
-
-    def around(self, path: Path) -> list[nn.Module | None]:
-        """Return the module at a path, then those around it, from inside to outside; Nones without a model."""
-        return [self.module(path[:length]) for length in range(len(path), -1, -1)]
 
     @cached_property
     def _by_parent(self) -> dict[Path, list[Layer]]:

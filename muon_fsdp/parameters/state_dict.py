@@ -26,11 +26,10 @@ from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
 from muon_fsdp.parameters.stored_state import (
     create_state,
     decode_state,
-    encode_state,
     host_bytes,
-    in_place,
     is_offloaded,
     is_stored,
+    store_state,
 )
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.rules import RULES
@@ -64,7 +63,7 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
     State that no longer fits, because the rule, view or shape of its parameter was changed, is replaced with a warning.
     State that is stored in another form than its group asks for is converted.
     """
-    arena = _arena(records, lambda record, spec: spec.name not in states[record.tensor])
+    arena = _arena(records, states)
     for record in records:
         state, parameter = states[record.tensor], record.tensor
         template: Tensor | None = None
@@ -86,17 +85,19 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             for name in [name for name in state if name not in working]:
                 del state[name]  # scales
             for spec in record.all_state:
-                stored = encode_state(record, spec, working[spec.name])
-                state.update(in_place(record, spec, stored, {}, arena))
+                state.update(store_state(record, spec, working[spec.name], {}, arena))
 
 
-def _arena(
-    records: Sequence[ParameterRecord], is_wanted: Callable[[ParameterRecord, StateSpec], bool] = lambda *_: True
-) -> HostArena:
-    """Return memory of the host for all state that is kept there, or for the kinds that are wanted."""
-    sizes = [host_bytes(record, spec) for record in records for spec in record.all_state if is_wanted(record, spec)]
+def _arena(records: Sequence[ParameterRecord], present: Mapping[Any, State]) -> HostArena:
+    """Return memory of the host for the state that is kept there, and that parameters lack at present."""
+    size = sum(
+        host_bytes(record, spec)
+        for record in records
+        for spec in record.all_state
+        if spec.name not in present.get(record.tensor, {})
+    )
     devices = (record.device for record in records)
-    return HostArena(sum(sizes), next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
+    return HostArena(size, next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def fitting_state(
     """
     saved = dict(state_dict["state"])
     result: dict[Any, Any] = {}
-    arena = _arena(records, lambda record, spec: spec.name not in present.get(record.tensor, {}))
+    arena = _arena(records, present)
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         values = saved.pop(key, None)
         if values:
@@ -249,8 +250,7 @@ def fitting_state(
                     device = record.tensor.device if spec.is_sharded else record.device
                     device = torch.device("cpu") if is_offloaded(record, spec) else device
                     value = _fit(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
-                    stored, kept = encode_state(record, spec, value), present.get(record.tensor, {})
-                    own |= in_place(record, spec, stored, kept, arena)
+                    own |= store_state(record, spec, value, present.get(record.tensor, {}), arena)
                 else:  # the remainder of weights that were rounded otherwise when they were saved
                     own |= create_state(record, spec, template, arena)
             known = {*own, REMAINDER}

@@ -75,7 +75,7 @@ def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, are
     return found
 
 
-def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> State:
+def _encoded(record: ParameterRecord, spec: StateSpec, value: Tensor) -> State:
     """Return state of one kind in the form in which it is stored, given that in working precision."""
     if record.encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
         dtype = spec.dtype(record.tensor)
@@ -85,18 +85,19 @@ def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> Sta
     return {**stored, spec.name: like(value, stored[spec.name])}
 
 
-def in_place(
-    record: ParameterRecord, spec: StateSpec, stored: State, known: Mapping[str, Any], arena: HostArena
+def store_state(
+    record: ParameterRecord, spec: StateSpec, value: Tensor, known: Mapping[str, Any], arena: HostArena
 ) -> State:
-    """Return state of one kind where it is kept: if it is offloaded, copied to the tensors that hold it already.
+    """Return state of one kind as it is stored; if it is offloaded, in the tensors that hold it already.
 
     Args:
         record: the parameter.
         spec: the kind of state.
-        stored: the state in the form in which it is stored, on any device.
+        value: the state in working precision, on any device.
         known: the state that the parameter has.
         arena: where tensors that fit come from if there are none.
     """
+    stored = _encoded(record, spec, value)
     forms = stored_forms(record, spec) if is_offloaded(record, spec) else []
     # State of another shape was written by a user, and the step refuses it by name.
     if not forms or any(local(stored[name]).shape != shape for name, shape, _ in forms):
