@@ -674,10 +674,7 @@ class MuonOptimizer(GroupedOptimizer):
 
         def before(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
             own = {id(value) for state in self.state.values() for value in state.values()}
-
-            def given(value: Tensor) -> bool:
-                return id(value) in own or self._given_state.has_made(value)
-
+            given = own | self._given_state.ids()
             incoming.update(check_and_complete(optimizer, self._records(), state_dict, given))
             return {**incoming, "state": {}}  # torch would copy all of it to the devices of the parameters
 

@@ -138,7 +138,7 @@ def path_to(model: nn.Module, name: str) -> list[nn.Module]:
     return modules[::-1]
 
 
-def value_of(path: Modules, names: Iterable[str], kind: type[Value]) -> Value | None:
+def value_of(path: Modules, names: Sequence[str], kind: type[Value]) -> Value | None:
     """Return a value that a module, its configuration or that of a module around it has by one of these names.
 
     Args:
@@ -146,9 +146,7 @@ def value_of(path: Modules, names: Iterable[str], kind: type[Value]) -> Value | 
         names: names of attributes, the best known first.
         kind: `int` for a positive number, `bool` for a flag.
     """
-    names = tuple(names)
-    found = (own_value(holder, names, kind) for holder in (path[0], *_configurations(path)))
-    return next((value for value in found if value is not None), None)
+    return _first_value((path[0], *_configurations(path)), names, kind)
 
 
 def _configurations(path: Modules) -> list[object]:
@@ -157,7 +155,12 @@ def _configurations(path: Modules) -> list[object]:
     return [config for config in found if config is not None]
 
 
-def own_value(holder: object, names: Iterable[str], kind: type[Value]) -> Value | None:
+def _first_value(holders: Iterable[object], names: Sequence[str], kind: type[Value]) -> Value | None:
+    found = (own_value(holder, names, kind) for holder in holders)
+    return next((value for value in found if value is not None), None)
+
+
+def own_value(holder: object, names: Sequence[str], kind: type[Value]) -> Value | None:
     """Return the first value that a module or a configuration itself has by one of these names."""
     for name in names:
         try:
@@ -187,15 +190,12 @@ def head_numbers(path: Modules) -> HeadNumbers | None:
             return None
         count, holders = counts[at], [module, *configs[: at + 1]]
     assert count is not None
-
-    def find(names: Iterable[str]) -> int | None:
-        return next((value for each in holders if (value := own_value(each, names, int)) is not None), None)
-
     per_group = own_value(module, _QUERIES_PER_GROUP, int)
     kv_count = own_value(module, KV_HEADS, int)
     if kv_count is None and per_group is not None and count % per_group == 0:
         kv_count = count // per_group
-    return HeadNumbers(count, kv_count or find(KV_HEADS), find(HEAD_DIM))
+    kv_count = kv_count or _first_value(holders, KV_HEADS, int)
+    return HeadNumbers(count, kv_count, _first_value(holders, HEAD_DIM, int))
 
 
 def has_qk_norm(path: Sequence[nn.Module]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
@@ -140,9 +140,9 @@ class GivenState:
     def __reduce__(self) -> tuple[type[GivenState], tuple[()]]:
         return GivenState, ()  # a copy of the optimizer has returned nothing yet
 
-    def has_made(self, value: Tensor) -> bool:
-        """Return whether a tensor is one of these."""
-        return self._made.get(id(value)) is value
+    def ids(self) -> set[int]:
+        """Return the `id` of these tensors."""
+        return set(self._made)
 
 
 def saved_boxes(state_dict: StateDict) -> Sequence[Any]:
@@ -165,7 +165,7 @@ def check_and_complete(
     optimizer: torch.optim.Optimizer,
     records: Sequence[ParameterRecord],
     state_dict: StateDict,
-    given: Callable[[Tensor], bool],
+    given: Set[int],
 ) -> StateDict:
     """Raise if `state_dict` does not fit, naming every mismatch; else return it with missing group keys filled in.
 
@@ -282,7 +282,7 @@ def _mismatches(
     optimizer: torch.optim.Optimizer,
     records: Sequence[ParameterRecord],
     state_dict: StateDict,
-    given: Callable[[Tensor], bool],
+    given: Set[int],
 ) -> list[str]:
     """Return a line for everything in a state dict that does not fit the optimizer."""
     groups, saved_groups, states = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
@@ -348,16 +348,14 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
     return lines
 
 
-def _shards_of_others(
-    records: Sequence[ParameterRecord], state_dict: StateDict, given: Callable[[Tensor], bool]
-) -> list[str]:
+def _shards_of_others(records: Sequence[ParameterRecord], state_dict: StateDict, given: Set[int]) -> list[str]:
     """Return a line about state that another rank has saved. It looks like this rank's: a DTensor has no other mark.
 
     Args:
         records: one per parameter.
         state_dict: what is loaded. Without boxes, only a shard of another shape is noticed.
-        given: whether a tensor is one that `state_dict()` has returned here. torch.distributed.checkpoint may have
-            loaded into it, while it gives all ranks the boxes of one rank.
+        given: the `id` of the tensors that `state_dict()` has returned here. torch.distributed.checkpoint may have
+            loaded into them, while it gives all ranks the boxes of one rank.
     """
     boxes = saved_boxes(state_dict)
     found: dict[str, str] = {}  # by the name of the parameter
@@ -367,7 +365,7 @@ def _shards_of_others(
         for value in values.values():
             if not (isinstance(value, DTensor) and isinstance(template, DTensor)):
                 continue
-            if given(value) or not can_take_part(value, template):
+            if id(value) in given or not can_take_part(value, template):
                 continue
             own, box = _box(template), boxes[record.position]
             if own is None:
