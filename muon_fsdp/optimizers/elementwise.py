@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.dtensors import like, local, local_gradient, local_part
+from muon_fsdp.comm.dtensors import local, local_gradient
 from muon_fsdp.comm.transfers import sum_over_axis
 from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, meant_name, number, suggestion
 from muon_fsdp.declarations.settings import FOREIGN_KEYS
-from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.declarations.state import PerParameter, working_dtype
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.tables import (
     FUSED_DTYPES,
@@ -28,12 +28,12 @@ from muon_fsdp.kernels.tables import (
     num_chunks,
     refuse_capture,
 )
-from muon_fsdp.parameters.state_dict import StateDict, loading_hooks
+from muon_fsdp.parameters.state_dict import StateDict, fit_state, loading_hooks
 from muon_fsdp.step.fused import not_fusable
 
 Params: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 EPSILON = 1e-8
-_STATE = PAIR_LAYOUT.states
+_STATE = tuple(PerParameter(name) for name in PAIR_LAYOUT.states)
 _OPTIONS = (
     Option("lr", 1e-3, "learning rate", check=number, label="learning rate"),
     Option("momentum", 0.9, "decay of the first moment", check=fraction, label="momentum parameter"),
@@ -138,7 +138,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         for parameter, shard, grad in gradients:
             state = self._state_of(parameter)
             state["step"] += 1
-            item = _Item(parameter, shard, grad, *[local(state[name]) for name in _STATE])
+            item = _Item(parameter, shard, grad, *[local(state[spec.name]) for spec in _STATE])
             if (
                 not_fusable(shard, [(m, torch.float32) for m in (item.first, item.second)]) is None
                 and grad.dtype in FUSED_DTYPES
@@ -160,8 +160,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
-            for name in _STATE:
-                state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+            state.update({spec.name: spec.create(parameter, None) for spec in _STATE})
         return state
 
     def _fused_part(self, key: object, items: Sequence[_Item]) -> _FusedPart:
@@ -196,11 +195,10 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             for group, saved in zip(self.param_groups, incoming["param_groups"], strict=True):
                 for parameter, key in zip(group["params"], saved["params"], strict=True):
                     values = incoming["state"].get(key, {})
-                    for name in _STATE:
-                        if name in values:
-                            part = local_part(values[name].detach(), parameter)
-                            part = part.to(parameter.device, working_dtype(parameter.dtype), copy=True)
-                            self.state[parameter][name] = like(parameter, part)
+                    for spec in _STATE:
+                        if spec.name in values:
+                            value = values[spec.name].detach()
+                            self.state[parameter][spec.name] = fit_state(value, spec, parameter, parameter.device)
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)

@@ -249,7 +249,7 @@ def fitting_state(
                 if spec.name in values:
                     device = record.tensor.device if spec.is_sharded else record.device
                     device = torch.device("cpu") if is_offloaded(record, spec) else device
-                    value = _fit(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
+                    value = fit_state(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
                     own |= store_state(record, spec, value, present.get(record.tensor, {}), arena)
                 else:  # the remainder of weights that were rounded otherwise when they were saved
                     own |= create_state(record, spec, template, arena)
@@ -271,7 +271,7 @@ def _copy(value: Any, device: torch.device) -> Any:
     return type(value)(_copy(each, device) for each in value) if type(value) in (list, tuple) else deepcopy(value)
 
 
-def _fit(value: Tensor, spec: StateSpec, parameter: Tensor, device: torch.device) -> Tensor:
+def fit_state(value: Tensor, spec: StateSpec, parameter: Tensor, device: torch.device) -> Tensor:
     """Return a copy of the value on a device, in the layout of the parameter or of a template of its state."""
     part = local_part(value, parameter) if spec.is_sharded else value
     part = part.to(device=device, dtype=spec.dtype(parameter), copy=True)
