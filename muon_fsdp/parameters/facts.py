@@ -142,7 +142,8 @@ class Layer:
     @property
     def readers(self) -> list[Layer]:
         """Return those of them that may read its outputs: they have as many inputs."""
-        return [other for other in self.beside if other.cols == self.rows]
+        rows = self.rows
+        return [other for other in self.beside if other.cols == rows]
 
     @property
     def heads(self) -> HeadNumbers | None:
