@@ -246,20 +246,18 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> Facts:
     if leaf.isdigit() and path:  # an element of a ParameterList
         leaf = path.pop()
     owner = path[-1] if path else ""
-    if _BIAS_NAME.search(leaf):
-        facts.other_reason = "bias, by name"
-    elif _ADAPTER_NAME.search(name):
-        facts.other_reason = "adapter of an embedding, by name"
-    elif _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf):
-        facts.other_reason = "embedding, by name"
-    elif _is_head_name(name):
-        facts.other_reason = "output head, by name"
-    elif _DECAY_NAME.search(leaf):
-        facts.other_reason = "decay rates, by name"
-    elif _TOKEN_NAME.search(leaf):
-        facts.other_reason = "learned tokens, by name"
-    elif _TABLE_NAME.search(leaf):
-        facts.other_reason = "table, by name"
+    purposes = {  # the first that holds counts
+        "bias": _BIAS_NAME.search(leaf),
+        "adapter of an embedding": _ADAPTER_NAME.search(name),
+        "embedding": _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf),
+        "output head": _is_head_name(name),
+        "decay rates": _DECAY_NAME.search(leaf),
+        "learned tokens": _TOKEN_NAME.search(leaf),
+        "table": _TABLE_NAME.search(leaf),
+    }
+    purpose = next((purpose for purpose, is_so in purposes.items() if is_so), None)
+    if purpose is not None:
+        facts.other_reason = f"{purpose}, by name"
     elif "conv" in owner and parameter.ndim >= 3:
         facts.view, facts.matrix_reason = "flatten", "convolution, by name"
     facts.matrix_reason = facts.matrix_reason or _factor_reason(facts.name)
