@@ -131,12 +131,7 @@ class Source:
 
 def rules_with_option(name: str) -> list[Rule]:
     """Return the rules that have an option of this name, bare or prefixed with the name of the rule."""
-    return [
-        rule
-        for rule in RULES.values()
-        if name in rule.all_options
-        or (not rule.needs_matrices and any(name == prefixed(rule, option) for option in rule.all_options))
-    ]
+    return [rule for rule in RULES.values() if name in _names_of(rule)]
 
 
 def prefixed(rule: Rule, option: str) -> str:
@@ -144,11 +139,14 @@ def prefixed(rule: Rule, option: str) -> str:
     return f"{rule.name}_{option}"
 
 
+def _names_of(rule: Rule) -> set[str]:
+    """Return the names under which users pass the options of a rule."""
+    return {*rule.all_options, *(prefixed(rule, option) for option in rule.all_options if not rule.needs_matrices)}
+
+
 def _option_names() -> list[str]:
-    """Return the names of all options of all rules, bare and prefixed, in alphabetical order."""
-    bare = {option for rule in RULES.values() for option in rule.all_options}
-    others = [rule for rule in RULES.values() if not rule.needs_matrices]
-    return sorted(bare | {prefixed(rule, option) for rule in others for option in rule.all_options})
+    """Return the names of all options of all rules, in alphabetical order."""
+    return sorted(set().union(*map(_names_of, RULES.values())))
 
 
 def our_name(key: object) -> str | None:
