@@ -137,8 +137,9 @@ def surveys_by_kernels() -> list[tuple[Tensor, Tensor]]:
                 layout, device = layout_of(parameter, None), matrix.device
                 spec = ParameterSpec(0, 0, "", view.shape, layout, 4, device, matrix.dtype, view, is_observed=True)
                 (matrices,) = make_sets([spec], dist.get_rank())
-                (it,) = Survey(matrices, 10).run([subspace], {0: parameter.to_local()}, Recorder(), cold=False)
-                spanned = it.subspace.mT @ it.subspace  # a projection: signs of vectors may differ
+                shards = {0: parameter.to_local()}
+                ((kept, it),) = Survey(matrices, 10).run([subspace], shards, Recorder(), cold=False)
+                spanned = kept.mT @ kept  # a projection: signs of vectors may differ
                 parts = (it.norm, it.norm * it.left[0, :, None] * it.right[0, None, :], spanned)
                 found.append(torch.cat([part.flatten() for part in parts]))
         results.append((found[0], found[1]))

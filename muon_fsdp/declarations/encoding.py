@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muon_fsdp.declarations.option import Option, integer
-from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
+from muon_fsdp.declarations.state import PerParameter, State, working_dtype
 from muon_fsdp.kernels.tables import SCALES, Rounding
 from muon_fsdp.linalg.codes import Encoded, decode, dithered, dtype_of, encode, num_blocks
 
@@ -69,15 +69,11 @@ class Encoding:
         """Return whether scales lie beside the codes."""
         return self.dtype is torch.int8
 
-    def names(self, spec: StateSpec) -> tuple[str, ...]:
-        """Return under which names the tensors of one kind of state are stored."""
-        return (spec.name, spec.name + SCALES) if self.has_scales and spec.is_moment else (spec.name,)
-
-    def dtypes(self, spec: StateSpec, parameter: Tensor) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the tensors of `names`."""
-        if not isinstance(spec, PerParameter) or not spec.is_moment:
-            return (spec.dtype(parameter),)
-        return (dtype_of(spec.code), torch.float32) if self.has_scales else (self.dtype,)
+    def dtypes(self, spec: PerParameter) -> dict[str, torch.dtype]:
+        """Return the dtypes of the tensors in which a moment is stored, by name."""
+        if not self.has_scales:
+            return {spec.name: self.dtype}
+        return {spec.name: dtype_of(spec.code), spec.name + SCALES: torch.float32}
 
     def scales_shape(self, shape: torch.Size) -> torch.Size:
         """Return the shape of the scales of a shard."""
@@ -88,16 +84,15 @@ class Encoding:
         if not self.has_scales:
             rounded = value.to(self.dtype) if dither is None else dithered(value, dither)
             return {spec.name: rounded}
-        return dict(zip(self.names(spec), encode(value, spec.code, self.first, dither), strict=True))
+        return dict(zip(self.dtypes(spec), encode(value, spec.code, self.first, dither), strict=True))
 
     def decode(self, spec: PerParameter, state: Mapping[str, Tensor]) -> Tensor:
         """Return a shard of state in working precision; a new tensor."""
-        stored = [state[name] for name in self.names(spec)]
+        stored = [state[name] for name in self.dtypes(spec)]
         return decode(Encoded(*stored), spec.code, self.first) if self.has_scales else stored[0].float()
 
-    def num_bytes(self, spec: StateSpec, shape: torch.Size) -> int:
-        """Return the bytes of the state of a shard of this shape."""
-        assert isinstance(spec, PerParameter)
+    def num_bytes(self, shape: torch.Size) -> int:
+        """Return the bytes of a moment of a shard of this shape."""
         scales = 4 * self.scales_shape(shape).numel() if self.has_scales else 0
         return shape.numel() * self.dtype.itemsize + scales
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muon_fsdp.comm.dtensors import like, local, local_gradient, local_part
+from muon_fsdp.comm.dtensors import local, local_gradient
 from muon_fsdp.comm.transfers import sum_over_axis
 from muon_fsdp.declarations.option import Option, UnknownOptionError, flag, fraction, meant_name, number, suggestion
 from muon_fsdp.declarations.settings import FOREIGN_KEYS
-from muon_fsdp.declarations.state import working_dtype
+from muon_fsdp.declarations.state import PerParameter, working_dtype
 from muon_fsdp.kernels import on_device
 from muon_fsdp.kernels.tables import (
     FUSED_DTYPES,
@@ -28,12 +28,12 @@ from muon_fsdp.kernels.tables import (
     num_chunks,
     refuse_capture,
 )
-from muon_fsdp.parameters.state_dict import StateDict, loading_hooks
+from muon_fsdp.parameters.state_dict import StateDict, fit_state, loading_hooks
 from muon_fsdp.step.fused import not_fusable
 
 Params: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 EPSILON = 1e-8
-_STATE = PAIR_LAYOUT.states
+_STATE = tuple(PerParameter(name) for name in PAIR_LAYOUT.states)
 _OPTIONS = (
     Option("lr", 1e-3, "learning rate", check=number, label="learning rate"),
     Option("momentum", 0.9, "decay of the first moment", check=fraction, label="momentum parameter"),
@@ -53,12 +53,13 @@ class _ElementwiseMuon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
-        momentum: float,
-        velocity: float,
-        weight_decay: float,
-        nesterov: bool,
-        layerwise_norm: bool,
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.9,
+        velocity: float = 0.999,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        layerwise_norm: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -130,14 +131,14 @@ class _ElementwiseMuon(torch.optim.Optimizer):
 
     def _parts(
         self, index: int, group: Mapping[str, Any], gradients: Sequence[tuple[Tensor, Tensor, Tensor]]
-    ) -> list[_Part]:
+    ) -> list[_ForeachPart | _FusedPart]:
         """Increase the step counter of every parameter of a group, and divide them into those updated together."""
         fused: dict[object, list[_Item]] = defaultdict(list)
         single: list[_Item] = []
         for parameter, shard, grad in gradients:
             state = self._state_of(parameter)
             state["step"] += 1
-            item = _Item(parameter, shard, grad, *[local(state[name]) for name in _STATE])
+            item = _Item(parameter, shard, grad, *[local(state[spec.name]) for spec in _STATE])
             if (
                 not_fusable(shard, [(m, torch.float32) for m in (item.first, item.second)]) is None
                 and grad.dtype in FUSED_DTYPES
@@ -145,7 +146,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                 fused[(index, shard.device, shard.dtype, grad.dtype)].append(item)
             else:
                 single.append(item)
-        parts: list[_Part] = []
+        parts: list[_ForeachPart | _FusedPart] = []
         for key, items in fused.items():
             part = self._fused_part(key, items)
             part.fill(group, items)
@@ -159,8 +160,7 @@ class _ElementwiseMuon(torch.optim.Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
-            for name in _STATE:
-                state[name] = torch.zeros_like(parameter, dtype=working_dtype(parameter.dtype))
+            state.update({spec.name: spec.create(parameter, None) for spec in _STATE})
         return state
 
     def _fused_part(self, key: object, items: Sequence[_Item]) -> _FusedPart:
@@ -195,11 +195,10 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             for group, saved in zip(self.param_groups, incoming["param_groups"], strict=True):
                 for parameter, key in zip(group["params"], saved["params"], strict=True):
                     values = incoming["state"].get(key, {})
-                    for name in _STATE:
-                        if name in values:
-                            part = local_part(values[name].detach(), parameter)
-                            part = part.to(parameter.device, working_dtype(parameter.dtype), copy=True)
-                            self.state[parameter][name] = like(parameter, part)
+                    for spec in _STATE:
+                        if spec.name in values:
+                            value = values[spec.name].detach()
+                            self.state[parameter][spec.name] = fit_state(value, spec, parameter, parameter.device)
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
@@ -223,19 +222,6 @@ class TritonMuon(_ElementwiseMuon):
 
     coupled_decay = True
     _short_name = "Muon"
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        *,
-        momentum: float = 0.9,
-        velocity: float = 0.999,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        layerwise_norm: bool = False,
-    ) -> None:
-        super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
 
 
 class TritonMuonW(_ElementwiseMuon):
@@ -265,7 +251,15 @@ class TritonMuonW(_ElementwiseMuon):
         nesterov: bool = False,
         layerwise_norm: bool = False,
     ) -> None:
-        super().__init__(params, lr, momentum, velocity, weight_decay, nesterov, layerwise_norm)
+        super().__init__(
+            params,
+            lr,
+            momentum=momentum,
+            velocity=velocity,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            layerwise_norm=layerwise_norm,
+        )
 
 
 class _Item(NamedTuple):
@@ -278,20 +272,8 @@ class _Item(NamedTuple):
     second: Tensor
 
 
-class _Part(Protocol):
-    """Parameters of one group that are updated together."""
-
-    parameters: list[Tensor]
-
-    def sums_of_squares(self) -> Tensor:
-        """Return the sum of squares of every local gradient, with coupled weight decay added, as float64."""
-
-    def update(self, sums: Tensor | None) -> None:
-        """Update the parameters; `sums` are the sums of squares over whole gradients, None without `layerwise_norm`."""
-
-
 class _ForeachPart:
-    """Parameters on any device that foreach operations update."""
+    """Parameters of one group, on any device, that foreach operations update together."""
 
     def __init__(self, coupled: bool, group: Mapping[str, Any], items: Sequence[_Item]) -> None:
         self.coupled, self.group = coupled, group
@@ -304,12 +286,13 @@ class _ForeachPart:
             self.grads = list(torch._foreach_add(self.grads, self.weights, alpha=group["weight_decay"]))
 
     def sums_of_squares(self) -> Tensor:
+        """Return the sum of squares of every local gradient, with coupled weight decay added, as float64."""
         return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in self.grads])
 
     def update(self, sums: Tensor | None) -> None:
+        """Update the parameters; `sums` are the sums of squares over whole gradients, None without `layerwise_norm`."""
         lr, beta1, beta2 = self.group["lr"], self.group["momentum"], self.group["velocity"]
-        if isinstance(lr, Tensor):
-            lr = lr.reshape(()) if is_on_device(lr) else float(lr)
+        lr = lr.reshape(()) if is_on_device(lr) else float(lr)
         decay, grads = self.group["weight_decay"], self.grads
         if sums is not None:
             grads = [g / (norm + EPSILON).to(g) for g, norm in zip(grads, sums.sqrt().unbind(), strict=True)]
@@ -334,7 +317,7 @@ class _ForeachPart:
 
 
 class _FusedPart:
-    """CUDA parameters of one precision that a single Triton launch updates; it is used as long as their sizes stay."""
+    """The same for CUDA parameters of one precision, in a single Triton launch; it is used as long as sizes stay."""
 
     def __init__(self, coupled: bool, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
         self.coupled, self.numels, self.device = coupled, numels, shard.device

@@ -19,7 +19,7 @@ from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params, refuse_zero_redundancy, rules_of
 from muon_fsdp.parameters.routing import Route
-from muon_fsdp.parameters.wrappers import ModelWatch, replicate_group_of
+from muon_fsdp.parameters.wrappers import ModelWatch, replicate_group_of, reshard
 from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 
 # Defaults of this class that differ from the rules' own.
@@ -76,7 +76,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
             raise TypeError(f"FSDPMuonOptimizer needs the model itself, got {type(model).__name__}")
         _ACCUMULATION.validate(gradient_accumulation_steps)
         _refuse_unsupported(model)
-        self._model: nn.Module | None = model
+        self._model = model
         options.setdefault("replicate_group", replicate_group_of(model))
         moments = {"beta2": beta2, "eps": eps}
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
@@ -120,9 +120,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
                     f"FSDPMuonOptimizer: option {name!r} has no effect: no rule in use has a second moment"
                 )
 
-    def _model_to_route_by(self) -> nn.Module | None:
-        return self._model
-
     @contextmanager
     def unshard_params(self) -> Iterator[None]:
         """Make `model.parameters()` whole plain tensors inside the block, on every rank, in the shards' precision.
@@ -132,7 +129,13 @@ class FSDPMuonOptimizer(MuonOptimizer):
         """
         if self._model is None:
             raise RuntimeError("a copied optimizer does not know its model: call this on the one built from the model")
-        self._reshard_or_raise(self._model)
+        present = {id(parameter) for parameter in self._model.parameters()}
+        if self._graph_is_alive and any(isinstance(p, DTensor) and id(p) not in present for p in self._parameters()):
+            raise RuntimeError(
+                "unshard_params() can't be entered between forward and backward: FSDP2 has unsharded parameters for "
+                "backward. Run backward first, or call reshard() on the FSDP modules if there will be none."
+            )
+        reshard(self._model.modules())
         holders: list[tuple[nn.Module, str, nn.Parameter]] = [
             (module, name, parameter)
             for module in self._model.modules()
@@ -153,18 +156,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
             with torch.no_grad():
                 for key, parameter in sharded.items():
                     scatter_full(parameter, whole[key])
-
-    def _reshard_or_raise(self, model: nn.Module) -> None:
-        present = {id(parameter) for parameter in model.parameters()}
-        unsharded = [p for p in self._parameters() if isinstance(p, DTensor) and id(p) not in present]
-        if unsharded and self._graph_is_alive:
-            raise RuntimeError(
-                "unshard_params() can't be entered between forward and backward: FSDP2 has unsharded parameters for "
-                "backward. Run backward first, or call reshard() on the FSDP modules if there will be none."
-            )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_model": None, "_graph_is_alive": False, "_moments": self._moments, "_decay": self._decay}

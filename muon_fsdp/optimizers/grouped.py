@@ -20,7 +20,6 @@ from muon_fsdp.declarations.settings import (
     PROGRESS,
     SCHEDULED_LRS,
     STARTED,
-    Attention,
     Settings,
 )
 from muon_fsdp.parameters.groups import (
@@ -59,12 +58,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         other_rule: the name of the element-wise rule of all other parameters.
         options: the options of rules that the user passed.
         overrides: {pattern of names: rule, or dict of group options}.
-        strict: whether to raise where routing is a guess.
-        attention: how fused weights of attention and others are read.
+        settings: those of the whole optimizer.
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
     """
 
-    _settings: Settings  # of the whole optimizer, set before this constructor is called
+    # By whose modules `params` are routed if they are not the model itself; a subclass sets it before this constructor.
+    _model: nn.Module | None = None
 
     def __init__(
         self,
@@ -74,20 +73,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
         options: Mapping[str, Any],
         overrides: Mapping[str, str | Mapping[str, Any]] | None,
         *,
-        strict: bool,
-        attention: Attention,
+        settings: Settings,
         replicas: Replicas,
     ) -> None:
-        self._replicas = replicas
+        self._settings, self._replicas = settings, replicas
         self._watch = ModelWatch(params, warns_about_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: pass an element-wise rule")
         self._given = Source(type(self).__name__, dict(options), is_constructor=True)
-        self._is_strict = strict
-        model = params if isinstance(params, nn.Module) else self._model_to_route_by()
+        model = params if isinstance(params, nn.Module) else self._model
         replaced = reshard(model.modules()) if model is not None else set()
-        self._router = Router(overrides, other_rule, attention)
+        self._router = Router(overrides, other_rule, settings.attention)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
             for pattern, options in self._router.overrides.items()
@@ -144,41 +141,39 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Return the options of a subclass for a parameter, which its group or an override may change."""
         return {}
 
-    def _resolved(
-        self, rule: Rule, route: Route | None = None, sources: Sequence[tuple[Source, Sequence[Rule]]] = ()
-    ) -> tuple[Group, str]:
+    def _resolved(self, rule: Rule, route: Route | None = None, sources: Sequence[Source] = ()) -> tuple[Group, str]:
         """Return the options of parameters of one rule, from the constructor, their group and an override.
 
         Args:
             rule: the rule.
             route: the route of one of the parameters.
-            sources: their group and their override, each with the rules of the parameters beside them there.
+            sources: their group and their override.
 
         Returns:
             The options, and where `lr` comes from if it may follow from that of the matrices, else "".
         """
         defaults = dict(route.defaults) if route is not None else {}
-        places = [(self._given, ()), *sources]
+        places = [self._given, *sources]
         options = resolve(rule, self._class_defaults(rule), defaults, places)
         if rule.all_options["lr"].default is not None:
             return options, ""
         if options["lr"] is None:
             options["lr"], origin = self._following_lr(sources[:1])
             return options, origin
-        origins = [source.origin_of_lr(rule, beside) for source, beside in reversed(places)]
+        origins = [source.origin_of_lr(rule) for source in reversed(places)]
         return options, next((origin for origin in origins if origin is not None), "")
 
-    def _following_lr(self, group: Sequence[tuple[Source, Sequence[Rule]]]) -> tuple[float | Tensor, str]:
+    def _following_lr(self, group: Sequence[Source]) -> tuple[float | Tensor, str]:
         """Return the learning rate that follows from that of the matrices of a user's group, and where it comes from.
 
         Args:
-            group: the user's group with the rules of its parameters; empty for the constructor's options alone.
+            group: the user's group; empty for the constructor's options alone.
         """
-        matrices = next((rule for _, rules in group for rule in rules if rule.needs_matrices), self._rule)
+        matrices = next((rule for source in group for rule in source.beside if rule.needs_matrices), self._rule)
         if not matrices.needs_matrices:
             return INDEPENDENT_LR, "the default"
         # Copies: that this reads options does not mean that they have an effect on some parameter.
-        places = [(replace(source, taken=set()), beside) for source, beside in ((self._given, ()), *group)]
+        places = [replace(source, taken=set()) for source in (self._given, *group)]
         options = resolve(matrices, self._class_defaults(matrices), {}, places)
         ratio = matrices.other_lr_ratio(options)
         if ratio is None:
@@ -269,7 +264,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if self._rule_name == self._other_rule_name:
             return  # either answer is the same rule
         for message in self._router.doubts(routes):
-            if self._is_strict:
+            if self._settings.strict:
                 raise ValueError(f"strict: {message} Otherwise pass {self._rule_name!r} there.")
             if message not in self._router.warnings:
                 self._router.warnings.append(message)
@@ -284,7 +279,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group, routes in new_groups:
             for route in routes:
                 # A user who asks for whole weights has decided.
-                fused = looks_fused(group, route) if self._router.attention != "whole" else None
+                fused = looks_fused(group, route) if self._settings.attention != "whole" else None
                 if route.guessed and self._rule_name != self._other_rule_name:
                     text = f"would get rule {route.rule!r} by a guess ({route.reason})"
                     answers = (repr(route.rule), "", repr(self._rule_name), "")
@@ -317,7 +312,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         nothing = f"{title} has nothing to update: every parameter is a vector, an embedding or an output head."
         if is_decided:
             nothing = f"rule={self._rule_name!r} updates no parameter as a matrix."
-        if self._is_strict:
+        if self._settings.strict:
             raise ValueError(f"strict: {nothing}\n{self.routing_report()}")
         if not routes or is_decided:
             return
@@ -327,10 +322,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
             remedy = f"If it is meant for these, pass other_rule={self._rule_name!r}."
         uses_lr = f" {other.display_name} uses lr as it is." if self._given.lr_is_for_others else ""
         self._warn(f"{nothing}{uses_lr} {remedy} routing_report() gives the reason for each parameter.")
-
-    def _model_to_route_by(self) -> nn.Module | None:
-        """Return the model by whose modules `params` are routed; a subclass may have one."""
-        return None
 
     def _known_model(self) -> nn.Module | None:
         """Return the model that the optimizer was built from; None if there was none or it no longer exists."""
@@ -363,15 +354,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._require_rule(source.where, given.get("rule"), routes)
         if self._is_built:
             refuse_copies([route.name for route in routes], parameters)
-        new_groups = [
-            self._new_group(group, [parameters[i] for i in indices], members, source, foreign)
-            for group, indices, noted in self._split(routes, source)
-            for members in [[replace(routes[i], **noted) for i in indices]]
-        ]
+        divided = self._split(routes, source)
         if not routes:  # keep a group without parameters, as torch does
             rule = rule_named(given["rule"]) if "rule" in given else self._rule
-            group, _ = self._resolved(rule, None, [(source, ())])
-            new_groups = [self._new_group(group, [], [], source, foreign)]
+            divided = [(self._resolved(rule, None, [source])[0], [], {})]
+        kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
+        progress = {MICRO_STEP: 0, STARTED: False, NUM_UPDATES: 0}
+        new_groups: list[tuple[Group, list[Route]]] = []
+        for resolved, indices, noted in divided:
+            lrs = scheduled_lrs(foreign, options.get("lr"), resolved["lr"])
+            members = {"params": [parameters[i] for i in indices]}
+            new_groups.append(
+                ({**resolved, **kept, **lrs, **progress, **members}, [replace(routes[i], **noted) for i in indices])
+            )
         self._name_parts([group for group, _ in new_groups])
         source.require_taken([RULES[group["rule"]] for group, _ in new_groups])
         for pattern in {route.pattern for route in routes if self._is_built and route.pattern is not None}:
@@ -380,7 +375,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for route, parameter in zip(group_routes, group["params"], strict=True):
                 view_of(group, route, route.shape)
                 check_storage(route.name, parameter, group)
-        if self._is_strict:
+        if self._settings.strict:
             self._refuse_guesses(new_groups)
         if self._is_built:
             self._check_doubts([*self._all_routes(), *routes])
@@ -404,23 +399,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
             those that an override sets, and where `lr` comes from. Matrices come first, otherwise in the user's order.
         """
         # The rule that only an override gives, such as that of an embedding, comes last: AdamW's lr follows the first.
-        rules = rules_of(sorted(routes, key=lambda route: route.pattern is not None))
+        source = replace(source, beside=rules_of(sorted(routes, key=lambda route: route.pattern is not None)))
         members: dict[tuple[object, ...], list[int]] = defaultdict(list)
         resolved: dict[tuple[object, ...], tuple[Group, dict[str, Any]]] = {}
         known: dict[tuple[object, ...], tuple[object, ...]] = {}
         for index, route in enumerate(routes):
             kind = (route.rule, route.pattern, route.defaults)
             if kind not in known:
-                sources: list[tuple[Source, Sequence[Rule]]] = [(source, rules)]
-                override = self._overrides.get(route.pattern) if route.pattern is not None else None
-                if override is not None and route.pattern is not None:
+                rule, sources = RULES[route.rule], [source]
+                if route.pattern is not None:
                     here = {other.rule for other in routes if other.pattern == route.pattern}
-                    beside = [RULES[name] for name in here | self._pattern_rules.get(route.pattern, set())]
-                    sources.append((override, beside))
-                options, lr_origin = self._resolved(RULES[route.rule], route, sources)
-                overridden = override.of(RULES[route.rule], beside) if override is not None else {}
+                    beside = [RULES[name] for name in here | self._pattern_rules[route.pattern]]
+                    sources.append(replace(self._overrides[route.pattern], beside=beside))
+                options, lr_origin = self._resolved(rule, route, sources)
+                overridden = {} if route.pattern is None else sources[1].of(rule)
                 is_other = route.rule == self._other_rule_name or not (
-                    RULES[route.rule].needs_matrices or route.rule == self._rule_name
+                    rule.needs_matrices or route.rule == self._rule_name
                 )
                 known[kind] = (is_other, _key(options, lr_origin), _key(overridden))
                 noted = {"overridden": tuple(overridden), "lr_origin": lr_origin}
@@ -428,19 +422,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
             members[known[kind]].append(index)
         ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
         return [(resolved[key][0], members[key], resolved[key][1]) for key in ordered]
-
-    def _new_group(
-        self,
-        options: Group,
-        parameters: list[Tensor],
-        routes: list[Route],
-        source: Source,
-        foreign: Mapping[str, Any],
-    ) -> tuple[Group, list[Route]]:
-        kept = {key: value for key, value in foreign.items() if key not in ("param_names", *SCHEDULED_LRS)}
-        lrs = scheduled_lrs(foreign, source.options.get("lr"), options["lr"])
-        progress = {MICRO_STEP: 0, STARTED: False, NUM_UPDATES: 0}
-        return {**options, **kept, **lrs, **progress, "params": parameters}, routes
 
     def _name_parts(self, parts: Sequence[Group]) -> None:
         """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
@@ -592,10 +573,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         frozen = [row for row in self._frozen_rows if row.name not in held]
         return RoutingReport((*rows, *frozen), tuple(self._router.warnings), tuple(groups), full)
 
-    def _forget_origins_of_lr(self) -> None:
-        """Drop the notes on where learning rates came from, after others were loaded."""
-        self._routes = [[replace(route, lr_origin="") for route in routes] for routes in self._routes]
-
     def _complete_groups(self) -> None:
         """Check options that users have changed in groups, and add those that a changed rule lacks."""
         self._follow_groups()
@@ -634,7 +611,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     warn_user(f"param_groups[{number}]: {key!r} has no effect{hint}")
 
     def _warn(self, message: str) -> None:
-        if self._is_strict:
+        if self._settings.strict:
             raise ValueError(f"strict: {message}")
         self._router.warnings.append(message)
         warn_user(message)

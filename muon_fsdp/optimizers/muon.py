@@ -34,7 +34,7 @@ from muon_fsdp.optimizers.rivals import RivalWatch
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.given_state import find_state, values_of_matrices
 from muon_fsdp.parameters.groups import Params
-from muon_fsdp.parameters.records import layouts_of_groups, state_bytes
+from muon_fsdp.parameters.records import state_bytes
 from muon_fsdp.parameters.replicas import Replicas, ReplicateMesh
 from muon_fsdp.parameters.state_dict import (
     GivenState,
@@ -128,7 +128,7 @@ class MuonOptimizer(GroupedOptimizer):
         agreement_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._settings = Settings(
+        settings = Settings(
             nonfinite=nonfinite,
             max_stage_bytes=max_stage_bytes,
             strict=strict,
@@ -168,8 +168,7 @@ class MuonOptimizer(GroupedOptimizer):
             other_rule,
             {**given, **options},
             overrides,
-            strict=strict,
-            attention=attention,
+            settings=settings,
             replicas=Replicas(replicate_group, replicate_mesh, shards_state=shard_state),
         )
         self._has_loaded = False  # optimizer state, since the last step
@@ -219,8 +218,12 @@ class MuonOptimizer(GroupedOptimizer):
         self._has_agreed = True
         if not has_agreed and self._still_accumulates():
             return loss
-        if agreed.not_finite_on is None or self._handle_not_finite(found, agreed.not_finite_on):
+        if agreed.not_finite_on is None:
             self._update(planned, found, agreed)
+        elif self._settings.nonfinite == "raise":
+            raise RuntimeError(found.not_finite_message(agreed.not_finite_on))
+        else:
+            self._skipped_steps += 1
         return loss
 
     def _prepare(self, *, checks_state: bool = True) -> tuple[PlannedStep, Gradients]:
@@ -245,7 +248,7 @@ class MuonOptimizer(GroupedOptimizer):
         except Exception as error:
             if not self._agreement.fail(error) and num_ranks() > 1 and not is_pretended():
                 with suppress(Exception):  # finding the ranks may fail for the same reason
-                    layouts = layouts_of_groups(self.param_groups, self._routes, self._replicas)
+                    layouts = self._replicas.layouts(self.param_groups, self._routes)
                     report_failure(shared_ranks(layouts, self._replicas, self._agreement_group), error)
             raise
 
@@ -471,17 +474,6 @@ class MuonOptimizer(GroupedOptimizer):
             and self._versions.get(id(record.tensor), 0) != _version(record.tensor)
         }
 
-    def _handle_not_finite(self, found: Gradients, rank: int) -> bool:
-        """Apply the policy for gradients that are not finite.
-
-        Returns:
-            Whether to continue with this step.
-        """
-        if self._settings.nonfinite == "raise":
-            raise RuntimeError(found.not_finite_message(rank))
-        self._skipped_steps += 1
-        return False
-
     # ---------------------------------------------------------------- clipping
 
     @_disable_dynamo
@@ -681,10 +673,7 @@ class MuonOptimizer(GroupedOptimizer):
 
         def before(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
             own = {id(value) for state in self.state.values() for value in state.values()}
-
-            def given(value: Tensor) -> bool:
-                return id(value) in own or self._given_state.has_made(value)
-
+            given = own | self._given_state.ids()
             incoming.update(check_and_complete(optimizer, self._records(), state_dict, given))
             return {**incoming, "state": {}}  # torch would copy all of it to the devices of the parameters
 
@@ -698,7 +687,7 @@ class MuonOptimizer(GroupedOptimizer):
 
         with loading_hooks(self, before, after):
             super().load_state_dict(state_dict)
-        self._forget_origins_of_lr()
+        self._routes = [[replace(route, lr_origin="") for route in routes] for routes in self._routes]
         self._has_loaded = True
         if self._planned is not None:
             self._planned.expect_comparison()
@@ -713,7 +702,6 @@ class MuonOptimizer(GroupedOptimizer):
             "_overrides",
             "_pattern_rules",
             "_is_built",
-            "_is_strict",
             "_num_keys",
             "_warned_keys",
             "_checks_for_twins",

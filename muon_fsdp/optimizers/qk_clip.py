@@ -86,7 +86,8 @@ def qk_clip(
     modules: list[_Module] = []
     error: Exception | None = None
     try:
-        _check_threshold(threshold)
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
+            raise ValueError(f"qk_clip: threshold must be a positive number, got {threshold!r}")
         modules = _read(optimizer, max_logits)
         _require_holders(modules, ranks)
     except Exception as caught:  # all ranks must raise it: the others wait for this one
@@ -122,11 +123,6 @@ def _require_holders(modules: Iterable[_Module], ranks: Ranks) -> None:
                     f"qk_clip: rank {outside[0]} holds a part of parameter {module.name + '.' + projection.name!r} and "
                     "is not in group: pass a group with all ranks that hold it"
                 )
-
-
-def _check_threshold(threshold: float) -> None:
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
-        raise ValueError(f"qk_clip: threshold must be a positive number, got {threshold!r}")
 
 
 def _read(optimizer: GroupedOptimizer, max_logits: Mapping[str, Logits]) -> list[_Module]:

@@ -48,29 +48,20 @@ def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: A
     `own` and `others` are defaults of the class that differ from those of the rule of matrices and of the element-wise
     rule. Arguments that `__init__` names itself stay where they are.
     """
-    other = RULES[DEFAULT_OTHER_RULE]
-    defaults = {**own, **{prefixed(other, name): value for name, value in (others or {}).items()}}
+    other, of_rules = RULES[DEFAULT_OTHER_RULE], shown_options(rule)
+    of_others = {prefixed(other, name): value for name, value in (others or {}).items()}
+    defaults = {"lr": of_rules["lr"].default, **own, **of_others}
 
     def decorate(owner: Class) -> Class:
         init: Any = owner.__init__  # type: ignore[misc]
-        written = inspect.signature(init).parameters
-        options = {name: option for name, option in shown_options(rule).items() if name not in written}
+        written = _with_defaults(init, defaults)
+        options = {name: option for name, option in of_rules.items() if name not in {p.name for p in written}}
         keywords = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, option.default))
             for name, option in options.items()
         ]
-        lr = shown_options(rule)["lr"].default
-        before = [
-            parameter.replace(default=lr) if parameter.name == "lr" else parameter
-            for parameter in written.values()
-            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ]
-        after = [
-            parameter.replace(default=defaults.get(parameter.name, parameter.default))
-            for parameter in written.values()
-            if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        ]
-        init.__signature__ = inspect.Signature([*before, *keywords, *after])
+        first = sum(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in written)
+        init.__signature__ = inspect.Signature([*written[:first], *keywords, *written[first:]])
         if owner.__doc__:
             settings = {option.name: option for option in SETTINGS}
             owner.__doc__ = _documented(owner.__doc__, {RULES_LINE: options, SETTINGS_LINE: settings})
@@ -83,12 +74,19 @@ def show_defaults(**defaults: Any) -> Callable[[Function], Function]:
     """Show the defaults of a function's UNSET arguments in its signature."""
 
     def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        signature = inspect.signature(function).replace(parameters=_with_defaults(function, defaults))
+        function.__signature__ = signature  # type: ignore[attr-defined]
         return function
 
     return decorate
+
+
+def _with_defaults(function: Callable[..., Any], defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function, with other defaults where they are given by name."""
+    return [
+        parameter.replace(default=defaults.get(parameter.name, parameter.default))
+        for parameter in inspect.signature(function).parameters.values()
+    ]
 
 
 def _documented(doc: str, places: Mapping[str, Mapping[str, Option]]) -> str:

@@ -32,6 +32,7 @@ BY_HEAD_CLASS = re.compile(
 )
 
 _MISSING = "{} is not known: neither {} nor a configuration around it has one of the attributes {}"
+_NO_KEY_HEADS = f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}"
 
 Value = TypeVar("Value", int, bool)
 Modules: TypeAlias = Sequence[nn.Module | None]  # a module, then the modules around it; None where only names are known
@@ -107,11 +108,26 @@ class HeadNumbers:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Sizes of attention whose heads have one size."""
+    """The numbers of heads of attention whose heads all have one size."""
 
     count: int
     kv_count: int
     size: int
+
+    def __post_init__(self) -> None:
+        if self.count % self.kv_count:
+            raise ValueError(f"{self.count} query heads can't be divided into groups by {self.kv_count} key heads")
+
+    def queries(self) -> tuple[Rows, ...]:
+        """Return the rows of the query heads of a weight that begins with them."""
+        starts = [head * self.size for head in range(self.count)]
+        per_group = self.count // self.kv_count
+        return tuple(Rows(start, start + self.size, head // per_group, 0.5) for head, start in enumerate(starts))
+
+    def keys(self, first: int = 0) -> tuple[Rows, ...]:
+        """Return the rows of the key heads of a weight in which they begin at `first`."""
+        starts = [first + head * self.size for head in range(self.kv_count)]
+        return tuple(Rows(start, start + self.size, head, 0.5) for head, start in enumerate(starts))
 
 
 def path_to(model: nn.Module, name: str) -> list[nn.Module]:
@@ -122,7 +138,7 @@ def path_to(model: nn.Module, name: str) -> list[nn.Module]:
     return modules[::-1]
 
 
-def value_of(path: Modules, names: Iterable[str], kind: type[Value]) -> Value | None:
+def value_of(path: Modules, names: Sequence[str], kind: type[Value]) -> Value | None:
     """Return a value that a module, its configuration or that of a module around it has by one of these names.
 
     Args:
@@ -130,9 +146,7 @@ def value_of(path: Modules, names: Iterable[str], kind: type[Value]) -> Value | 
         names: names of attributes, the best known first.
         kind: `int` for a positive number, `bool` for a flag.
     """
-    names = tuple(names)
-    found = (own_value(holder, names, kind) for holder in (path[0], *_configurations(path)))
-    return next((value for value in found if value is not None), None)
+    return _first_value((path[0], *_configurations(path)), names, kind)
 
 
 def _configurations(path: Modules) -> list[object]:
@@ -141,7 +155,12 @@ def _configurations(path: Modules) -> list[object]:
     return [config for config in found if config is not None]
 
 
-def own_value(holder: object, names: Iterable[str], kind: type[Value]) -> Value | None:
+def _first_value(holders: Iterable[object], names: Sequence[str], kind: type[Value]) -> Value | None:
+    found = (own_value(holder, names, kind) for holder in holders)
+    return next((value for value in found if value is not None), None)
+
+
+def own_value(holder: object, names: Sequence[str], kind: type[Value]) -> Value | None:
     """Return the first value that a module or a configuration itself has by one of these names."""
     for name in names:
         try:
@@ -171,15 +190,12 @@ def head_numbers(path: Modules) -> HeadNumbers | None:
             return None
         count, holders = counts[at], [module, *configs[: at + 1]]
     assert count is not None
-
-    def find(names: Iterable[str]) -> int | None:
-        return next((value for each in holders if (value := own_value(each, names, int)) is not None), None)
-
     per_group = own_value(module, _QUERIES_PER_GROUP, int)
     kv_count = own_value(module, KV_HEADS, int)
     if kv_count is None and per_group is not None and count % per_group == 0:
         kv_count = count // per_group
-    return HeadNumbers(count, kv_count or find(KV_HEADS), find(HEAD_DIM))
+    kv_count = kv_count or _first_value(holders, KV_HEADS, int)
+    return HeadNumbers(count, kv_count, _first_value(holders, HEAD_DIM, int))
 
 
 def has_qk_norm(path: Sequence[nn.Module]) -> bool:
@@ -227,15 +243,17 @@ def read_attention(path: Sequence[nn.Module]) -> Attention:
     query, key = _first(layers, _QUERY_LAYERS), _first(layers, _KEY_LAYERS)
     if query is not None and key is not None:
         heads = _heads(path, _num_rows(query, layers[query]), _num_rows(key, layers[key]))
-        own = {query: _query_rows(heads, 0), key: _key_rows(heads, 0)}
-        projections = [each for name, rows in own.items() for each in _of_layer(name, layers[name], rows)]
+        projections = [
+            *_of_layer(query, layers[query], heads.queries()),
+            *_of_layer(key, layers[key], heads.keys()),
+        ]
     elif fused is not None and query is None and key is None:
         if any(BY_HEAD_CLASS.search(cls.__name__) for cls in type(module).__mro__) or "q_attn" in layers:
             raise ValueError(f"{type(module).__name__} does not store {fused!r} as rows of Q, then K, then V")
         num_rows = _num_rows(fused, layers[fused])
         heads = _fused_heads(path, num_rows, layers[fused].get_parameter("weight").numel() // num_rows)
         _require_order(module, fused, heads)
-        rows = _query_rows(heads, 0) + _key_rows(heads, heads.count * heads.size)
+        rows = heads.queries() + heads.keys(heads.count * heads.size)
         projections = _of_layer(fused, layers[fused], rows)
     else:
         raise ValueError(
@@ -256,10 +274,10 @@ def _heads(path: Sequence[nn.Module], query_rows: int, key_rows: int) -> _Heads:
     size = numbers.size or (query_rows // count if query_rows % count == 0 else 0)
     kv_count = numbers.kv_count or (count if key_rows == query_rows else None)
     if kv_count is None:
-        raise ValueError(f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}")
+        raise ValueError(_NO_KEY_HEADS)
     _require_rows(path, "queries", query_rows, count, size)
     _require_rows(path, "keys", key_rows, kv_count, size)
-    return _divided(count, kv_count, size)
+    return _Heads(count, kv_count, size)
 
 
 def _fused_heads(path: Sequence[nn.Module], num_rows: int, num_cols: int) -> _Heads:
@@ -273,11 +291,11 @@ def _fused_heads(path: Sequence[nn.Module], num_rows: int, num_cols: int) -> _He
     numbers = _required_numbers(path)
     count, kv_count, size = numbers.count, numbers.kv_count, numbers.size
     if kv_count is None and size is None and num_rows != 3 * num_cols:
-        raise ValueError(f"the number of key heads is not known: the module has none of the attributes {KV_HEADS}")
+        raise ValueError(_NO_KEY_HEADS)
     kv_count = kv_count or count
     size = size or num_rows // (count + 2 * kv_count)
     _require_rows(path, "Q, K and V", num_rows, count + 2 * kv_count, size)
-    return _divided(count, kv_count, size)
+    return _Heads(count, kv_count, size)
 
 
 def _require_order(module: nn.Module, fused: str, heads: _Heads) -> None:
@@ -305,12 +323,6 @@ def _required_numbers(path: Sequence[nn.Module]) -> HeadNumbers:
     return numbers
 
 
-def _divided(count: int, kv_count: int, size: int) -> _Heads:
-    if count % kv_count:
-        raise ValueError(f"{count} query heads can't be divided into groups by {kv_count} key heads")
-    return _Heads(count, kv_count, size)
-
-
 def _required(path: Sequence[nn.Module], names: tuple[str, ...], what: str) -> int:
     value = value_of(path, names, int)
     if value is None:
@@ -324,17 +336,6 @@ def _require_rows(path: Sequence[nn.Module], what: str, num_rows: int, count: in
             f"the projection of {what} has {num_rows} rows, which are not {count} heads of size {size or 'unknown'}: "
             f"these are the numbers of {type(path[0]).__name__} and the configurations around it"
         )
-
-
-def _query_rows(heads: _Heads, first: int) -> tuple[Rows, ...]:
-    size, per_group = heads.size, heads.count // heads.kv_count
-    starts = [first + head * size for head in range(heads.count)]
-    return tuple(Rows(start, start + size, head // per_group, 0.5) for head, start in enumerate(starts))
-
-
-def _key_rows(heads: _Heads, first: int) -> tuple[Rows, ...]:
-    starts = [first + head * heads.size for head in range(heads.kv_count)]
-    return tuple(Rows(start, start + heads.size, head, 0.5) for head, start in enumerate(starts))
 
 
 def _latent_attention(path: Sequence[nn.Module], layers: dict[str, nn.Module], key: str) -> Attention:
@@ -365,14 +366,13 @@ def _latent_attention(path: Sequence[nn.Module], layers: dict[str, nn.Module], k
 def _torch_attention(module: nn.MultiheadAttention) -> Attention:
     """Return the heads of torch's own module; its `bias_k` is a further key, of all heads."""
     heads = _Heads(module.num_heads, module.num_heads, module.head_dim)
-    queries = _query_rows(heads, 0)
-    both = queries + _key_rows(heads, module.embed_dim)
+    both = heads.queries() + heads.keys(module.embed_dim)
     places = {  # those that a module does not use are None
         "in_proj_weight": (0, both),
-        "q_proj_weight": (0, queries),
-        "k_proj_weight": (0, _key_rows(heads, 0)),
+        "q_proj_weight": (0, heads.queries()),
+        "k_proj_weight": (0, heads.keys()),
         "in_proj_bias": (0, both),
-        "bias_k": (2, _key_rows(heads, 0)),
+        "bias_k": (2, heads.keys()),
     }
     own = [(name, getattr(module, name), *place) for name, place in places.items()]
     return Attention(heads.count, heads.count, tuple(Projection(*each) for each in own if each[1] is not None))

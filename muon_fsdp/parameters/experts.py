@@ -110,7 +110,7 @@ def _in_rows(layers: Layers) -> dict[Path, tuple[int, list[Layer]]]:
     found: dict[Path, tuple[int, list[Layer]]] = {}
     for layer in layers.all:
         if layer.is_bare and len(layer.facts.shape) == 2 and not layer.facts.labelled:
-            count, size = layers.own_number(layer.parent, *_COUNTS), layers.own_number(layer.parent, *_SIZES)
+            count, size = layer.own_number(*_COUNTS), layer.own_number(*_SIZES)
             if count is not None and size is not None and layer.rows == count * size > size:
                 found.setdefault(layer.parent, (count, []))[1].append(layer)
     return found
@@ -141,7 +141,7 @@ def _routers(layers: Layers, experts: _Experts) -> list[tuple[Layer, int]]:
         beside = [
             (layer, count)
             for layer, count in candidates
-            if experts.named and place in (path, path[:-1]) and _is_router_by_place(layers, layer, experts, place)
+            if experts.named and place in (path, path[:-1]) and _is_router_by_place(layer, experts, place)
         ]
         if beside:
             return beside
@@ -167,14 +167,14 @@ def _is_named_router(layer: Layer, experts: _Experts, depth: int) -> bool:
     return any(_ROUTER_NAME.fullmatch(part) or (experts.named and _GATE_NAME.fullmatch(part)) for part in parts)
 
 
-def _is_router_by_place(layers: Layers, layer: Layer, experts: _Experts, place: Path) -> bool:
+def _is_router_by_place(layer: Layer, experts: _Experts, place: Path) -> bool:
     """Return whether a layer beside experts scores them by its shape, whatever its name."""
     return (
         layer.parent == place
         and not layer.is_bare
         and layer.cols in experts.widths
         and _PROJECTION_NAME.fullmatch(layer.name) is None
-        and not layers.readers(layer, layer.rows)
+        and not layer.readers
     )
 
 

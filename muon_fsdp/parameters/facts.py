@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -22,7 +23,8 @@ _DEPTH = 3  # how many levels below a module `Layers.below` looks
 _MANY_WORDS, _RATIO_OF_MANY, _RATIO = 30_000, 4, 8
 _FUSED = (2, 3, 4)  # gate and up; query, key and value; the gates of an LSTM
 
-Path = tuple[str, ...]  # the parts of a name
+Path: TypeAlias = tuple[str, ...]  # the parts of a name
+Options: TypeAlias = tuple[tuple[str, Any], ...]  # of one parameter, as pairs of a name and a value
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Fused:
     """
 
     parts: str
-    options: tuple[tuple[str, Any], ...] = ()
-    by_head: tuple[tuple[str, Any], ...] = ()
+    options: Options = ()
+    by_head: Options = ()
     is_known: bool = False
 
 
@@ -84,11 +86,13 @@ class Layer:
             `attn.in_proj_weight`.
         facts: what is known about the weight.
         number: its number among the weights of the model.
+        layers: all layers of the model, which a layer does not keep alive.
     """
 
     path: Path
     facts: Facts
     number: int
+    layers: Layers
 
     @property
     def name(self) -> str:
@@ -120,6 +124,45 @@ class Layer:
         """Return d_in of the weight, or of each matrix of a stack."""
         return self.facts.logical_shape[1]
 
+    @property
+    def module(self) -> nn.Module | None:
+        """Return the module that contains the layer; None if only names are known."""
+        return self.layers.module(self.parent)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Return the names of the class of that module and of its base classes."""
+        return self.layers.class_names(self.parent)
+
+    @property
+    def beside(self) -> list[Layer]:
+        """Return the other layers of that module."""
+        return [other for other in self.layers.within(self.parent) if other.facts is not self.facts]
+
+    @property
+    def readers(self) -> list[Layer]:
+        """Return those of them that may read its outputs: they have as many inputs."""
+        rows = self.rows
+        return [other for other in self.beside if other.cols == rows]
+
+    @property
+    def heads(self) -> HeadNumbers | None:
+        """Return the numbers of heads of that module; None if nothing tells how many query heads there are."""
+        return head_numbers(self._around)
+
+    def find_number(self, *names: str) -> int | None:
+        """Return a positive int that the module, its config, or the config of a module around it has by these names."""
+        return value_of(self._around, names, int)
+
+    def own_number(self, *names: str) -> int | None:
+        """Return a positive int that the module itself has by one of these names, the best known first."""
+        return own_value(self.module, names, int)
+
+    @property
+    def _around(self) -> list[nn.Module | None]:
+        """Return that module, then those around it, from inside to outside; Nones without a model."""
+        return [self.layers.module(self.parent[:length]) for length in range(len(self.parent), -1, -1)]
+
 
 class Layers:
     """The weights with two dimensions or more, by their places.
@@ -130,17 +173,14 @@ class Layers:
     """
 
     def __init__(self, facts: Iterable[Facts], modules: Mapping[str, nn.Module]) -> None:
+        own = weakref.proxy(self)  # a cycle would keep the modules of a deleted model until garbage collection
         self.all = [
-            Layer(_path(name), entry, number)
+            Layer(_path(name), entry, number, own)
             for number, entry in enumerate(facts)
             for name in sorted(entry.plain_names)
             if len(entry.shape) >= 2
         ]
         self._modules = {_path(plain_name(f"{name}.weight")) if name else (): each for name, each in modules.items()}
-
-    def beside(self, layer: Layer) -> list[Layer]:
-        """Return the other layers of the module that contains a layer."""
-        return [other for other in self._by_parent[layer.parent] if other.facts is not layer.facts]
 
     def within(self, parent: Path) -> list[Layer]:
         """Return the layers that a module contains directly."""
@@ -149,10 +189,6 @@ class Layers:
     def below(self, parent: Path) -> list[Layer]:
         """Return the layers that a module contains, at most three levels down."""
         return self._by_ancestor.get(parent, [])
-
-    def readers(self, layer: Layer, size: int) -> list[Layer]:
-        """Return the layers beside a layer that have inputs of this size."""
-        return [other for other in self.beside(layer) if other.cols == size]
 
     def module(self, path: Path) -> nn.Module | None:
         """Return the module at a path; None if only names are known."""
@@ -171,23 +207,6 @@ class Layers:
         """Return the names of the class of the module at a path and of its base classes; none without a model."""
         module = self.module(path)
         return [cls.__name__ for cls in type(module).__mro__] if module is not None else []
-
-    def number_at(self, path: Path, names: Iterable[str]) -> int | None:
-        """Return a positive int that a module, its config, or the config of a module around it has by these names."""
-        return value_of(self.around(path), names, int)
-
-    def own_number(self, path: Path, *names: str) -> int | None:
-        """Return a positive int that the module at a path itself has by one of these names, the best known first."""
-        return own_value(self.module(path), names, int)
-
-    def heads_at(self, path: Path) -> HeadNumbers | None:
-        """Return the numbers of heads of a module; None if nothing tells how many query heads there are."""
-        return head_numbers(self.around(path))
-
-    def around(self, path: Path) -> list[nn.Module | None]:
-        """Return the module at a path, then the modules around it, from inside to outside; None where only names are
-        known."""
-        return [self.module(path[:length]) for length in range(len(path), -1, -1)]
 
     @cached_property
     def _by_parent(self) -> dict[Path, list[Layer]]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from muon_fsdp.declarations.settings import Attention
 from muon_fsdp.parameters.attention import BY_HEAD_CLASS, HEAD_DIM, HEADS, HeadNumbers
-from muon_fsdp.parameters.facts import Facts, Fused, Layer, Layers
-
-Options: TypeAlias = tuple[tuple[str, object], ...]
+from muon_fsdp.parameters.facts import Facts, Fused, Layer, Layers, Options
 
 _METHOD = "muon_split_sizes"  # of a module: returns {name of its parameter: the rows of every matrix in it}
 # Names under which published models store Q, then K, then V. Under other names some store them by head.
@@ -51,23 +49,23 @@ def find_fused(layers: Layers, attention: Attention) -> None:
         if facts.num_heads or facts.split_sizes:  # cut already at another place of the same weight
             continue
         sizes = declared.get(facts)
-        if sizes is not None:  # one size says that it is one matrix
-            facts.fused = Fused("parts by its module", _split_sizes(*sizes), is_known=True) if len(sizes) > 1 else None
-        else:
-            facts.fused = _fused(layers, layer)
+        if sizes is None:
+            facts.fused = _fused(layer)
+        elif len(sizes) > 1:
+            facts.fused = Fused("parts by its module", _split_sizes(*sizes), is_known=True)
+        else:  # one size says that it is one matrix
+            continue
         if attention == "whole" or layers.module(()) is None:
             continue
-        cut: dict[str, Any] = (
-            dict(_cut(layers, layer, facts.fused, attention)) if sizes is None or len(sizes) > 1 else {}
-        )
+        cut: dict[str, Any] = dict(_cut(layer, facts.fused, attention))
         if 1 not in cut.get("split_sizes", ()) and layer.rows != cut.get("num_heads"):  # a row alone is no matrix
             facts.num_heads, facts.split_sizes = cut.get("num_heads"), cut.get("split_sizes")
 
 
-def _cut(layers: Layers, layer: Layer, fused: Fused | None, attention: Attention) -> Options:
+def _cut(layer: Layer, fused: Fused | None, attention: Attention) -> Options:
     """Return the options that cut a weight under a setting; none if it stays whole."""
     if fused is None:
-        return _heads(layers, layer) if attention == "per_head" else ()
+        return _heads(layer) if attention == "per_head" else ()
     if attention == "per_head" and fused.by_head:
         return fused.by_head
     return fused.options if fused.is_known else ()
@@ -106,31 +104,31 @@ def _declared(layers: Layers) -> dict[Facts, tuple[int, ...]]:
     return found
 
 
-def _heads(layers: Layers, layer: Layer) -> Options:
+def _heads(layer: Layer) -> Options:
     """Return the option that cuts a weight of queries, keys or values alone into heads, if their sizes are known."""
-    beside = [other for other in (layer, *layers.beside(layer)) if _PER_HEAD_NAME.fullmatch(other.name)]
+    beside = [other for other in (layer, *layer.beside) if _PER_HEAD_NAME.fullmatch(other.name)]
     by_letter = {_letter(other): other for other in beside}
     if layer not in beside:
         return ()
     letter = _letter(layer)
-    linear = layers.own_number(layer.parent, "head_v_dim" if letter == "v" else "head_k_dim")
+    linear = layer.own_number("head_v_dim" if letter == "v" else "head_k_dim")
     if linear is not None:  # linear attention, beside which the configuration may describe full attention
-        heads = layers.own_number(layer.parent, "num_v_heads" if letter == "v" else "num_k_heads", "num_heads")
+        heads = layer.own_number("num_v_heads" if letter == "v" else "num_k_heads", "num_heads")
         return _equal_heads(layer, linear) if heads is not None and layer.rows == heads * linear else ()
-    numbers = layers.heads_at(layer.parent)
-    is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layers.beside(layer))
+    numbers = layer.heads
+    is_latent = any(_HEADS_NAME.fullmatch(other.name) for other in layer.beside)
     # Without a size of heads, only all three beside each other tell that the rows of Q are its heads alone.
     if numbers is None or (not is_latent and numbers.size is None and not by_letter.keys() >= {"q", "k", "v"}):
         return ()
     size = numbers.size or (by_letter["q"].rows // numbers.count if "q" in by_letter else 0)
     if letter != "q":
-        of_value = layers.number_at(layer.parent, ("v_head_dim",)) if letter == "v" else None
+        of_value = layer.find_number("v_head_dim") if letter == "v" else None
         fitting = [
             each for each in (of_value, size) if each and layer.rows == (numbers.kv_count or numbers.count) * each
         ]
         return _equal_heads(layer, fitting[0]) if fitting else ()
     if is_latent:
-        parts = [layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        parts = [layer.find_number(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
         size = sum(part for part in parts if part is not None)
     # Twice the rows: every head, or all heads, have a gate. A block of this size is a head or a gate either way.
     return _equal_heads(layer, size) if layer.rows in (numbers.count * size, 2 * numbers.count * size) else ()
@@ -146,40 +144,40 @@ def _equal_heads(layer: Layer, size: int) -> Options:
     return (("num_heads", layer.rows // size),) if size > 0 and layer.rows % size == 0 and layer.rows > size else ()
 
 
-def _fused(layers: Layers, layer: Layer) -> Fused | None:
+def _fused(layer: Layer) -> Fused | None:
     """Return what a weight consists of; None if it looks like one matrix, or if no option could split it."""
     if layer.facts.belongs_to(nn.RNNBase, nn.RNNCellBase):
         return _gates(layer)
     if layer.facts.belongs_to(nn.MultiheadAttention):
-        head_dim = layers.number_at(layer.parent, ("head_dim",)) or 0
+        head_dim = layer.find_number("head_dim") or 0
         by_head = _equal_heads(layer, head_dim)
         return Fused("Q, K, V", _equal(layer, 3), by_head, True) if layer.name == "in_proj_weight" else None
     is_input = _IN_NAME.fullmatch(layer.name) is not None
-    if _QKV_NAME.fullmatch(layer.name) or (is_input and _is_in_attention(layers, layer)):
-        return _attention(layers, layer)
+    if _QKV_NAME.fullmatch(layer.name) or (is_input and _is_in_attention(layer)):
+        return _attention(layer)
     if is_input:
-        return _input_projection(layers, layer)
+        return _input_projection(layer)
     if _HEADS_NAME.fullmatch(layer.name):
-        return _latent_heads(layers, layer)
+        return _latent_heads(layer)
     if _LATENT_NAME.fullmatch(layer.name):
-        return _latent(layers, layer)
+        return _latent(layer)
     if _KV_NAME.fullmatch(layer.name):
-        return _keys_and_values(layers, layer)
+        return _keys_and_values(layer)
     if _PER_HEAD_NAME.fullmatch(layer.name) and "q" in layer.name:
-        return _queries_and_gate(layers, layer)
-    if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layers, layer):
-        return None if _alternates(layers, layer) else _gate_and_up(layers, layer)
+        return _queries_and_gate(layer)
+    if _GATE_UP_NAME.fullmatch(layer.name) or _is_gated(layer):
+        return None if _alternates(layer) else _gate_and_up(layer)
     return None
 
 
-def _gate_and_up(layers: Layers, layer: Layer) -> Fused:
+def _gate_and_up(layer: Layer) -> Fused:
     """Return gate and up, known by name if the next layer reads half of the rows or the configuration says so.
 
     Experts that are stored (experts, in, out) may alternate as in GPT-OSS, unless Transformers notes that they do not.
     """
-    module = layers.module(layer.parent)
-    half = {other.cols for other in layers.beside(layer) if other.rows == layer.cols}
-    half |= {layers.number_at(layer.parent, (name,)) or 0 for name in ("intermediate_size", "moe_intermediate_size")}
+    module = layer.module
+    half = {other.cols for other in layer.beside if other.rows == layer.cols}
+    half |= {layer.find_number(name) or 0 for name in ("intermediate_size", "moe_intermediate_size")}
     is_sized = bool(_GATE_UP_NAME.fullmatch(layer.name)) and layer.rows in {2 * size for size in half}
     is_in_order = not (layer.is_stack and layer.facts.transposed) or hasattr(module, "is_concatenated")
     return Fused("gate, up", _equal(layer, 2), is_known=module is not None and is_sized and is_in_order)
@@ -203,100 +201,98 @@ def _gates(layer: Layer) -> Fused | None:
     return Fused(f"{gates} gates", _equal(layer, gates), is_known=True) if gates > 1 else None
 
 
-def _is_gated(layers: Layers, layer: Layer) -> bool:
+def _is_gated(layer: Layer) -> bool:
     """Return whether a weight, (2 I, H), has as many rows as gate and up of an MLP whose next layer is (H, I)."""
-    if _QUERY_NAME.fullmatch(layer.name) or layers.readers(layer, layer.rows):
+    if _QUERY_NAME.fullmatch(layer.name) or layer.readers:
         return False
     return any(
         2 * other.cols == layer.rows
         and other.rows == layer.cols != other.cols
         and other.number > layer.number
         and other.facts.shape[:-2] == layer.facts.shape[:-2]
-        for other in layers.beside(layer)
+        for other in layer.beside
     )
 
 
-def _alternates(layers: Layers, layer: Layer) -> bool:
+def _alternates(layer: Layer) -> bool:
     """Return whether the rows of the parts alternate, so that no option splits them.
 
     Without the module, transposed experts may be those of GPT-OSS.
     """
-    module = layers.module(layer.parent)
+    module = layer.module
     if module is None:
         return layer.facts.transposed
     if layer.name == "w13" and hasattr(module, "_split_w13_on_save"):  # torchtitan's hook, also in forks
         return True
     is_concatenated = getattr(module, "is_concatenated", True)  # Transformers notes it on modules of experts
-    return not is_concatenated or any(map(_ALTERNATING_CLASS.search, layers.class_names(layer.parent)))
+    return not is_concatenated or any(map(_ALTERNATING_CLASS.search, layer.class_names))
 
 
-def _is_in_attention(layers: Layers, layer: Layer) -> bool:
+def _is_in_attention(layer: Layer) -> bool:
     """Return whether a layer is part of attention, by the name or the class of its module, or by torch's own name."""
-    names = (*layer.parent[-1:], *layers.class_names(layer.parent)[:-2])
+    names = (*layer.parent[-1:], *layer.class_names[:-2])
     return layer.name == "in_proj_weight" or any(map(_ATTENTION.fullmatch, names))
 
 
-def _input_projection(layers: Layers, layer: Layer) -> Fused | None:
+def _input_projection(layer: Layer) -> Fused | None:
     """Return the parts of `in_proj`, as in Mamba; None if it is the first layer of an MLP or reduces its input."""
-    rows, beside = layer.rows, layers.beside(layer)
-    if layers.readers(layer, rows) or (rows <= layer.cols and not beside) or _alternates(layers, layer):
+    rows, beside = layer.rows, layer.beside
+    if layer.readers or (rows <= layer.cols and not beside) or _alternates(layer):
         return None
     inner = next((other.cols for other in beside if _OUT_NAME.fullmatch(other.name)), None)
     if inner is not None and rows in (2 * inner, 3 * inner):
-        is_known = layers.number_at(layer.parent, ("intermediate_size", "d_inner")) == inner and rows == 2 * inner
+        is_known = layer.find_number("intermediate_size", "d_inner") == inner and rows == 2 * inner
         sizes = _split_sizes(*[inner] * (rows // inner))
         return Fused(f"{rows // inner} matrices", sizes, is_known=is_known)
-    groups = layers.number_at(layer.parent, ("n_groups", "ngroups"))
-    state = layers.number_at(layer.parent, ("ssm_state_size", "d_state", "state_size"))
-    heads = layers.number_at(layer.parent, HEADS)
+    groups = layer.find_number("n_groups", "ngroups")
+    state = layer.find_number("ssm_state_size", "d_state", "state_size")
+    heads = layer.find_number(*HEADS)
     if inner and groups and state and heads and rows == 2 * (inner + groups * state) + heads:
         sizes = _split_sizes(inner, inner, groups * state, groups * state, heads)
         return Fused("z, x, B, C, dt", sizes, is_known=True)
     return Fused("several matrices")
 
 
-def _attention(layers: Layers, layer: Layer) -> Fused:
+def _attention(layer: Layer) -> Fused:
     """Return Q, K and V, or K and V where queries have a weight of their own."""
-    if _queries(layers, layer):
-        return _keys_and_values(layers, layer) or Fused("K, V")
+    if _queries(layer):
+        return _keys_and_values(layer) or Fused("K, V")
     if _LATENTS_NAME.fullmatch(layer.name):
-        ranks = [layers.number_at(layer.parent, (n,)) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
+        ranks = [layer.find_number(n) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
         latents = [rank for rank in ranks if rank is not None]
         is_known = len(latents) == len(ranks) and sum(latents) == layer.rows
         return Fused("latent Q, latent K and V, rotary K", _split_sizes(*latents) if is_known else (), (), is_known)
-    numbers = layers.heads_at(layer.parent)
-    is_by_head = any(map(BY_HEAD_CLASS.search, layers.class_names(layer.parent)))
+    numbers = layer.heads
+    is_by_head = any(map(BY_HEAD_CLASS.search, layer.class_names))
     if is_by_head or "query_key_value" in layer.name:
-        size = layers.number_at(layer.parent, HEAD_DIM) if numbers is None else numbers.size
+        size = layer.find_number(*HEAD_DIM) if numbers is None else numbers.size
         size = size or (layer.cols // numbers.count if numbers is not None else 0)
         cut = _equal_heads(layer, size)
-        is_sized = numbers is not None and (numbers.size is not None or _read(layers, layer) == numbers.count * size)
+        is_sized = numbers is not None and (numbers.size is not None or _read(layer) == numbers.count * size)
         return Fused("Q, K, V by head", cut, cut if is_sized else ())
-    return _attention_by_numbers(layers, layer, numbers) or Fused(
-        "Q, K, V", _split_sizes(*sizes) if (sizes := _attention_sizes(layers, layer)) else ()
-    )
+    return _attention_by_numbers(layer, numbers) or Fused("Q, K, V", _attention_by_shapes(layer))
 
 
-def _read(layers: Layers, layer: Layer) -> int | None:
+def _read(layer: Layer) -> int | None:
     """Return the inputs of the output projection beside a layer."""
-    return next((o.cols for o in layers.beside(layer) if _OUT_NAME.fullmatch(o.name) and o.rows == layer.cols), None)
+    return next((o.cols for o in layer.beside if _OUT_NAME.fullmatch(o.name) and o.rows == layer.cols), None)
 
 
-def _attention_by_numbers(layers: Layers, layer: Layer, numbers: HeadNumbers | None) -> Fused | None:
+def _attention_by_numbers(layer: Layer, numbers: HeadNumbers | None) -> Fused | None:
     """Return Q, K and V, and a gate before or after them, if numbers of the module or its configuration fit."""
     rows, is_in_order = layer.rows, _IN_ORDER_NAME.fullmatch(layer.name) is not None
-    key_dim, value_dim = (layers.number_at(layer.parent, (name,)) for name in ("key_dim", "value_dim"))
+    key_dim, value_dim = (layer.find_number(name) for name in ("key_dim", "value_dim"))
     if key_dim and value_dim:  # linear attention
         if 2 * key_dim + value_dim != rows:
             return Fused("Q, K, V")
-        key, value = (layers.number_at(layer.parent, (name,)) or 0 for name in ("head_k_dim", "head_v_dim"))
+        key, value = (layer.find_number(name) or 0 for name in ("head_k_dim", "head_v_dim"))
         by_head: Options = ()
         if is_in_order and key and value and key_dim % key == 0 and value_dim % value == 0:
             by_head = _split_sizes(*[key] * (2 * key_dim // key), *[value] * (value_dim // value))
         return Fused("Q, K, V", _split_sizes(key_dim, key_dim, value_dim), by_head, is_in_order)
     if numbers is None:
         return None
-    heads, kv_heads, head_dim, read = numbers.count, numbers.kv_count, numbers.size, _read(layers, layer)
+    heads, kv_heads, head_dim, read = numbers.count, numbers.kv_count, numbers.size, _read(layer)
     has_gate = _GATE_FIRST_NAME.fullmatch(layer.name) is not None
     if kv_heads is head_dim is read is None and rows != (4 if has_gate else 3) * layer.cols:  # queries may be grouped
         return None
@@ -311,20 +307,20 @@ def _attention_by_numbers(layers: Layers, layer: Layer, numbers: HeadNumbers | N
     return Fused(parts, _split_sizes(*sizes), by_head, is_in_order or has_gate)
 
 
-def _attention_sizes(layers: Layers, layer: Layer) -> Sequence[int] | None:
-    """Return the rows of Q, K and V as the output projection beside the layer suggests them."""
-    rows, read = layer.rows, _read(layers, layer)
+def _attention_by_shapes(layer: Layer) -> Options:
+    """Return the option that splits Q, K and V as the output projection beside the layer suggests."""
+    rows, read = layer.rows, _read(layer)
     if _QKV_ALONE_NAME.fullmatch(layer.name) is None:
-        return None
+        return ()
     if read is not None and read < rows <= 3 * read and (rows - read) % 2 == 0:
-        return read, (rows - read) // 2, (rows - read) // 2
-    return (layer.cols,) * 3 if read is None and rows == 3 * layer.cols else None
+        return _split_sizes(read, (rows - read) // 2, (rows - read) // 2)
+    return _equal(layer, 3) if read is None and rows == 3 * layer.cols else ()
 
 
-def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
+def _keys_and_values(layer: Layer) -> Fused | None:
     """Return K and V if the weight has twice the rows of one of them; shared ones are one matrix."""
-    queries = _queries(layers, layer)
-    numbers = layers.heads_at(layer.parent)
+    queries = _queries(layer)
+    numbers = layer.heads
     heads, head_dim = (None, None) if numbers is None else (numbers.kv_count or numbers.count, numbers.size)
     size = heads * head_dim if heads and head_dim else next(iter(queries), 0)
     if not queries or layer.rows != 2 * size:
@@ -333,39 +329,39 @@ def _keys_and_values(layers: Layers, layer: Layer) -> Fused | None:
     return Fused("K, V", _equal(layer, 2), _equal_heads(layer, head_dim or 0) if is_known else (), is_known)
 
 
-def _queries_and_gate(layers: Layers, layer: Layer) -> Fused | None:
+def _queries_and_gate(layer: Layer) -> Fused | None:
     """Return Q and a gate of its size, as in Qwen3-Next; nothing tells whether they alternate head by head."""
-    numbers = layers.heads_at(layer.parent)
+    numbers = layer.heads
     if numbers is None or numbers.size is None:
         return None
     heads, size = numbers.count, numbers.size
-    if layer.rows != 2 * heads * size or _read(layers, layer) != heads * size:
+    if layer.rows != 2 * heads * size or _read(layer) != heads * size:
         return None
     cut = _equal_heads(layer, size)  # a block of this size is a head or a gate either way
     return Fused("Q, gate", cut, cut)
 
 
-def _queries(layers: Layers, layer: Layer) -> list[int]:
+def _queries(layer: Layer) -> list[int]:
     """Return the rows of the weights of queries beside a layer."""
-    beside = [other for other in layers.beside(layer) if _QUERY_NAME.fullmatch(other.name)]
+    beside = [other for other in layer.beside if _QUERY_NAME.fullmatch(other.name)]
     return [other.rows for other in beside if other.facts.other_reason is None]  # no learned tokens
 
 
-def _latent(layers: Layers, layer: Layer) -> Fused | None:
+def _latent(layer: Layer) -> Fused | None:
     """Return the compressed K and V and the rotary key; None if there is no rotary key in it."""
-    expands = [other.cols for other in layers.beside(layer) if _HEADS_NAME.fullmatch(other.name)]
-    rank = layers.number_at(layer.parent, ("kv_lora_rank",)) or next(iter(expands), None)
+    expands = [other.cols for other in layer.beside if _HEADS_NAME.fullmatch(other.name)]
+    rank = layer.find_number("kv_lora_rank") or next(iter(expands), None)
     if rank is None or rank >= layer.rows:
         return None
-    numbers = [layers.number_at(layer.parent, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+    numbers = [layer.find_number(name) for name in ("kv_lora_rank", "qk_rope_head_dim")]
     is_known = numbers == [rank, layer.rows - rank]
     return Fused("latent K and V, rotary K", _split_sizes(rank, layer.rows - rank), is_known=is_known)
 
 
-def _latent_heads(layers: Layers, layer: Layer) -> Fused:
+def _latent_heads(layer: Layer) -> Fused:
     """Return K and V of every head, which alternate."""
-    heads = layers.number_at(layer.parent, HEADS)
-    key, value = (layers.number_at(layer.parent, (name,)) for name in ("qk_nope_head_dim", "v_head_dim"))
+    heads = layer.find_number(*HEADS)
+    key, value = (layer.find_number(name) for name in ("qk_nope_head_dim", "v_head_dim"))
     if not (heads and key and value) or heads * (key + value) != layer.rows:
         return Fused("K, V by head")
     if key == value:

@@ -40,6 +40,7 @@ class Source:
 
     where: str  # for errors: "MuonOptimizer", "a parameter group", "overrides['fc.*']"
     options: dict[str, Any]
+    beside: Sequence[Rule] = ()  # the rules of all parameters here, as far as they decide whose option a name is
     is_constructor: bool = False  # there, options of element-wise rules need their prefix
     lr_is_for_others: bool = False  # in a constructor without matrices, lr belongs to the element-wise rule
     taken: set[str] = field(default_factory=set)
@@ -56,11 +57,11 @@ class Source:
         near = "; leave it out" if unknown[0] in _OF_TORCH else suggestion(unknown[0], known)
         raise UnknownOptionError(f"Unknown option {', '.join(map(repr, unknown))} in {self.where}{near}")
 
-    def of(self, rule: Rule, beside: Sequence[Rule]) -> dict[str, Any]:
-        """Return the options passed here for parameters of a rule; `beside` are the rules of other parameters here."""
+    def of(self, rule: Rule) -> dict[str, Any]:
+        """Return the options passed here for parameters of a rule."""
         result: dict[str, Any] = {}
         for name, value in self.options.items():
-            own = self._own_name(name, rule, beside)
+            own = self._own_name(name, rule)
             if own is None:
                 continue
             if own in result:
@@ -74,14 +75,14 @@ class Source:
                 result[own] = value
         return result
 
-    def origin_of_lr(self, rule: Rule, beside: Sequence[Rule]) -> str | None:
+    def origin_of_lr(self, rule: Rule) -> str | None:
         """Return which option here sets the lr of a rule, for a report; None if none does."""
         for name, value in self.options.items():
-            if value is not None and self._own_name(name, rule, beside) == "lr":
+            if value is not None and self._own_name(name, rule) == "lr":
                 return f"{name} of {self.where}"
         return None
 
-    def _own_name(self, name: str, rule: Rule, beside: Sequence[Rule]) -> str | None:
+    def _own_name(self, name: str, rule: Rule) -> str | None:
         """Return the option of the rule that a name refers to in this place; None if it refers to none."""
         if not rule.needs_matrices:
             for option in rule.all_options:
@@ -91,7 +92,7 @@ class Source:
                 return name if prefixed(rule, name) not in self.options else None
             if self.is_constructor and not (name == "lr" and self.lr_is_for_others):
                 return None
-            if any(other.needs_matrices and name in other.all_options for other in beside):
+            if any(other.needs_matrices and name in other.all_options for other in self.beside):
                 return None
         return name if name in rule.all_options else None
 
@@ -130,12 +131,7 @@ class Source:
 
 def rules_with_option(name: str) -> list[Rule]:
     """Return the rules that have an option of this name, bare or prefixed with the name of the rule."""
-    return [
-        rule
-        for rule in RULES.values()
-        if name in rule.all_options
-        or (not rule.needs_matrices and any(name == prefixed(rule, option) for option in rule.all_options))
-    ]
+    return [rule for rule in RULES.values() if name in _names_of(rule)]
 
 
 def prefixed(rule: Rule, option: str) -> str:
@@ -143,11 +139,14 @@ def prefixed(rule: Rule, option: str) -> str:
     return f"{rule.name}_{option}"
 
 
+def _names_of(rule: Rule) -> set[str]:
+    """Return the names under which users pass the options of a rule."""
+    return {*rule.all_options, *(prefixed(rule, option) for option in rule.all_options if not rule.needs_matrices)}
+
+
 def _option_names() -> list[str]:
-    """Return the names of all options of all rules, bare and prefixed, in alphabetical order."""
-    bare = {option for rule in RULES.values() for option in rule.all_options}
-    others = [rule for rule in RULES.values() if not rule.needs_matrices]
-    return sorted(bare | {prefixed(rule, option) for rule in others for option in rule.all_options})
+    """Return the names of all options of all rules, in alphabetical order."""
+    return sorted(set().union(*map(_names_of, RULES.values())))
 
 
 def our_name(key: object) -> str | None:
@@ -165,13 +164,13 @@ def resolve(
     rule: Rule,
     class_defaults: Mapping[str, Any],
     parameter_defaults: Mapping[str, Any],
-    sources: Sequence[tuple[Source, Sequence[Rule]]],  # general to specific, each with `beside` of `Source.of`
+    sources: Sequence[Source],  # general to specific
 ) -> Group:
     """Return the options of a group: defaults of the rule and of the class, then those of each source in turn."""
     options: Group = {name: option.default for name, option in rule.all_options.items()}
     options.update({name: value for name, value in class_defaults.items() if name in options})
-    for index, (source, beside) in enumerate(sources):
-        options.update(source.of(rule, beside))
+    for index, source in enumerate(sources):
+        options.update(source.of(rule))
         if index == 0:  # a group or an override may still change them
             options.update(parameter_defaults)
     group = {"rule": rule.name, **canonical(options)}

@@ -201,7 +201,7 @@ def make_records(
         replicas: over which ranks parameters are replicas, and whether their state is sharded over these.
         offloads_state: whether moments are kept in the memory of the host.
     """
-    layouts = iter(layouts_of_groups(groups, routes, replicas))
+    layouts = iter(replicas.layouts(groups, routes))
     shards_state = replicas.check_state([tensor for group in groups for tensor in group["params"]])
     records: list[ParameterRecord] = []
     for index, (group, group_routes) in enumerate(zip(groups, routes, strict=True)):
@@ -231,17 +231,6 @@ def make_records(
     return records
 
 
-def layouts_of_groups(
-    groups: Sequence[Group], routes: Sequence[Sequence[Route]], replicas: Replicas
-) -> list[tuple[Layout, Ranks | None]]:
-    """Return the layout of every parameter of all groups, and the ranks of `replicate_mesh` that repeat it, or None."""
-    return replicas.layouts(
-        [tensor for group in groups for tensor in group["params"]],
-        [route for group_routes in routes for route in group_routes],
-        [RULES[group["rule"]].needs_matrices for group in groups for _ in group["params"]],
-    )
-
-
 def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | None:
     """Return how a parameter of a group is read as matrices; None under an element-wise rule.
 
@@ -264,25 +253,22 @@ def view_of(group: Group, route: Route, shape: tuple[int, ...]) -> MatrixView | 
 
 def _decides_cut(group: Group) -> bool:
     """Return whether options of a group say how the rows of its parameters are cut, or that they are not."""
-    return group["view"] != "auto" or group["num_heads"] is not None or group["split_sizes"] is not None
+    return any(group.get(name) not in (None, "auto") for name in ("view", "num_heads", "split_sizes"))
 
 
 def is_cut_by_model(group: Group, route: Route) -> bool:
     """Return whether a parameter is cut into matrices as its model says, and not by options of its group."""
-    if not RULES[group["rule"]].needs_matrices or _decides_cut(group):
-        return False
-    view = view_of(group, route, route.shape)
+    view = None if _decides_cut(group) else view_of(group, route, route.shape)
     return view is not None and (len(view.row_heights) > 1 or view.stacked_heads > 1)
 
 
 def looks_fused(group: Group, route: Route) -> Fused | None:
     """Return what a parameter seems to consist of, if it is read as one matrix and the user has not decided that."""
-    if not RULES[group["rule"]].needs_matrices or route.fused is None or _decides_cut(group):
-        return None
-    if is_cut_by_model(group, route):
+    if route.fused is None or _decides_cut(group) or is_cut_by_model(group, route):
         return None
     view = view_of(group, route, route.shape)
-    assert view is not None
+    if view is None:
+        return None
     rows = sum(view.row_heights)  # `transposed` may have changed them
     options = dict(route.fused.options)
     fits = sum(options.get("split_sizes", (rows,))) == rows and rows % options.get("num_heads", 1) == 0
@@ -315,7 +301,7 @@ def state_bytes(
     total = 0
     for spec in specs:
         if spec.is_moment and encoding is not None:
-            total += encoding.num_bytes(spec, shard)
+            total += encoding.num_bytes(shard)
         else:
             shape = shard if spec.is_sharded else spec.shape(parameter, view)
             total += shape.numel() * spec.dtype(parameter).itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from torch.distributed.tensor import Shard
 
 from muon_fsdp.comm.dtensors import is_ignored_by_ddp, layouts_of
 from muon_fsdp.comm.process_groups import Ranks, is_destroyed
+from muon_fsdp.parameters.groups import Group
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
+from muon_fsdp.rules import RULES
 
 ReplicateMesh: TypeAlias = DeviceMesh | Mapping[str, DeviceMesh | None]
 EVERY_NAME = "*"
@@ -100,17 +103,14 @@ class Replicas:
         used = set(map(self._pattern_of, names))
         return [pattern for pattern in self._ranks_of_pattern if self.has_patterns and pattern not in used]
 
-    def layouts(
-        self, parameters: Sequence[Tensor], routes: Sequence[Route], are_matrices: Sequence[bool]
-    ) -> list[tuple[Layout, Ranks | None]]:
-        """Find the layout of every parameter.
+    def layouts(self, groups: Sequence[Group], routes: Sequence[Sequence[Route]]) -> list[tuple[Layout, Ranks | None]]:
+        """Find the layout of every parameter of all groups.
 
         Element-wise rules send nothing, so their parameters stay in their own layout.
 
         Args:
-            parameters: plain tensors and DTensors.
-            routes: one per parameter, with its name.
-            are_matrices: whether the parameter has a rule of matrices.
+            groups: the parameter groups of an optimizer.
+            routes: for every group, the route of each of its parameters.
 
         Returns:
             Layouts, of which equal ones are the same object; beside each, the ranks of the mesh that the parameter is
@@ -118,10 +118,12 @@ class Replicas:
         """
         found: list[tuple[Layout, Ranks | None]] = []
         known: dict[tuple[int, Ranks], tuple[Layout, Ranks | None]] = {}  # by the id() of the own layout
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        rules = [RULES[group["rule"]] for group in groups for _ in group["params"]]
         own = layouts_of(parameters, self._plain_ranks)
         same = {layout: layout for layout in own}
-        for parameter, layout, route, is_matrix in zip(parameters, own, routes, are_matrices, strict=True):
-            ranks = self.over(route.name) if is_matrix and not is_ignored_by_ddp(parameter) else None
+        for parameter, layout, route, rule in zip(parameters, own, chain(*routes), rules, strict=True):
+            ranks = self.over(route.name) if rule.needs_matrices and not is_ignored_by_ddp(parameter) else None
             if ranks is None:
                 found.append((layout, None))
                 continue

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muon_fsdp.declarations.settings import Attention
 from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.experts import find_experts
-from muon_fsdp.parameters.facts import Facts, Fused, Layers, vocabulary_tables
+from muon_fsdp.parameters.facts import Facts, Fused, Layers, Options, vocabulary_tables
 from muon_fsdp.parameters.fused import find_fused
 from muon_fsdp.parameters.names import clean_name, plain_name
 from muon_fsdp.rules import RULES, rule_named
@@ -59,8 +59,7 @@ class Route:
     pattern: str | None = None  # the override that matches its name
     overridden: tuple[str, ...] = ()  # the names of the options that this override sets for it
     lr_origin: str = ""  # which option its learning rate came from, if its rule may follow the matrices
-    # Options of this parameter, as pairs, unless its group or an override sets them.
-    defaults: tuple[tuple[str, Any], ...] = ()
+    defaults: Options = ()  # of this parameter, unless its group or an override sets them
     given_name: str | None = None  # as the user passed it, including what wrappers insert
     unnamed_position: int | None = None  # its number among all parameters, if it has no name
     decided: bool = False  # by the user, with an override or the rule of a group
@@ -115,7 +114,7 @@ class Router:
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
         self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
-        self.attention: Attention = attention
+        self._attention: Attention = attention
         self.warnings: list[str] = []
         self._facts: dict[int, Facts] = {}
         self._doubts: list[_Doubt] = []
@@ -127,9 +126,10 @@ class Router:
         Facts are keyed by the identity of parameters, so they are dropped afterwards.
         """
         if model is not None:
-            self._facts, self._doubts = _facts_of_model(model, self.other_rule, self.attention)
+            self._facts, self._doubts = _facts_of_model(model, self.other_rule, self._attention)
         else:
-            self._facts = _facts_of_names(named, self.attention)
+            self._facts = {id(p): _facts_of_name(clean_name(name), p, named=True) for name, p in named}
+            _add_structure(self._facts, {}, self._attention)
         try:
             yield
         finally:
@@ -246,20 +246,18 @@ def _facts_of_name(name: str, parameter: Tensor, *, named: bool) -> Facts:
     if leaf.isdigit() and path:  # an element of a ParameterList
         leaf = path.pop()
     owner = path[-1] if path else ""
-    if _BIAS_NAME.search(leaf):
-        facts.other_reason = "bias, by name"
-    elif _ADAPTER_NAME.search(name):
-        facts.other_reason = "adapter of an embedding, by name"
-    elif _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf):
-        facts.other_reason = "embedding, by name"
-    elif _is_head_name(name):
-        facts.other_reason = "output head, by name"
-    elif _DECAY_NAME.search(leaf):
-        facts.other_reason = "decay rates, by name"
-    elif _TOKEN_NAME.search(leaf):
-        facts.other_reason = "learned tokens, by name"
-    elif _TABLE_NAME.search(leaf):
-        facts.other_reason = "table, by name"
+    purposes = {  # the first that holds counts
+        "bias": _BIAS_NAME.search(leaf),
+        "adapter of an embedding": _ADAPTER_NAME.search(name),
+        "embedding": _EMBEDDING_NAME.search(owner if leaf == "weight" else leaf),
+        "output head": _is_head_name(name),
+        "decay rates": _DECAY_NAME.search(leaf),
+        "learned tokens": _TOKEN_NAME.search(leaf),
+        "table": _TABLE_NAME.search(leaf),
+    }
+    purpose = next((purpose for purpose, is_so in purposes.items() if is_so), None)
+    if purpose is not None:
+        facts.other_reason = f"{purpose}, by name"
     elif "conv" in owner and parameter.ndim >= 3:
         facts.view, facts.matrix_reason = "flatten", "convolution, by name"
     facts.matrix_reason = facts.matrix_reason or _factor_reason(facts.name)
@@ -276,13 +274,6 @@ def _is_head_name(name: str, pattern: re.Pattern[str] = _HEAD_NAME) -> bool:
     """Return whether the parameter's module is named like an output head and is not part of a repeated block."""
     *path, _ = name.lower().split(".")
     return bool(path) and pattern.fullmatch(path[-1]) is not None and not any(part.isdigit() for part in path)
-
-
-def _facts_of_names(named: Iterable[tuple[str, Tensor]], attention: Attention) -> dict[int, Facts]:
-    """Return facts about parameters whose names are known, but not their model."""
-    facts = {id(parameter): _facts_of_name(clean_name(name), parameter, named=True) for name, parameter in named}
-    _add_structure(facts, {}, attention)
-    return facts
 
 
 def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module], attention: Attention) -> None:

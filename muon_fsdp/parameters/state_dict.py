@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
@@ -26,11 +26,10 @@ from muon_fsdp.parameters.records import ParameterRecord, is_cut_by_model
 from muon_fsdp.parameters.stored_state import (
     create_state,
     decode_state,
-    encode_state,
     host_bytes,
-    in_place,
     is_offloaded,
     is_stored,
+    store_state,
 )
 from muon_fsdp.plan.layout import LayoutError
 from muon_fsdp.rules import RULES
@@ -64,7 +63,7 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
     State that no longer fits, because the rule, view or shape of its parameter was changed, is replaced with a warning.
     State that is stored in another form than its group asks for is converted.
     """
-    arena = _arena(records, lambda record, spec: spec.name not in states[record.tensor])
+    arena = _arena(records, states)
     for record in records:
         state, parameter = states[record.tensor], record.tensor
         template: Tensor | None = None
@@ -86,17 +85,19 @@ def create_missing(records: Sequence[ParameterRecord], states: MutableMapping[Te
             for name in [name for name in state if name not in working]:
                 del state[name]  # scales
             for spec in record.all_state:
-                stored = encode_state(record, spec, working[spec.name])
-                state.update(in_place(record, spec, stored, {}, arena))
+                state.update(store_state(record, spec, working[spec.name], {}, arena))
 
 
-def _arena(
-    records: Sequence[ParameterRecord], is_wanted: Callable[[ParameterRecord, StateSpec], bool] = lambda *_: True
-) -> HostArena:
-    """Return memory of the host for all state that is kept there, or for the kinds that are wanted."""
-    sizes = [host_bytes(record, spec) for record in records for spec in record.all_state if is_wanted(record, spec)]
+def _arena(records: Sequence[ParameterRecord], present: Mapping[Any, State]) -> HostArena:
+    """Return memory of the host for the state that is kept there, and that parameters lack at present."""
+    size = sum(
+        host_bytes(record, spec)
+        for record in records
+        for spec in record.all_state
+        if spec.name not in present.get(record.tensor, {})
+    )
     devices = (record.device for record in records)
-    return HostArena(sum(sizes), next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
+    return HostArena(size, next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 def boxes_of(groups: Sequence[Group], states: Mapping[Tensor, State]) -> dict[str, Any]:
@@ -139,9 +140,9 @@ class GivenState:
     def __reduce__(self) -> tuple[type[GivenState], tuple[()]]:
         return GivenState, ()  # a copy of the optimizer has returned nothing yet
 
-    def has_made(self, value: Tensor) -> bool:
-        """Return whether a tensor is one of these."""
-        return self._made.get(id(value)) is value
+    def ids(self) -> set[int]:
+        """Return the `id` of these tensors."""
+        return set(self._made)
 
 
 def saved_boxes(state_dict: StateDict) -> Sequence[Any]:
@@ -164,7 +165,7 @@ def check_and_complete(
     optimizer: torch.optim.Optimizer,
     records: Sequence[ParameterRecord],
     state_dict: StateDict,
-    given: Callable[[Tensor], bool],
+    given: Set[int],
 ) -> StateDict:
     """Raise if `state_dict` does not fit, naming every mismatch; else return it with missing group keys filled in.
 
@@ -175,18 +176,13 @@ def check_and_complete(
         _forget_what_is_loaded(optimizer, state_dict)
         lines = "".join(f"\n\t{line}" for line in mismatches)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(optimizer).__name__}:{lines}")
-    groups = [
-        {**_options(group), STARTED: True, **saved, **canonical(_options(saved)), **keys_of_others(saved), **kept}
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-        # How state is stored is decided here, not by who saved it.
-        for kept in [
-            {
-                option.name: group[option.name]
-                for option in STORAGE_OPTIONS
-                if option.name in group and not option.per_step
-            }
-        ]
-    ]
+    # How state is stored is decided here, not by who saved it.
+    kept = [option.name for option in STORAGE_OPTIONS if not option.per_step]
+    groups = []
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        ours = {name: group[name] for name in kept if name in group}
+        theirs = {**saved, **canonical(_options(saved)), **keys_of_others(saved)}
+        groups.append({**_options(group), STARTED: True, **theirs, **ours})
     return {**state_dict, "param_groups": groups}
 
 
@@ -243,7 +239,7 @@ def fitting_state(
     """
     saved = dict(state_dict["state"])
     result: dict[Any, Any] = {}
-    arena = _arena(records, lambda record, spec: spec.name not in present.get(record.tensor, {}))
+    arena = _arena(records, present)
     for record, key, _ in _with_saved(records, state_dict["param_groups"]):
         values = saved.pop(key, None)
         if values:
@@ -253,9 +249,8 @@ def fitting_state(
                 if spec.name in values:
                     device = record.tensor.device if spec.is_sharded else record.device
                     device = torch.device("cpu") if is_offloaded(record, spec) else device
-                    value = _fit(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
-                    stored, kept = encode_state(record, spec, value), present.get(record.tensor, {})
-                    own |= in_place(record, spec, stored, kept, arena)
+                    value = fit_state(torch.as_tensor(values[spec.name]).detach(), spec, template, device)
+                    own |= store_state(record, spec, value, present.get(record.tensor, {}), arena)
                 else:  # the remainder of weights that were rounded otherwise when they were saved
                     own |= create_state(record, spec, template, arena)
             known = {*own, REMAINDER}
@@ -276,7 +271,7 @@ def _copy(value: Any, device: torch.device) -> Any:
     return type(value)(_copy(each, device) for each in value) if type(value) in (list, tuple) else deepcopy(value)
 
 
-def _fit(value: Tensor, spec: StateSpec, parameter: Tensor, device: torch.device) -> Tensor:
+def fit_state(value: Tensor, spec: StateSpec, parameter: Tensor, device: torch.device) -> Tensor:
     """Return a copy of the value on a device, in the layout of the parameter or of a template of its state."""
     part = local_part(value, parameter) if spec.is_sharded else value
     part = part.to(device=device, dtype=spec.dtype(parameter), copy=True)
@@ -287,7 +282,7 @@ def _mismatches(
     optimizer: torch.optim.Optimizer,
     records: Sequence[ParameterRecord],
     state_dict: StateDict,
-    given: Callable[[Tensor], bool],
+    given: Set[int],
 ) -> list[str]:
     """Return a line for everything in a state dict that does not fit the optimizer."""
     groups, saved_groups, states = optimizer.param_groups, state_dict.get("param_groups"), state_dict.get("state")
@@ -305,11 +300,10 @@ def _mismatches(
         return _group_mismatches(groups, records, saved_groups)
     mismatches, rule_changes = _partial_loads(records, state_dict), []
     mismatches += _shards_of_others(records, state_dict, given)
-    saved_names: list[str | None] = [
-        name
-        for group, saved in zip(groups, saved_groups, strict=True)
-        for name in _names_in(saved, named="param_names" in group)
-    ]
+    saved_names: list[str | None] = []
+    for group, saved in zip(groups, saved_groups, strict=True):
+        names = _saved_names(saved) if "param_names" in group else None
+        saved_names += names or [None] * len(saved["params"])
     for (record, key, saved), saved_name in zip(_with_saved(records, saved_groups), saved_names, strict=True):
         if saved_name is not None and saved_name != record.name:
             mismatches.append(f"{record.name}: the saved parameter in its place is {saved_name!r}")
@@ -354,16 +348,14 @@ def _partial_loads(records: Sequence[ParameterRecord], state_dict: StateDict) ->
     return lines
 
 
-def _shards_of_others(
-    records: Sequence[ParameterRecord], state_dict: StateDict, given: Callable[[Tensor], bool]
-) -> list[str]:
+def _shards_of_others(records: Sequence[ParameterRecord], state_dict: StateDict, given: Set[int]) -> list[str]:
     """Return a line about state that another rank has saved. It looks like this rank's: a DTensor has no other mark.
 
     Args:
         records: one per parameter.
         state_dict: what is loaded. Without boxes, only a shard of another shape is noticed.
-        given: whether a tensor is one that `state_dict()` has returned here. torch.distributed.checkpoint may have
-            loaded into it, while it gives all ranks the boxes of one rank.
+        given: the `id` of the tensors that `state_dict()` has returned here. torch.distributed.checkpoint may have
+            loaded into them, while it gives all ranks the boxes of one rank.
     """
     boxes = saved_boxes(state_dict)
     found: dict[str, str] = {}  # by the name of the parameter
@@ -373,7 +365,7 @@ def _shards_of_others(
         for value in values.values():
             if not (isinstance(value, DTensor) and isinstance(template, DTensor)):
                 continue
-            if given(value) or not can_take_part(value, template):
+            if id(value) in given or not can_take_part(value, template):
                 continue
             own, box = _box(template), boxes[record.position]
             if own is None:
@@ -423,11 +415,6 @@ def _saved_names(saved: dict[str, Any]) -> list[str] | None:
     names = saved.get("param_names") or [key for key in keys if isinstance(key, str)]
     ordered = keys if set(keys) == set(names) else names
     return [clean_name(name) for name in ordered] if len(ordered) == len(keys) else None
-
-
-def _names_in(saved: dict[str, Any], *, named: bool) -> Sequence[str | None]:
-    """Return the names of a saved group's parameters; Nones where this optimizer or the saved one has no names."""
-    return (_saved_names(saved) if named else None) or [None] * len(saved["params"])
 
 
 def _group_mismatches(

@@ -20,20 +20,20 @@ def stored_tensors(record: ParameterRecord, state: Mapping[str, Any]) -> list[tu
     """Return the local tensors that the kernels of a parameter's rule read, with the dtypes that they must have."""
     assert record.rule.fused is not None
     specs = {spec.name: spec for spec in record.all_state}
-    found = []
-    for name in record.rule.fused.layout.states:
-        names, dtypes = _names(specs[name], record.encoding), _dtypes(specs[name], record)
-        found += [(local(state[each]), dtype) for each, dtype in zip(names, dtypes, strict=True)]
-    return found
+    return [
+        (local(state[name]), dtype)
+        for kind in record.rule.fused.layout.states
+        for name, dtype in _dtypes(specs[kind], record).items()
+    ]
 
 
 def is_stored(record: ParameterRecord, state: Mapping[str, Any]) -> bool:
     """Return whether a parameter has all of its state, in the form that its group asks for."""
     for spec in record.all_state:
-        names = _names(spec, record.encoding)
-        if not all(name in state for name in names):
+        dtypes = _dtypes(spec, record)
+        if not dtypes.keys() <= state.keys():
             return False
-        if spec.is_sharded and tuple(state[name].dtype for name in names) != _dtypes(spec, record):
+        if spec.is_sharded and any(state[name].dtype != dtype for name, dtype in dtypes.items()):
             return False
     return True
 
@@ -52,9 +52,10 @@ def is_offloaded(record: ParameterRecord, spec: StateSpec) -> bool:
 
 def stored_forms(record: ParameterRecord, spec: StateSpec) -> list[tuple[str, torch.Size, torch.dtype]]:
     """Return the names, local shapes and dtypes of the tensors in which a moment is stored."""
-    shape = record.part().shape
-    shapes = [shape, *([record.encoding.scales_shape(shape)] if record.encoding and record.encoding.has_scales else [])]
-    return list(zip(_names(spec, record.encoding), shapes, _dtypes(spec, record), strict=True))
+    encoding, shape = record.encoding, record.part().shape
+    shapes = [shape] if encoding is None or not encoding.has_scales else [shape, encoding.scales_shape(shape)]
+    dtypes = _dtypes(spec, record)
+    return list(zip(dtypes, shapes, dtypes.values(), strict=True))
 
 
 def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, arena: HostArena) -> State:
@@ -66,7 +67,7 @@ def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, are
     if encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
         value = spec.create(template, record.view)
         return {spec.name: value if spec.is_sharded else value.to(record.device)}
-    dtype = encoding.dtypes(spec, template)[0]
+    dtype = encoding.dtypes(spec)[spec.name]
     found = {spec.name: torch.zeros_like(template, dtype=dtype, memory_format=torch.preserve_format)}
     if encoding.has_scales:
         part = local(template)
@@ -74,7 +75,7 @@ def create_state(record: ParameterRecord, spec: StateSpec, template: Tensor, are
     return found
 
 
-def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> State:
+def _encoded(record: ParameterRecord, spec: StateSpec, value: Tensor) -> State:
     """Return state of one kind in the form in which it is stored, given that in working precision."""
     if record.encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
         dtype = spec.dtype(record.tensor)
@@ -84,18 +85,19 @@ def encode_state(record: ParameterRecord, spec: StateSpec, value: Tensor) -> Sta
     return {**stored, spec.name: like(value, stored[spec.name])}
 
 
-def in_place(
-    record: ParameterRecord, spec: StateSpec, stored: State, known: Mapping[str, Any], arena: HostArena
+def store_state(
+    record: ParameterRecord, spec: StateSpec, value: Tensor, known: Mapping[str, Any], arena: HostArena
 ) -> State:
-    """Return state of one kind where it is kept: if it is offloaded, copied to the tensors that hold it already.
+    """Return state of one kind as it is stored; if it is offloaded, in the tensors that hold it already.
 
     Args:
         record: the parameter.
         spec: the kind of state.
-        stored: the state in the form in which it is stored, on any device.
+        value: the state in working precision, on any device.
         known: the state that the parameter has.
         arena: where tensors that fit come from if there are none.
     """
+    stored = _encoded(record, spec, value)
     forms = stored_forms(record, spec) if is_offloaded(record, spec) else []
     # State of another shape was written by a user, and the step refuses it by name.
     if not forms or any(local(stored[name]).shape != shape for name, shape, _ in forms):
@@ -121,7 +123,7 @@ def decode_state(record: ParameterRecord, state: Mapping[str, Any]) -> dict[str,
     for spec in record.all_state:
         encoding = encoding_of(record, spec, state)
         if encoding is not None and isinstance(spec, PerParameter):
-            stored = {name: local(found.pop(name)) for name in encoding.names(spec)}
+            stored = {name: local(found.pop(name)) for name in encoding.dtypes(spec)}
             found[spec.name] = like(state[spec.name], encoding.decode(spec, stored))
     declared = [spec.name for spec in record.all_state if spec.name in found]
     return {name: found[name] for name in dict.fromkeys((*declared, *found))}
@@ -148,11 +150,8 @@ def encoding_of(record: ParameterRecord, spec: StateSpec, state: Mapping[str, An
     return None
 
 
-def _names(spec: StateSpec, encoding: Encoding | None) -> tuple[str, ...]:
-    return (spec.name,) if encoding is None else encoding.names(spec)
-
-
-def _dtypes(spec: StateSpec, record: ParameterRecord) -> tuple[torch.dtype, ...]:
-    if record.encoding is None:
-        return (spec.dtype(record.tensor),)
-    return record.encoding.dtypes(spec, record.tensor)
+def _dtypes(spec: StateSpec, record: ParameterRecord) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors in which state of one kind is stored, by name."""
+    if record.encoding is None or not isinstance(spec, PerParameter) or not spec.is_moment:
+        return {spec.name: spec.dtype(record.tensor)}
+    return record.encoding.dtypes(spec)

@@ -10,7 +10,7 @@ from muon_fsdp.rules.normuon import NorMuon
 from muon_fsdp.rules.registry import RULES, RuleInfo, available, register, register_built_in, rule_named
 from muon_fsdp.rules.sinkhorn import Sinkhorn
 from muon_fsdp.rules.spectral_sphere import SpectralSphere
-from muon_fsdp.statistics.observer import TopSingular
+from muon_fsdp.statistics.top_singular import TopSingular
 
 BUILT_IN = (Muon, NorMuon, SpectralSphere, Hyperball, Sinkhorn, AdamW)
 for _rule in BUILT_IN:

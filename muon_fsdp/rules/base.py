@@ -11,9 +11,9 @@ from torch import Tensor
 
 from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, PlannedOptions, flag, integer, merge, number, sizes
-from muon_fsdp.declarations.state import PerMatrix, PerParameter, State, StateSpec, working_dtype
+from muon_fsdp.declarations.state import PerMatrix, State, StateSpec, working_dtype
 from muon_fsdp.declarations.views import VIEW_NAMES
-from muon_fsdp.kernels.tables import TableLayout
+from muon_fsdp.kernels.tables import TableLayout, is_on_device
 from muon_fsdp.statistics.observer import STATISTICS
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ VIEW_OPTIONS = (
     ),
 )
 
+# Options that describe a parameter and not the mathematics of its rule, which therefore reads none of them.
+COMMON_OPTIONS = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
 
 # The option of rules whose weight decay is that of `Rule.apply`, arXiv 2510.12402.
 CAUTIOUS_OPTION = Option(
@@ -352,7 +354,8 @@ class Rule:
             states: for each parameter, its `PerParameter` state by name: local tensors, changed in place. It is passed,
                 by its name, only to rules that declare `state_in_apply = True`.
         """
-        lr, weight_decay = _host_number(group["lr"]), group["weight_decay"]
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        lr = lr.reshape(()) if is_on_device(lr) else float(lr)
         weights = [p if p.dtype == u.dtype else p.to(u.dtype) for p, u in zip(params, updates, strict=True)]
         if factors is not None:
             updates = [update * of_update for update, (_, of_update) in zip(updates, factors, strict=True)]
@@ -590,12 +593,6 @@ class Rule:
         return None
 
     @cached_property
-    def _planned_names(self) -> tuple[str, ...]:
-        """Return the names of the options that `direction` may read."""
-        others = {option.name for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
-        return tuple(name for name, o in self.all_options.items() if not o.per_step and name not in others)
-
-    @cached_property
     def plan_names(self) -> tuple[str, ...]:
         """Return the names of the options that a plan depends on: all that may not change at every step."""
         return tuple(name for name, option in self.all_options.items() if not option.per_step)
@@ -608,9 +605,8 @@ class Rule:
     @cached_property
     def per_step_numbers(self) -> tuple[str, ...]:
         """Return the names of the per-step options that are numbers, which `factors` may read."""
-        others = {option.name for option in STORAGE_OPTIONS}
-        names = [name for name in self.per_step_names if name not in others]
-        return tuple(n for n in names if type(self.all_options[n].default) in (int, float))
+        names = [name for name in self.per_step_names if name not in COMMON_OPTIONS]
+        return tuple(name for name in names if type(self.all_options[name].default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return the options of a group that `direction` may read, without those of views.
@@ -618,7 +614,8 @@ class Rule:
         Args:
             group: the options of a group.
         """
-        return PlannedOptions(self.name, {name: group[name] for name in self._planned_names}, self.per_step_names)
+        values = {name: group[name] for name in self.plan_names if name not in COMMON_OPTIONS}
+        return PlannedOptions(self.name, values, self.per_step_names)
 
 
 def shown(value: object) -> str:
@@ -633,26 +630,3 @@ def shown(value: object) -> str:
 def _not_opposed(weight: Tensor, update: Tensor) -> Tensor:
     """Return where update * weight >= 0, by signs: a product of small numbers would be rounded to 0."""
     return ((weight >= 0) & (update >= 0)) | ((weight <= 0) & (update <= 0))
-
-
-def _host_number(value: float | Tensor) -> float | Tensor:
-    """Return a CPU tensor as a number, and a tensor on a device as a scalar tensor, without waiting for the device."""
-    if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" else value.reshape(())
-    return value
-
-
-__all__ = [
-    "FusedKernels",
-    "GroupOptions",
-    "MatrixBatch",
-    "MatrixValues",
-    "Option",
-    "PerMatrix",
-    "PerParameter",
-    "PlannedOptions",
-    "Rule",
-    "State",
-    "StateSpec",
-    "working_dtype",
-]

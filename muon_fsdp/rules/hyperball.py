@@ -12,7 +12,7 @@ from muon_fsdp.declarations.option import PlannedOptions
 from muon_fsdp.declarations.state import PerMatrix, working_dtype
 from muon_fsdp.linalg.scaling import ADAMW_RATIO, RELATIVE_LRS, damp
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, unusual_lr
 
 
 class Hyperball(Muon):
@@ -52,12 +52,15 @@ class Hyperball(Muon):
         Hyperball.directions(self, [batch])
 
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
-        for batch, norms in zip(batches, orthogonalize_batches(batches, lambda *_: 1.0), strict=True):
+        for batch, norms in zip(batches, self._orthogonalize(batches), strict=True):
             # The norm becomes that of an orthogonal matrix and not 1: float16 could not represent the elements.
             dtype = working_dtype(batch.update.dtype)
             size = torch.linalg.vector_norm(batch.update, dim=(-2, -1), keepdim=True, dtype=dtype)
             batch.update.mul_(torch.where(size > 0, min(batch.update.shape[-2:]) ** 0.5 / size, 0.0))
             damp(batch.update, norms, batch.options["momentum_eps"])
+
+    def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
+        return 1.0
 
     def factors(self, values: MatrixValues) -> tuple[Tensor, Tensor]:
         """Return the factors of weights and updates, which bring W - lr R N(O) back to the norm R."""
@@ -69,9 +72,6 @@ class Hyperball(Muon):
         values.diagnostics["norm_over_radius"] = norm / radius
         back = radius / squared.clamp_min(0).sqrt()
         return back, back * radius / min(values.rows, values.cols) ** 0.5
-
-    def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
-        return self.update_dtype is None and options["orthogonalization"] != "exact"
 
     def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -121,8 +121,31 @@ class Muon(Rule):
         Muon.directions(self, [batch])
 
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
-        for batch, norms in zip(batches, orthogonalize_batches(batches, self.factor), strict=True):
+        for batch, norms in zip(batches, self._orthogonalize(batches), strict=True):
             damp(batch.update, norms, batch.options["momentum_eps"])
+
+    def _orthogonalize(self, batches: Sequence[MatrixBatch]) -> list[Tensor]:
+        """Write the orthogonalized matrices of some batches, times `factor`, to their updates in few launches.
+
+        Returns:
+            For each batch one over the Frobenius norms of its matrices, (B,), for `damp`.
+        """
+        norms: dict[int, Tensor] = {}  # by index of the batch
+        alike: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, batch in enumerate(batches):
+            alike[batch.options["orthogonalization"], batch.options["ns_steps"]].append(index)
+        for (method, steps), indices in alike.items():
+            requests = [
+                Request(
+                    each.matrices,
+                    each.update,
+                    self.factor(each.options, *each.matrices.shape[-2:]),
+                    each.inverse_norms,
+                )
+                for each in map(batches.__getitem__, indices)
+            ]
+            norms.update(zip(indices, orthogonalize_together(requests, method=method, steps=steps), strict=True))
+        return [norms[index] for index in range(len(batches))]
 
     def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
         """Return the factor of an orthogonalized (rows, cols) matrix, which is the spectral norm of the update."""
@@ -198,31 +221,6 @@ def unusual_lr(group: GroupOptions, usual: tuple[float, float], effect: str, kee
             f"{remedy}."
         ]
     return [f"lr={lr:g} is far above the usual 0.02. {effect}, so training will likely diverge. Pass lr=0.02."]
-
-
-def orthogonalize_batches(
-    batches: Sequence[MatrixBatch], factor: Callable[[PlannedOptions, int, int], float]
-) -> list[Tensor]:
-    """Write the orthogonalized matrices of some batches to their updates, in as few launches as possible.
-
-    Args:
-        batches: the batches.
-        factor: returns the factor of an orthogonalized matrix from its options, rows and columns.
-
-    Returns:
-        For each batch one over the Frobenius norms of its matrices, (B,), for `damp`.
-    """
-    norms: dict[int, Tensor] = {}  # by index of the batch
-    alike: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for index, batch in enumerate(batches):
-        alike[batch.options["orthogonalization"], batch.options["ns_steps"]].append(index)
-    for (method, steps), indices in alike.items():
-        requests = [
-            Request(each.matrices, each.update, factor(each.options, *each.matrices.shape[-2:]), each.inverse_norms)
-            for each in map(batches.__getitem__, indices)
-        ]
-        norms.update(zip(indices, orthogonalize_together(requests, method=method, steps=steps), strict=True))
-    return [norms[index] for index in range(len(batches))]
 
 
 def _residual(matrices: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from muon_fsdp.declarations.option import Option, fraction, number
 from muon_fsdp.declarations.state import PerMatrix
 from muon_fsdp.linalg.scaling import damp, rescale_rows
 from muon_fsdp.rules.base import MatrixBatch
-from muon_fsdp.rules.muon import Muon, orthogonalize_batches
+from muon_fsdp.rules.muon import Muon
 
 
 class NorMuon(Muon):
@@ -35,7 +35,7 @@ class NorMuon(Muon):
         NorMuon.directions(self, [batch])
 
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
-        for batch, norms in zip(batches, orthogonalize_batches(batches, self.factor), strict=True):
+        for batch, norms in zip(batches, self._orthogonalize(batches), strict=True):
             options = batch.options
             rescale_rows(
                 batch.update,

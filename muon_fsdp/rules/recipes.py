@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -81,7 +81,7 @@ class Recipe:
     lr: Schedule | None = None
     momentum: Schedule | None = None
     weight_decay: Schedule | None = None
-    left_out: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = ()
 
     def scheduler(self, optimizer: Optimizer, total_steps: int) -> RecipeScheduler:
         """Return a scheduler that sets the learning rates, momentum and weight decay of every step.
@@ -294,5 +294,5 @@ _ALL = (
     ),
 )
 recipes: Mapping[str, Recipe] = Recipes(
-    {each.name: Recipe(**{**vars(each), "options": MappingProxyType(dict(each.options))}) for each in _ALL}
+    {each.name: replace(each, options=MappingProxyType(dict(each.options))) for each in _ALL}
 )

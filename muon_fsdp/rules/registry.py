@@ -6,14 +6,13 @@ import inspect
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from muon_fsdp.declarations.encoding import STORAGE_OPTIONS
 from muon_fsdp.declarations.option import Option, suggestion
 from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.kernels.tables import SCALES
 from muon_fsdp.linalg.codes import CODES
-from muon_fsdp.rules.base import VIEW_OPTIONS, Rule
-from muon_fsdp.statistics.observer import STATISTICS
+from muon_fsdp.rules.base import COMMON_OPTIONS, Rule
+from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
 
 RULES: dict[str, Rule] = {}
 KINDS: dict[type, tuple[str, ...]] = {PerParameter: get_args(ParameterKind), PerMatrix: get_args(MatrixKind)}
@@ -148,9 +147,8 @@ def _check_options(rule: Rule, where: str) -> None:
     reserved = sorted(RESERVED_NAMES & rule.all_options.keys())
     if reserved:
         raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
-    of_all_rules = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
     for option in rule.options:
-        if of_all_rules.get(option.name, option) is not option:
+        if COMMON_OPTIONS.get(option.name, option) is not option:
             raise ValueError(
                 f"{where}: option {option.name!r} has the name of an option that says how a parameter is read as "
                 "matrices, or how its state is stored: rename it"
@@ -188,8 +186,8 @@ def _check_state(rule: Rule, where: str) -> None:
         if spec.initial not in rule.statistics:
             which = f"{where}: state {spec.name!r} starts from {spec.initial!r}"
             raise ValueError(f"{which}, which the rule does not declare: add it to statistics")
-        example = STATISTICS[spec.initial].example(3, 2)
-        if not hasattr(example, "shape") or tuple(example.shape[1:]) != spec.shape_of_matrix(3, 2):
+        statistic = STATISTICS[spec.initial]
+        if not isinstance(statistic, SummedStatistic) or statistic.shape(3, 2) != spec.shape_of_matrix(3, 2):
             raise ValueError(f"{where}: state {spec.name!r} of kind {spec.kind!r} can't start from {spec.initial!r}")
     if rule.fused is not None:
         missing = ", ".join(repr(name) for name in rule.fused.layout.states if name not in names)

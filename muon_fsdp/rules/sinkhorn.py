@@ -29,9 +29,7 @@ class SinkhornKernels(MuonKernels):
     """The kernels of Muon, always with Nesterov momentum."""
 
     def prepare(self, group: GroupOptions, tensors: TensorList, staging: Tensor, partials: Tensor | None) -> None:
-        from muon_fsdp.kernels import triton_elementwise
-
-        triton_elementwise.muon_prepare(tensors, staging, partials, nesterov=True)
+        super().prepare({**group, "nesterov": True}, tensors, staging, partials)
 
 
 class Sinkhorn(Rule):

@@ -15,8 +15,8 @@ from muon_fsdp.linalg.scaling import ADAMW_RATIO, RELATIVE_LRS, damp
 from muon_fsdp.linalg.sphere import RADIUS_MODES, RETRACT_MODES, SMALLEST_NORM, retraction_of_step, target_radius
 from muon_fsdp.linalg.tangent import LAMBDA_MODES, MAX_CALLS, Known, Msign, project_out, solve_lambda
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, MatrixValues
-from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, orthogonalize_batches, unusual_lr
-from muon_fsdp.statistics.observer import TopSingular
+from muon_fsdp.rules.muon import MOMENTUM_OPTIONS, Muon, unusual_lr
+from muon_fsdp.statistics.top_singular import TopSingular
 
 # Orthogonalizations per matrix that the planner assumes: the median once lambda starts from the last step's value.
 USUAL_CALLS = 4
@@ -98,13 +98,16 @@ class SpectralSphere(Muon):
         values.diagnostics.update(norm_over_radius=found.ratio, without_norm=found.without_norm)
         return found.factor, found.radius
 
+    def factor(self, options: PlannedOptions, rows: int, cols: int) -> float:
+        return 1.0
+
     def direction(self, batch: MatrixBatch) -> None:
         SpectralSphere.directions(self, [batch])
 
     def directions(self, batches: Sequence[MatrixBatch]) -> None:
         searched = [batch for batch in batches if batch.options["lambda_mode"] in MAX_CALLS]
         once = [batch for batch in batches if batch.options["lambda_mode"] not in MAX_CALLS]
-        found = [*map(_solve, searched), *orthogonalize_batches(once, lambda *_: 1.0)]
+        found = [*map(_solve, searched), *self._orthogonalize(once)]
         for batch in once:
             multiplier = batch.state["lagrange_multiplier"].zero_()
             batch.diagnostics.update(msign_calls=torch.ones_like(multiplier), lambda_failed=multiplier)
@@ -118,9 +121,6 @@ class SpectralSphere(Muon):
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         calls = USUAL_CALLS if options["lambda_mode"] in MAX_CALLS else 1
         return calls * orthogonalization_flops(rows, cols, options["ns_steps"], options["orthogonalization"])
-
-    def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
-        return self.update_dtype is None and options["orthogonalization"] != "exact"
 
     def update_scale(self, group: GroupOptions, rows: int, cols: int) -> float | None:
         return target_radius(rows, cols, group["radius_mode"], group["radius_scaler"])

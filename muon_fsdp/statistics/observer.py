@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +22,7 @@ from muon_fsdp.plan.matrix_sets import MatrixSet
 from muon_fsdp.statistics.top_singular import Survey
 
 
-class TopSingular(NamedTuple):
-    """The largest singular value of every weight matrix, with its vectors.
-
-    Args:
-        norm: (B,), the spectral norm.
-        left: (B, d_out), unit vectors u; zero where the norm is zero.
-        right: (B, d_in), unit vectors v.
-    """
-
-    norm: Tensor
-    left: Tensor
-    right: Tensor
-
-
-class Statistic(ABC):
+class Statistic:
     """A statistic of the weights. Its state and options are added to those of every rule that requests it."""
 
     name: str
@@ -45,12 +31,8 @@ class Statistic(ABC):
     reads: tuple[str, ...] = ()  # the names of the state that the statistic starts from; its other state is a result
     options: tuple[Option, ...] = ()
 
-    @abstractmethod
-    def example(self, rows: int, cols: int) -> Any:
-        """Return the statistic of one zero matrix (rows, cols), on the CPU."""
 
-
-class SummedStatistic(Statistic):
+class SummedStatistic(Statistic, ABC):
     """A statistic that is a function of a sum over elements: every rank adds the terms of its parts of W."""
 
     @abstractmethod
@@ -72,9 +54,6 @@ class SummedStatistic(Statistic):
     def finish(self, total: Tensor) -> Tensor:
         """Return the statistic for the sum over all ranks, (B, ...)."""
         return total
-
-    def example(self, rows: int, cols: int) -> Tensor:
-        return torch.zeros(1, *self.shape(rows, cols))
 
 
 class _Norm(SummedStatistic):
@@ -116,9 +95,6 @@ class _TopSingular(Statistic):
             check=integer,
         ),
     )
-
-    def example(self, rows: int, cols: int) -> TopSingular:
-        return TopSingular(torch.zeros(1), torch.zeros(1, rows), torch.zeros(1, cols))
 
 
 STATISTICS: dict[str, Statistic] = {
@@ -170,12 +146,11 @@ class Observer:
         self._observe_sums(shards, recorder, found)
         for indices, survey in self._surveys:
             subspaces = [states[index]["singular_subspace"] for index in indices]
-            for index, result in zip(indices, survey.run(subspaces, shards, recorder, cold=cold), strict=True):
-                found[index][_TopSingular.name] = TopSingular(result.norm, result.left, result.right)
+            results = survey.run(subspaces, shards, recorder, cold=cold)
+            for index, (subspace, top) in zip(indices, results, strict=True):
+                found[index][_TopSingular.name] = top
                 states[index].update(
-                    singular_subspace=result.subspace,
-                    right_singular_vector=result.right,
-                    left_singular_vector=result.left,
+                    singular_subspace=subspace, right_singular_vector=top.right, left_singular_vector=top.left
                 )
         return found
 

@@ -66,15 +66,12 @@ class ShardProducts:
         return self._multiply(lefts, transposed=True)
 
     def _multiply(self, vectors: Sequence[Tensor], *, transposed: bool) -> list[Tensor]:
+        num_vectors = [x.shape[1] for x in vectors]
         if not have_kernels(vectors[0].device, vectors[0].dtype):
-            result = [
-                x.new_zeros(count, x.shape[1], cols if transposed else rows)
-                for (count, rows, cols), x in zip(self._shapes, vectors, strict=True)
-            ]
+            result = [vectors[0].new_zeros(size) for size in self._sizes(num_vectors, not transposed)]
             self._add(self._blocks, vectors, result, transposed)
             return result
         flat = torch.cat([x.reshape(-1) for x in vectors])
-        num_vectors = [x.shape[1] for x in vectors]
         if not transposed:
             flat = _rounded(flat)
         return self._split(self.multiply_flat(flat, num_vectors, transposed=transposed), num_vectors, not transposed)
@@ -84,10 +81,7 @@ class ShardProducts:
 
         x must be rounded to TF32, because tensor cores would truncate it.
         """
-        numel = sum(
-            count * each * (cols if transposed else rows)
-            for (count, rows, cols), each in zip(self._shapes, num_vectors, strict=True)
-        )
+        numel = sum(size.numel() for size in self._sizes(num_vectors, not transposed))
         forward, backward, others = self._launches_for(tuple(num_vectors), vectors.device)
         result = vectors.new_empty(numel) if self._is_whole and not others else vectors.new_zeros(numel)
         for multiplication in backward if transposed else forward:
@@ -97,12 +91,16 @@ class ShardProducts:
             self._add(others, sources, self._split(result, num_vectors, not transposed), transposed)
         return result
 
-    def _split(self, flat: Tensor, num_vectors: Sequence[int], along_rows: bool) -> list[Tensor]:
-        sizes = [
-            (count, each, rows if along_rows else cols)
+    def _sizes(self, num_vectors: Sequence[int], along_rows: bool) -> list[torch.Size]:
+        """Return (count, b, length) of the vectors of every class, along its rows or along its columns."""
+        return [
+            torch.Size((count, each, rows if along_rows else cols))
             for (count, rows, cols), each in zip(self._shapes, num_vectors, strict=True)
         ]
-        parts = torch.split(flat, [torch.Size(size).numel() for size in sizes])
+
+    def _split(self, flat: Tensor, num_vectors: Sequence[int], along_rows: bool) -> list[Tensor]:
+        sizes = self._sizes(num_vectors, along_rows)
+        parts = torch.split(flat, [size.numel() for size in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def _add(

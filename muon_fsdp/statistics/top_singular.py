@@ -7,9 +7,8 @@ on the same ranks at once. The vectors are small, and every rank holds all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +34,18 @@ COLD_ROUNDS = 4  # calls of `refine` that build a subspace around a first vector
 _PRODUCTS_BY_KERNELS = 2  # products of W with a subspace that the kernels are written for
 
 
-@dataclass(frozen=True)
-class Surveyed:
-    """The top singular triples of the matrices of one class, and the subspaces from which the next survey starts."""
+class TopSingular(NamedTuple):
+    """The largest singular value of every weight matrix, with its vectors.
 
-    subspace: Tensor  # (count, num_vectors, cols)
-    right: Tensor  # (count, cols)
-    left: Tensor  # (count, rows)
-    norm: Tensor  # (count,)
+    Args:
+        norm: (B,), the spectral norm.
+        left: (B, d_out), unit vectors u; zero where the norm is zero.
+        right: (B, d_in), unit vectors v.
+    """
+
+    norm: Tensor
+    left: Tensor
+    right: Tensor
 
 
 class Survey:
@@ -61,7 +64,7 @@ class Survey:
 
     def run(
         self, subspaces: Sequence[Tensor], shards: Mapping[int, Tensor], recorder: Recorder, *, cold: bool
-    ) -> list[Surveyed]:
+    ) -> list[tuple[Tensor, TopSingular]]:
         """Find the top singular triples of all matrices; a collective.
 
         Args:
@@ -71,7 +74,7 @@ class Survey:
             cold: whether some subspaces may still be zero.
 
         Returns:
-            The results of every class.
+            For every class the subspaces from which the next survey starts, and the top singular triples.
         """
         self._recorder = recorder
         try:
@@ -80,7 +83,9 @@ class Survey:
         finally:
             self._recorder = Recorder()  # one with a graph would keep the memory of the graph
 
-    def _run(self, subspaces: Sequence[Tensor], products: ShardProducts, cold: bool) -> list[Surveyed]:
+    def _run(
+        self, subspaces: Sequence[Tensor], products: ShardProducts, cold: bool
+    ) -> list[tuple[Tensor, TopSingular]]:
         if cold:
             starts = self._starts(products)
             # In the layout of later surveys, which decides in what order products are summed.
@@ -95,7 +100,7 @@ class Survey:
             lefts = self._add_up(lefts)
         rights, lefts, norms = self._unit(rights, lefts)
         return [
-            Surveyed(found.subspace, right, left, norm)
+            (found.subspace, TopSingular(norm, left, right))
             for found, right, left, norm in zip(refined, rights, lefts, norms, strict=True)
         ]
 
@@ -116,13 +121,7 @@ class Survey:
 
     def _refine(self, products: ShardProducts, subspaces: Sequence[Tensor]) -> list[Refined]:
         if not self._by_kernels:
-
-            def left(vectors: Sequence[Tensor]) -> list[Tensor]:
-                return self._left(products, vectors)
-
-            def right(lefts: Sequence[Tensor]) -> list[Tensor]:
-                return self._right(products, lefts)
-
+            left, right = partial(self._left, products), partial(self._right, products)
             return refine(left, right, self._inner, subspaces, self.steps)
         from muon_fsdp.kernels import triton_subspace
 
@@ -269,5 +268,5 @@ def spectral_norm_of_shards(parameter: DTensor) -> Tensor:
     (only,) = matrices.classes
     subspace = torch.zeros(only.count, num_vectors(only.rows, only.cols), only.cols, dtype=dtype, device=shard.device)
     with torch.no_grad():
-        (found,) = Survey(matrices, 1).run([subspace], {0: shard}, Recorder(), cold=True)
-    return found.norm.view(shape[:-2])
+        ((_, top),) = Survey(matrices, 1).run([subspace], {0: shard}, Recorder(), cold=True)
+    return top.norm.view(shape[:-2])

@@ -326,7 +326,7 @@ def shared_ranks(
 ) -> set[Ranks]:
     """Return the sets of ranks that share parameters with this one, or decide about steps with it.
 
-    `layouts` are those of `layouts_of_groups`.
+    `layouts` are those of `Replicas.layouts`.
     """
     ranks = replicas.mesh_ranks | {tuple(sorted(layout.ranks)) for layout, _ in layouts}
     ranks.add(ranks_of_agreement(agreement_group))
