@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import get_args
 
 import pytest
@@ -97,6 +98,29 @@ def test_the_plan_knows_the_scratch_of_every_chain(method, monkeypatch):
         if chain.refreshes.issuperset(range(1, len(chain.steps))):
             assert len(used) <= 3
     assert most <= (scratch_numel(7, 9) - 2 * 7 * 9) / 7**2
+
+
+@pytest.mark.parametrize("method", ["default", "fast", "keller"])
+def test_an_iterate_is_released_when_the_next_one_is_there(method, monkeypatch):
+    """So a step needs room for all batches and one more; batches of another size are normalized after these."""
+    seen: dict[int, weakref.ref[Tensor]] = {}  # iterates, by address
+    alive: list[int] = []
+    multiply = iteration.multiply_add
+
+    def noted(left, right, addend, **options):
+        x = left if left.shape[-2] > left.shape[-1] else right
+        result = multiply(left, right, addend, **options)
+        for each in (x, result) if options["out"] is None else (x,):
+            seen[each.data_ptr()] = weakref.ref(each)
+        alive.append(sum(each() is not None for each in seen.values()))
+        return result
+
+    monkeypatch.setattr(iteration, "multiply_add", noted)
+    batches = [torch.randn(shape) for shape in [(2, 8, 24), (2, 24, 8), (2, 8, 24), (3, 10, 12), (1, 12, 10)]]
+    outs = [torch.empty_like(batch, dtype=torch.bfloat16) for batch in batches]  # they can't hold iterates
+    orthogonalize_together([Request(*each) for each in zip(batches, outs, strict=True)], method=method)
+    assert len(alive) > len(batches)
+    assert max(alive) == 3 + 1
 
 
 @pytest.mark.parametrize("form", ["auto", "standard", "gram"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ class Operand(NamedTuple):
     buffers: tuple[Tensor, Tensor] | None = None
 
 
-def iterate(operands: Sequence[Operand], steps: Sequence[ScaledStep], active: Tensor | None = None) -> None:
+def iterate(operands: list[Operand], steps: Sequence[ScaledStep], active: Tensor | None = None) -> None:
     """Run X <- (Z + qI) X, Z a polynomial in R = X X^T, for every step, and write the last X to the operands' `out`.
 
     Between two refreshes X does not change. Instead, the iteration updates R and a factor Q: the current iterate is
@@ -82,12 +82,15 @@ def iterate(operands: Sequence[Operand], steps: Sequence[ScaledStep], active: Te
     there although F is rounded.
 
     Args:
-        operands: batches of matrices whose shorter sides are equal; their Gram matrices are multiplied together.
+        operands: batches of matrices whose shorter sides are equal; their Gram matrices are multiplied together. The
+            list is emptied: the memory of an iterate is released when the next one of its batch is there.
         steps: what `scaled_steps` returns.
         active: (B,) int32, for a single operand: where 0, `out` need not be computed.
     """
     xs = [operand.x for operand in operands]
     exact = [operand.exact for operand in operands]
+    outputs = [(operand.out, operand.factor, operand.buffers) for operand in operands]
+    operands.clear()
     matrices = _SquareMatrices(xs)
     refreshes = 0
     gram = f = None
@@ -113,9 +116,11 @@ def iterate(operands: Sequence[Operand], steps: Sequence[ScaledStep], active: Te
             continue
         refreshes += 1
         is_last = number == len(steps)
-        targets = [_target(operand, refreshes, is_last) for operand in operands]
-        xs = _refreshed(xs, new_f, exact, step.refresh, targets, active)
-        exact = [Exact(x) for x in xs]
+        targets = [
+            (out, factor) if is_last else (None if buffers is None else buffers[refreshes % 2], 1.0)
+            for out, factor, buffers in outputs
+        ]
+        _refresh(xs, new_f, exact, step.refresh, targets, active)
         matrices.give_back(new_f)
         gram = f = None
 
@@ -128,7 +133,7 @@ class _SquareMatrices:
 
     def __init__(self, xs: Sequence[Tensor]) -> None:
         rows = min(xs[0].shape[-2:])
-        self._like, self._shape = xs[0], (sum(x.shape[0] for x in xs), rows, rows)
+        self._shape, self._dtype, self._device = (sum(map(len, xs)), rows, rows), xs[0].dtype, xs[0].device
         self._is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         self._free: list[Tensor] = []
 
@@ -136,7 +141,7 @@ class _SquareMatrices:
         """Return memory for one batch of matrices, (B, m, m); None if the product must allocate it."""
         if self._is_recorded:
             return None
-        return self._free.pop() if self._free else self._like.new_empty(self._shape)
+        return self._free.pop() if self._free else torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     def give_back(self, matrices: Tensor) -> None:
         """Make the memory of matrices that are not needed any more available."""
@@ -147,13 +152,6 @@ class _SquareMatrices:
 def num_refreshes(steps: Sequence[ScaledStep]) -> int:
     """Return how many new iterates X the steps compute, the result included."""
     return sum(step.refresh is not None for step in steps)
-
-
-def _target(operand: Operand, refreshes: int, is_last: bool) -> tuple[Tensor | None, float]:
-    """Return where the next iterate of an operand is written, and the factor that it is multiplied by."""
-    if is_last:
-        return operand.out, operand.factor
-    return None if operand.buffers is None else operand.buffers[refreshes % 2], 1.0
 
 
 def _next_gram(gram: Tensor, z: Tensor, step: ScaledStep, matrices: _SquareMatrices, active: Tensor | None) -> Tensor:
@@ -196,24 +194,24 @@ def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, activ
     return now
 
 
-def _refreshed(
-    xs: Sequence[Tensor],
+def _refresh(
+    xs: list[Tensor],
     f: Tensor,  # (B, m, m) of all batches
-    exact: Sequence[Exact],
+    exact: list[Exact],
     factors: tuple[float, float],
-    targets: Iterable[tuple[Tensor | None, float]],
+    targets: Sequence[tuple[Tensor | None, float]],
     active: Tensor | None,
-) -> list[Tensor]:
-    """Return X <- alpha F X + beta X for every batch, times the factor of its target."""
+) -> None:
+    """Replace every X by alpha F X + beta X, times the factor of its target, and write it there."""
     alpha, beta = factors
-    results = []
-    for x, part, (matrices, scales, scale), (out, factor) in zip(xs, _split(f, xs), exact, targets, strict=True):
+    for number, (part, (out, factor)) in enumerate(zip(_split(f, xs), targets, strict=True)):
+        x, (matrices, scales, scale) = xs[number], exact[number]
         left, right = (x, part) if _is_tall(x) else (part, x)
         addend = Addend(matrices, beta * scale)
-        results.append(
-            multiply_add(left, right, addend, alpha=alpha, c_scale=scales, factor=factor, out=out, active=active)
+        xs[number] = multiply_add(
+            left, right, addend, alpha=alpha, c_scale=scales, factor=factor, out=out, active=active
         )
-    return results
+        exact[number] = Exact(xs[number])
 
 
 def _split(matrices: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:

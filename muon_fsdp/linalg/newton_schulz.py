@@ -126,29 +126,40 @@ def orthogonalize_together(
 
 def _iterate_together(requests: Sequence[Request], method: str, steps: int, form: Form) -> list[Tensor]:
     """Orthogonalize batches by Newton-Schulz iteration, and return one over the norms of each batch."""
-    operands: dict[tuple[int, Chain, torch.dtype], list[Operand]] = defaultdict(list)
-    norms = []
-    for matrices, out, factor, known_norms in requests:
+    norms: dict[int, Tensor] = {}  # by number of the request
+    alike: dict[tuple[int, Chain, torch.dtype], list[int]] = defaultdict(list)
+    margin = NORM_MARGINS[method]
+    for number, request in enumerate(requests):
+        matrices, out, *_ = request
         if matrices.numel() == 0:
-            norms.append(matrices.new_ones(matrices.shape[0]))
+            norms[number] = matrices.new_ones(matrices.shape[0])
             continue
         rows, cols = matrices.shape[-2:]
         dtype = _iteration_dtype(matrices)
-        half, margin = dtype == torch.float16, NORM_MARGINS[method]
-        chain = _chain(method, steps, rows, cols, form, half)
+        chain = _chain(method, steps, rows, cols, form, dtype == torch.float16)
         if form == "auto" and chain in SMALL_KERNEL_CHAINS and _takes_small_kernel(matrices, out):
-            norms.append(_orthogonalize_small(Request(matrices, out, factor, known_norms), chain.steps, margin))
-            continue
-        margin /= x_scale(half)
-        buffers = _buffers(matrices, out, dtype, num_refreshes(scaled_steps(chain, half)))
-        x, exact, found = normalize(
-            matrices.contiguous(), margin, dtype, known_norms, None if buffers is None else buffers[0]
-        )
-        norms.append(found)
-        operands[(min(rows, cols), chain, dtype)].append(Operand(x, exact, factor, out, buffers))
-    for (_, chain, dtype), alike in operands.items():
-        iterate(alike, scaled_steps(chain, dtype == torch.float16))
-    return norms
+            norms[number] = _orthogonalize_small(request, chain.steps, margin)
+        else:
+            alike[(min(rows, cols), chain, dtype)].append(number)
+    for (_, chain, dtype), numbers in alike.items():
+        half = dtype == torch.float16
+        scaled = scaled_steps(chain, half)
+        operands = []
+        for number in numbers:
+            operand, norms[number] = _operand(requests[number], margin / x_scale(half), dtype, num_refreshes(scaled))
+            operands.append(operand)
+        del operand  # `iterate` releases each batch as soon as its next iterate is there
+        iterate(operands, scaled)
+    return [norms[number] for number in range(len(requests))]
+
+
+def _operand(request: Request, margin: float, dtype: torch.dtype, refreshes: int) -> tuple[Operand, Tensor]:
+    """Normalize a batch, and return what is iterated, and one over the norms."""
+    matrices, out, factor, known_norms = request
+    buffers = _buffers(matrices, out, dtype, refreshes)
+    x_out = None if buffers is None else buffers[0]
+    x, exact, found = normalize(matrices.contiguous(), margin, dtype, known_norms, x_out)
+    return Operand(x, exact, factor, out, buffers), found
 
 
 def _is_recorded(matrices: Tensor) -> bool:
