@@ -154,7 +154,7 @@ def _iterate_together(requests: Sequence[Request], method: str, steps: int, form
 
 
 def _operand(request: Request, margin: float, dtype: torch.dtype, refreshes: int) -> tuple[Operand, Tensor]:
-    """Normalize a batch, and return what is iterated, and one over the norms."""
+    """Return a batch as it is iterated, normalized, and one over its norms."""
     matrices, out, factor, known_norms = request
     buffers = _buffers(matrices, out, dtype, refreshes)
     x_out = None if buffers is None else buffers[0]
