@@ -46,7 +46,7 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
-from muon_fsdp.step.sources import StageResult, StateStore, StepContext, StepSource, make_store
+from muon_fsdp.step.sources import StageResult, StateStore, StepContext, StepSource
 from muon_fsdp.step.streaming import StreamedStore
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.weights import Weights
@@ -101,10 +101,10 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
-        store: StateStore = make_store(records)
+        store = StateStore(records)
         if any(record.offloads_state for record in records):
             self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
-            store = StreamedStore(records, self.plan.stages, store)
+            store = StreamedStore(records, self.plan.stages)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages)
         self.expect_comparison()
