@@ -289,7 +289,6 @@ class PlannedStep:
         context, store, samples = self._context, self._context.store, self._context.samples
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
         context.random.fill(inputs.num_updates, inputs.groups)
-        addressed = replace(inputs, states={i: store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         observed = self._observed(inputs.shards)
         self.matrices.fill(inputs)
@@ -297,7 +296,7 @@ class PlannedStep:
             self.matrices.begin(observed, Recorder(), failures)
             has_begun = True
             self._fused = None
-        fused = self._fuse(inputs, addressed)
+        fused = self._fuse(inputs)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
@@ -355,15 +354,11 @@ class PlannedStep:
             for shard, spec, record in zip(shards, self._specs, self.records, strict=True)
         ]
 
-    def _fuse(self, inputs: StepInputs, addressed: StepInputs) -> FusedStep:
-        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed.
-
-        Args:
-            inputs: the tensors and options of the step.
-            addressed: the same with the state that kernels read and write.
-        """
+    def _fuse(self, inputs: StepInputs) -> FusedStep:
+        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs) or self._state_tensors.have_changed(inputs.states):
-            unfusable = self.matrices.factors.unfusable
+            store, unfusable = self._context.store, self.matrices.factors.unfusable
+            addressed = replace(inputs, states={i: store.addressed(i, state) for i, state in inputs.states.items()})
             signature = signature_of(self.records, addressed, self._fused, unfusable)
             self._state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses
