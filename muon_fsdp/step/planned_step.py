@@ -315,7 +315,7 @@ class PlannedStep:
             if not has_begun:
                 self.matrices.begin(observed, recorder, found)
             source = StepSource(context, inputs, fused, recorder, self.matrices, kept)
-            weights = Weights(self.records, inputs.states, context.random)
+            weights = Weights(inputs.states, context.random)
             sink = StepSink(found, self._unproven, self.matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
             self.matrices.finish(recorder)

@@ -32,26 +32,24 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 
 
 class ListedShard(NamedTuple):  # a dataclass takes three times as long to make, for thousands of parameters a step
-    """The shard of one parameter that lists of tensors update, outside fused launches."""
+    """The shard of one parameter that lists of tensors update, outside fused launches; or some rows of it."""
 
-    position: int
-    shard: Tensor
-    dtype: torch.dtype  # working precision
+    record: ParameterRecord  # of these rows
+    shard: Tensor  # on the host or on the device of the record, as the gradient
     grad: Tensor | None  # None if only other ranks have a gradient; it counts as zero here
     divisor: int
-    device: torch.device  # that updates it; the shard and the gradient may be on the host
-    rows: tuple[int, int] | None = None  # those of the shard, if the stage updates these alone
 
     def working_gradient(self) -> Tensor:
         """Return the gradient in working precision. Call it per stage, so that few converted copies exist at once."""
         if self.grad is None:
-            return torch.zeros_like(self.shard, dtype=self.dtype, device=self.device)
-        grad = in_precision(self.on_device(self.grad), self.dtype)
+            return torch.zeros_like(self.shard, dtype=self.record.dtype, device=self.record.device)
+        grad = in_precision(self.on_device(self.grad), self.record.dtype)
         return grad / self.divisor if self.divisor > 1 else grad
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is on the host, or on the device, on the device."""
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        device = self.record.device
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class StageInputs:
     @property
     def listed(self) -> list[int]:
         """Return the positions of the shards that lists of tensors update."""
-        return [each.position for _, shards in self.lists for each in shards]
+        return [each.record.position for _, shards in self.lists for each in shards]
 
 
 def stage_inputs(
@@ -93,27 +91,21 @@ def stage_inputs(
     for group, positions in stage.positions_by_group:
         shards = [
             ListedShard(
-                i, inputs.shards[i], records[i].dtype, inputs.gradients.get(i), inputs.divisor, records[i].device
+                records[i].cut(stage.rows.get(i)),
+                stage.cut(i, inputs.shards[i]),
+                stage.cut(i, inputs.gradients[i]) if i in inputs.gradients else None,
+                inputs.divisor,
             )
             for i in positions
             if i in inputs.updated and i not in by_kernels
         ]
-        if stage.rows:
-            shards = [_rows_of(stage, each) for each in shards]
         if shards:
             lists.append((group, shards))
     if stage.exchange is not None:
         takes_part = stage.positions
     else:
-        takes_part = by_kernels.union(each.position for _, shards in lists for each in shards)
+        takes_part = by_kernels.union(each.record.position for _, shards in lists for each in shards)
     return StageInputs(inputs.groups, lists, fused, inputs.updated, takes_part)
-
-
-def _rows_of(stage: Stage, each: ListedShard) -> ListedShard:
-    """Return the rows of a shard that a stage updates."""
-    shard, grad = stage.cut(each.position, each.shard), each.grad
-    grad = stage.cut(each.position, grad) if grad is not None else None
-    return each._replace(shard=shard, grad=grad, rows=stage.rows.get(each.position))
 
 
 # --------------------------------------------------------------------------------------------------------------- state
