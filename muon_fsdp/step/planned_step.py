@@ -170,10 +170,6 @@ class PlannedStep:
         compare_replicas(self.records, states, gradients, self.shared.like)
         self.compares_replicas = False
 
-    def may_start(self, positions: Collection[int]) -> bool:
-        """Return whether one of these parameters takes part for the first time, with state that must not be zero."""
-        return self.matrices.may_start(positions)
-
     def find_zeros(self, states: States, updated: Collection[int], *, measures: bool) -> ValueError | None:
         """Find state that would start from zero and must not; all ranks of the step must call this.
 
