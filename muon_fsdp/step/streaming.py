@@ -79,7 +79,7 @@ class StreamedStore(StateStore):
                 device = records[min(stage.positions)].device
                 slot = self._slot_of[stage.number] = (device, stage.number % NUM_SLOTS)
                 self._sizes[slot] = max(self._sizes[slot], size)
-        # Made by the first step, with the tensors of state in them, by numbers of stage and position.
+        # Made by the first step: slots, the tensors of state in them, by numbers of stage and position, and streams.
         self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._copies: dict[int, dict[int, dict[str, Tensor]]] = {}
         self._streams: dict[torch.device, Mapping[str, Any]] = {}  # of every GPU
@@ -114,10 +114,8 @@ class StreamedStore(StateStore):
         self._next = {stage.number: after for stage, after in pairwise(stages)}
         self._states, self._updated = states, updated
         self._make_slots()  # one that is made later would have memory that kernels before it may still use
-        for device in {device for device, _ in self._sizes if device.type == "cuda"}:
-            if device not in self._streams:
-                self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
-            for stream in self._streams[device].values():  # for slots that are new, and state that is on the device
+        for device, streams in self._streams.items():
+            for stream in streams.values():  # for slots that are new, and state that is on the device
                 stream.wait_stream(torch.cuda.current_stream(device))
         for slot in self._slots.values():
             slot.holds = None  # state may have been loaded since
@@ -194,14 +192,13 @@ class StreamedStore(StateStore):
             back: whether the copies go back to the host; a count that later stages start from too then stays as it is.
         """
         kept, copies = [], []
-        for position, places in self._places[stage.number].items():
+        for position, of_parameter in self._copies[stage.number].items():
             if position in self._updated:
-                state, of_parameter = self._states[position], self._copies[stage.number][position]
-                for name, _, shape, _ in places:
-                    if shape or not back or self._is_last(stage, position):
-                        value = local(state[name])
-                        kept.append(stage.cut(position, value) if shape else value)
-                        copies.append(of_parameter[name])
+                for name, copy in of_parameter.items():
+                    if copy.ndim > 0 or not back or self._is_last(stage, position):
+                        value = local(self._states[position][name])
+                        kept.append(stage.cut(position, value) if copy.ndim > 0 else value)
+                        copies.append(copy)
         return kept, copies
 
     def _is_last(self, stage: Stage, position: int) -> bool:
@@ -214,7 +211,7 @@ class StreamedStore(StateStore):
         return self._slots[key] if key is not None else None
 
     def _make_slots(self) -> None:
-        """Allocate all slots, unless they exist."""
+        """Allocate all slots and make the streams that fill them, unless they exist."""
         if self._slots:
             return
         self._slots = {key: _Slot(num_bytes, key[0]) for key, num_bytes in self._sizes.items()}
@@ -223,6 +220,8 @@ class StreamedStore(StateStore):
                 position: {place.name: self._slots[key].tensor(place) for place in places}
                 for position, places in self._places[number].items()
             }
+        for device in {device for device, _ in self._slots if device.type == "cuda"}:
+            self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------- what others see
 
