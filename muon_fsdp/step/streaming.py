@@ -211,7 +211,7 @@ class StreamedStore(StateStore):
         return self._slots[key] if key is not None else None
 
     def _make_slots(self) -> None:
-        """Allocate all slots and make the streams that fill them, unless they exist."""
+        """Make all slots and the streams that fill them, unless they exist."""
         if self._slots:
             return
         self._slots = {key: _Slot(num_bytes, key[0]) for key, num_bytes in self._sizes.items()}
