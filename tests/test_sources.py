@@ -145,7 +145,7 @@ def trained(kind: type[StateStore], overlap: str, rule: str) -> tuple[list[float
     """
     stores.clear()
     options = {**OPTIONS, "weight_decay": 0.0, "max_stage_bytes": 600, "overlap": overlap, "rule": rule}
-    with patch.object(planned_step, "make_store", kind):
+    with patch.object(planned_step, "StateStore", kind):
         if dist.is_initialized():
             model, *data = lay_out(make_model(), "fsdp")
             optimizer: MuonOptimizer = FSDPMuonOptimizer(model, **options)
@@ -221,7 +221,7 @@ class LoggedStore(StateStore):
 @pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_state_is_lent_to_apply_if_kernels_declare_it(monkeypatch, kernels_everywhere, overlap: str, in_apply: bool):
     """A rule of matrices gets it again; an element-wise rule has one loan for `prepare` and `apply`."""
-    monkeypatch.setattr(planned_step, "make_store", LoggedStore)
+    monkeypatch.setattr(planned_step, "StateStore", LoggedStore)
     monkeypatch.setattr(MuonKernels, "state_in_apply", in_apply)
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((8, 16), (16,))]
@@ -240,7 +240,7 @@ def test_state_is_lent_to_apply_if_kernels_declare_it(monkeypatch, kernels_every
 
 def test_a_loan_ends_when_a_rule_raises(monkeypatch):
     """Alone, step() raises at once; the state is taken back before that."""
-    monkeypatch.setattr(planned_step, "make_store", HostStore)
+    monkeypatch.setattr(planned_step, "StateStore", HostStore)
     stores.clear()
     optimizer = MuonOptimizer([nn.Parameter(torch.randn(8, 16))], lr=0.05)
 

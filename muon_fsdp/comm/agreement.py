@@ -108,23 +108,15 @@ class _Report:
     Args:
         key: of the text in the store.
         integers: the vector of this rank.
+        group: the process group of the reduction, which starts at once on the CPU; None if it is not started here.
     """
 
-    def __init__(self, key: str, integers: list[int]) -> None:
-        self.key, self.integers = key, integers
-        self._tensor = torch.tensor(integers, dtype=torch.int32)
-        self._group: Any = None
-        self._work: Any = None
-
-    @property
-    def is_started(self) -> bool:
-        return self._work is not None
-
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Start the reduction on the CPU."""
-        self._group = group
-        self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        atexit.register(self._end)
+    def __init__(self, key: str, integers: list[int], group: dist.ProcessGroup | None) -> None:
+        self.key, self.integers, self.group = key, integers, group
+        if group is not None:
+            self._tensor = torch.tensor(integers, dtype=torch.int32)
+            self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            atexit.register(self._end)
 
     def wait(self) -> list[int]:
         """Wait for the other ranks, and return the element-wise maximum."""
@@ -136,7 +128,7 @@ class _Report:
     def _end(self) -> None:
         """Stop the reduction when the program ends: Gloo would wait for the other ranks until the time limit."""
         with suppress(Exception):  # the group may be gone
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.group)
 
 
 class Agreement:
@@ -305,12 +297,11 @@ class Agreement:
         This rank does not wait for them, because they may need it in a forward pass before. Its part in their next
         agreement is the report: `finish_report` must be called before anything else.
         """
-        report = _Report(self._next_report(), self._integers(_Flag.FAILED))
-        shared_store().set(f"{report.key}/{my_rank()}", text)
+        key = self._next_report()
+        shared_store().set(f"{key}/{my_rank()}", text)
         # On a GPU the reduction would wait there for the other ranks, and so would everything that waits for the GPU.
-        if self.device.type == "cpu":
-            report.start(group_of(self.ranks, self.device))
-        self._report = report
+        group = group_of(self.ranks, self.device) if self.device.type == "cpu" else None
+        self._report = _Report(key, self._integers(_Flag.FAILED), group)
 
     def finish_report(self) -> None:
         """Raise what a rank has reported, if this rank has made a report; the others raise it in the same agreement."""
@@ -365,9 +356,7 @@ class Agreement:
             report: a report whose reduction may have been started.
         """
         try:
-            if report is not None and report.is_started:
-                return report.wait()
-            return self._all_reduce(integers)
+            return self._all_reduce(integers) if report is None or report.group is None else report.wait()
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != my_rank()]
             raise RuntimeError(

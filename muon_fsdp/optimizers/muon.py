@@ -423,7 +423,7 @@ class MuonOptimizer(GroupedOptimizer):
                 compares=0 if written is not None else planned.wish_to_compare(self.state),
                 written=written,
                 measures=planned.wants_to_measure,
-                starts=written is None and planned.may_start(found.codes),
+                starts=written is None and planned.matrices.may_start(found.codes),
                 has_loaded=self._has_loaded,
                 changed=changed,
             )

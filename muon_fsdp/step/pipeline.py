@@ -326,15 +326,15 @@ class _StageRun:
             self._inverse_norms = triton_norms.inverse_norms_of_partials(partials, first_partials)
         for group, listed in inputs.lists:
             gradients = [each.working_gradient() for each in listed]
-            given = GivenStates(rule, "prepare", [states[each.position] for each in listed])
+            given = GivenStates(rule, "prepare", [states[each.record.position] for each in listed])
             returned = rule.prepare(inputs.groups[group], gradients, given.copies)
             given.take()
             prepared = checked_prepared(rule, returned, [each.shard for each in listed])
-            positions = [each.position for each in listed]
+            positions = [each.record.position for each in listed]
             if rule.needs_matrices:
                 torch._foreach_copy_(self.stage.shards_in(buffer, positions), prepared)
                 continue
-            prepared = [in_precision(value, each.dtype) for value, each in zip(prepared, listed, strict=True)]
+            prepared = [in_precision(value, each.record.dtype) for value, each in zip(prepared, listed, strict=True)]
             if self._source.settings.nonfinite == "raise" and not are_finite(prepared):
                 wrong = [i for i, each in zip(positions, prepared, strict=True) if not are_finite([each])]
                 raise ValueError(
@@ -366,7 +366,7 @@ class _StageRun:
             device, dtype = self._inputs.fused[0].chunks.device, self._inputs.fused[0].parameter_dtype
         else:
             listed = self._inputs.lists[0][1][0]
-            device, dtype = listed.device, listed.shard.dtype
+            device, dtype = listed.record.device, listed.shard.dtype
         staging_dtype = self._source.settings.staging_dtype(device.type, working_dtype(dtype))
         return torch.empty(self.stage.shard_numel, dtype=staging_dtype, device=device)
 

@@ -46,7 +46,7 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.replica_check import States, compare_replicas
 from muon_fsdp.step.shared_sets import SharedSets, own_memory
 from muon_fsdp.step.sinks import StepSink
-from muon_fsdp.step.sources import StageResult, StateStore, StepContext, StepSource, make_store
+from muon_fsdp.step.sources import StageResult, StateStore, StepContext, StepSource
 from muon_fsdp.step.streaming import StreamedStore
 from muon_fsdp.step.weight_gather import WeightGather
 from muon_fsdp.step.weights import Weights
@@ -101,10 +101,10 @@ class PlannedStep:
             strategy=settings.strategy,
         )
         self.plan: Plan = make_plan(self.outlines, my_rank())
-        store: StateStore = make_store(records)
+        store = StateStore(records)
         if any(record.offloads_state for record in records):
             self.plan = cut_elementwise(self.plan, *_rows_and_bytes(records), STREAMED_BYTES)
-            store = StreamedStore(records, self.plan.stages, store)
+            store = StreamedStore(records, self.plan.stages)
         numbered = [spec for spec in specs if RULES[spec.rule].has_matrix_values and math.prod(spec.shape) > 0]
         self.matrices = MatrixStates(numbered, self.plan.stages)
         self.expect_comparison()
@@ -169,10 +169,6 @@ class PlannedStep:
         """
         compare_replicas(self.records, states, gradients, self.shared.like)
         self.compares_replicas = False
-
-    def may_start(self, positions: Collection[int]) -> bool:
-        """Return whether one of these parameters takes part for the first time, with state that must not be zero."""
-        return self.matrices.may_start(positions)
 
     def find_zeros(self, states: States, updated: Collection[int], *, measures: bool) -> ValueError | None:
         """Find state that would start from zero and must not; all ranks of the step must call this.
@@ -289,7 +285,6 @@ class PlannedStep:
         context, store, samples = self._context, self._context.store, self._context.samples
         failures = self._failures = Failures(self._names, others_wait=bool(self.shared))
         context.random.fill(inputs.num_updates, inputs.groups)
-        addressed = replace(inputs, states={i: store.addressed(i, state) for i, state in inputs.states.items()})
         has_begun = False
         observed = self._observed(inputs.shards)
         self.matrices.fill(inputs)
@@ -297,7 +292,7 @@ class PlannedStep:
             self.matrices.begin(observed, Recorder(), failures)
             has_begun = True
             self._fused = None
-        fused = self._fuse(inputs, addressed)
+        fused = self._fuse(inputs)
         gradients = {
             i: grad if fused.signature[i] is None or grad.is_contiguous() else grad.contiguous()
             for i, grad in inputs.gradients.items()
@@ -316,7 +311,7 @@ class PlannedStep:
             if not has_begun:
                 self.matrices.begin(observed, recorder, found)
             source = StepSource(context, inputs, fused, recorder, self.matrices, kept)
-            weights = Weights(self.records, inputs.states, context.random)
+            weights = Weights(inputs.states, context.random)
             sink = StepSink(found, self._unproven, self.matrices, None if is_recorded else taken, weights, measured)
             run_stages(stages, source, sink)
             self.matrices.finish(recorder)
@@ -355,15 +350,11 @@ class PlannedStep:
             for shard, spec, record in zip(shards, self._specs, self.records, strict=True)
         ]
 
-    def _fuse(self, inputs: StepInputs, addressed: StepInputs) -> FusedStep:
-        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed.
-
-        Args:
-            inputs: the tensors and options of the step.
-            addressed: the same with the state that kernels read and write.
-        """
+    def _fuse(self, inputs: StepInputs) -> FusedStep:
+        """Return the fused lists; they are made again if other parameters can be fused or precisions have changed."""
         if self._fused is None or not self._fused.fits(inputs) or self._state_tensors.have_changed(inputs.states):
-            unfusable = self.matrices.factors.unfusable
+            store, unfusable = self._context.store, self.matrices.factors.unfusable
+            addressed = replace(inputs, states={i: store.addressed(i, state) for i, state in inputs.states.items()})
             signature = signature_of(self.records, addressed, self._fused, unfusable)
             self._state_tensors.accept(inputs.states)
             if self._fused is None or self._fused.signature != signature:  # else every step writes new addresses

@@ -172,10 +172,10 @@ class StepSink:
             tensors = each if factors is None else each.with_factor_chunks()
             rule.fused.apply(inputs.groups[each.group], tensors, buffer, None if factors is None else factors.flat())
         for group, listed in inputs.lists:
-            positions = [each.position for each in listed]
+            positions = [each.record.position for each in listed]
             if rule.needs_matrices:
                 of_shards = stage.shards_in(buffer, positions)
-                found = [in_precision(u, each.dtype) for u, each in zip(of_shards, listed, strict=True)]
+                found = [in_precision(u, each.record.dtype) for u, each in zip(of_shards, listed, strict=True)]
             else:
                 found = [updates[position] for position in positions]
             weights = self._weights.lend(listed)

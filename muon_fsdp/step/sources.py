@@ -32,26 +32,24 @@ from muon_fsdp.step.random_numbers import RandomNumbers
 
 
 class ListedShard(NamedTuple):  # a dataclass takes three times as long to make, for thousands of parameters a step
-    """The shard of one parameter that lists of tensors update, outside fused launches."""
+    """The shard of one parameter that lists of tensors update, outside fused launches; or some rows of it."""
 
-    position: int
-    shard: Tensor
-    dtype: torch.dtype  # working precision
+    record: ParameterRecord  # of these rows
+    shard: Tensor  # on the host or on the device of the record, as the gradient
     grad: Tensor | None  # None if only other ranks have a gradient; it counts as zero here
     divisor: int
-    device: torch.device  # that updates it; the shard and the gradient may be on the host
-    rows: tuple[int, int] | None = None  # those of the shard, if the stage updates these alone
 
     def working_gradient(self) -> Tensor:
         """Return the gradient in working precision. Call it per stage, so that few converted copies exist at once."""
         if self.grad is None:
-            return torch.zeros_like(self.shard, dtype=self.dtype, device=self.device)
-        grad = in_precision(self.on_device(self.grad), self.dtype)
+            return torch.zeros_like(self.shard, dtype=self.record.dtype, device=self.record.device)
+        grad = in_precision(self.on_device(self.grad), self.record.dtype)
         return grad / self.divisor if self.divisor > 1 else grad
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is on the host, or on the device, on the device."""
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        device = self.record.device
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class StageInputs:
     @property
     def listed(self) -> list[int]:
         """Return the positions of the shards that lists of tensors update."""
-        return [each.position for _, shards in self.lists for each in shards]
+        return [each.record.position for _, shards in self.lists for each in shards]
 
 
 def stage_inputs(
@@ -93,27 +91,21 @@ def stage_inputs(
     for group, positions in stage.positions_by_group:
         shards = [
             ListedShard(
-                i, inputs.shards[i], records[i].dtype, inputs.gradients.get(i), inputs.divisor, records[i].device
+                records[i].cut(stage.rows.get(i)),
+                stage.cut(i, inputs.shards[i]),
+                stage.cut(i, inputs.gradients[i]) if i in inputs.gradients else None,
+                inputs.divisor,
             )
             for i in positions
             if i in inputs.updated and i not in by_kernels
         ]
-        if stage.rows:
-            shards = [_rows_of(stage, each) for each in shards]
         if shards:
             lists.append((group, shards))
     if stage.exchange is not None:
         takes_part = stage.positions
     else:
-        takes_part = by_kernels.union(each.position for _, shards in lists for each in shards)
+        takes_part = by_kernels.union(each.record.position for _, shards in lists for each in shards)
     return StageInputs(inputs.groups, lists, fused, inputs.updated, takes_part)
-
-
-def _rows_of(stage: Stage, each: ListedShard) -> ListedShard:
-    """Return the rows of a shard that a stage updates."""
-    shard, grad = stage.cut(each.position, each.shard), each.grad
-    grad = stage.cut(each.position, grad) if grad is not None else None
-    return each._replace(shard=shard, grad=grad, rows=stage.rows.get(each.position))
 
 
 # --------------------------------------------------------------------------------------------------------------- state
@@ -122,9 +114,10 @@ def _rows_of(stage: Stage, each: ListedShard) -> ListedShard:
 class StateStore:
     """Keeps the `PerParameter` state of an optimizer, and lends it to one stage after another.
 
-    This one stores state as rules use it, in `optimizer.state`, which all methods get by position. Another way to store
-    it is a subclass that overrides all methods, and `make_store` chooses it. Two threads may borrow at once, `step()`
-    and backward, never the same stage.
+    This one stores it in `optimizer.state`, which all methods get by position: the moments of some parameters in 8 bits
+    or in bfloat16, all other state as rules use it. Kernels read and write what is stored. Lists of tensors get decoded
+    copies, which exist for at most the stages in flight. Another way to store state is a subclass. Two threads may
+    borrow at once, `step()` and backward, never the same stage.
 
     Args:
         records: one per parameter.
@@ -184,43 +177,12 @@ class StateStore:
             listed: the parameters whose working tensors are returned: local tensors, which the stage changes.
             fused: the parameters whose stored tensors kernels change, at the addresses in their tables.
         """
-        return {i: _local_state(self._records[i], states[i]) for i in listed}
+        return {i: _working(self._records[i], states[i]) for i in listed}
 
     def take_back(
         self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
     ) -> None:
         """Store what a stage has left in the tensors that were lent; `random` draws the bits of this step."""
-
-    def copies(
-        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
-    ) -> dict[int, State]:
-        """Return copies that a stage may change and nobody stores: of working tensors, and of stored ones if fused.
-
-        They are on the device of their parameter, though somebody may have moved the state elsewhere.
-        """
-        found = {}
-        for position in (*listed, *fused):
-            # A copy of the dict: the user may clear it in another thread.
-            state = {n: value for n, value in dict(states[position]).items() if isinstance(value, Tensor)}
-            device = self._records[position].device
-            found[position] = {name: _copied(local(value), device) for name, value in state.items()}
-        return found
-
-
-class EncodedStore(StateStore):
-    """Stores the moments of some parameters in 8 bits or in bfloat16, and lends lists of tensors decoded copies.
-
-    At most the stages in flight have such copies. Kernels read and write what is stored.
-    """
-
-    def lend(
-        self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
-    ) -> dict[int, State]:
-        return {i: self._working(i, states[i]) for i in listed}
-
-    def take_back(
-        self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
-    ) -> None:
         for position, working in lent.items():
             record = self._records[position].cut(stage.rows.get(position))
             if record.encoding is None:
@@ -235,18 +197,17 @@ class EncodedStore(StateStore):
     def copies(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
     ) -> dict[int, State]:
-        found = super().copies(stage, states, listed, fused)
-        return found | {i: self._working(i, found[i]) for i in listed}
+        """Return copies that a stage may change and nobody stores: of working tensors, and of stored ones if fused.
 
-    def _working(self, position: int, state: State) -> State:
-        """Return local tensors of state; those that are stored in another form are decoded."""
-        record = self._records[position]
-        return _local_state(record, decode_state(record, state) if record.encoding is not None else state)
-
-
-def make_store(records: Sequence[ParameterRecord]) -> StateStore:
-    """Return what keeps the state of these parameters."""
-    return EncodedStore(records) if any(record.encoding is not None for record in records) else StateStore(records)
+        They are on the device of their parameter, though somebody may have moved the state elsewhere.
+        """
+        found = {}
+        for position in (*listed, *fused):
+            # A copy of the dict: the user may clear it in another thread.
+            state = {n: value for n, value in dict(states[position]).items() if isinstance(value, Tensor)}
+            device = self._records[position].device
+            found[position] = {name: _copied(local(value), device) for name, value in state.items()}
+        return found | {i: _working(self._records[i], found[i]) for i in listed}
 
 
 def _check_tensor(record: ParameterRecord, spec: StateSpec, state: Tensor, shard: Tensor) -> None:
@@ -276,7 +237,10 @@ def _check_scales(record: ParameterRecord, spec: StateSpec, scales: Tensor, shap
         )
 
 
-def _local_state(record: ParameterRecord, state: State) -> State:
+def _working(record: ParameterRecord, state: State) -> State:
+    """Return local tensors of state; those that are stored in another form are decoded."""
+    if record.encoding is not None:
+        state = decode_state(record, state)
     return state if record.is_plain and not record.shards_state else {name: local(v) for name, v in state.items()}
 
 

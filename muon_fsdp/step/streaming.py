@@ -57,17 +57,15 @@ class _Slot:
 
 
 class StreamedStore(StateStore):
-    """Keeps moments on the host, and lends stages copies on the device.
+    """Keeps moments on the host, in the forms of `StateStore`, and lends stages copies on the device.
 
     Args:
         records: one per parameter.
         stages: the stages of the plan.
-        inner: the store for moments on the device, which knows in what form they are stored. It sees the copies.
     """
 
-    def __init__(self, records: Sequence[ParameterRecord], stages: Sequence[Stage], inner: StateStore) -> None:
+    def __init__(self, records: Sequence[ParameterRecord], stages: Sequence[Stage]) -> None:
         super().__init__(records)
-        self._inner = inner
         self._has_weights = any(record.is_on_host for record in records)
         self._stages = {stage.number: stage for stage in stages}
         self._stage_of = {position: stage.number for stage in stages for position in stage.positions}  # one of them
@@ -81,14 +79,15 @@ class StreamedStore(StateStore):
                 device = records[min(stage.positions)].device
                 slot = self._slot_of[stage.number] = (device, stage.number % NUM_SLOTS)
                 self._sizes[slot] = max(self._sizes[slot], size)
-        self._slots: dict[tuple[torch.device, int], _Slot] = {}  # made by the first step
-        self._copies: dict[int, dict[int, dict[str, Tensor]]] = {}  # state in slots, by numbers of stage and position
+        # Made by the first step: slots, the tensors of state in them, by numbers of stage and position, and streams.
+        self._slots: dict[tuple[torch.device, int], _Slot] = {}
+        self._copies: dict[int, dict[int, dict[str, Tensor]]] = {}
         self._streams: dict[torch.device, Mapping[str, Any]] = {}  # of every GPU
         # Of the present step: the stage that follows the one with a number, all state, and the positions that change.
         self._next: Mapping[int, Stage] = {}
         self._states: Mapping[int, State] = {}
         self._updated: Collection[int] = ()
-        self._seen: dict[int, dict[int, State]] = {}  # what the inner store sees of the stages that have a loan
+        self._seen: dict[int, dict[int, State]] = {}  # the state in slots of the stages that have a loan
 
     def _lay_out(self, stage: Stage) -> tuple[Mapping[int, Sequence[_Place]], int]:
         """Return where the state of a stage lies in its slot, by position, and the bytes of all."""
@@ -114,12 +113,9 @@ class StreamedStore(StateStore):
     def begin(self, stages: Sequence[Stage], states: Mapping[int, State], updated: Collection[int]) -> None:
         self._next = {stage.number: after for stage, after in pairwise(stages)}
         self._states, self._updated = states, updated
-        for number in self._slot_of:  # a slot that is made later would have memory that kernels before it may still use
-            self._slot(number)
-        for device in {device for device, _ in self._sizes if device.type == "cuda"}:
-            if device not in self._streams:
-                self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
-            for stream in self._streams[device].values():  # for slots that are new, and state that is on the device
+        self._make_slots()  # one that is made later would have memory that kernels before it may still use
+        for device, streams in self._streams.items():
+            for stream in streams.values():  # for slots that are new, and state that is on the device
                 stream.wait_stream(torch.cuda.current_stream(device))
         for slot in self._slots.values():
             slot.holds = None  # state may have been loaded since
@@ -150,12 +146,12 @@ class StreamedStore(StateStore):
             if slot_after is not None and slot_after is not slot:
                 self._fetch(after, slot_after)
         self._seen[stage.number] = seen = {i: self.addressed(i, states[i], stage.number) for i in (*listed, *fused)}
-        return self._inner.lend(stage, seen, listed, fused)
+        return super().lend(stage, seen, listed, fused)
 
     def take_back(
         self, stage: Stage, states: Mapping[int, State], lent: Mapping[int, State], random: RandomNumbers
     ) -> None:
-        self._inner.take_back(stage, self._seen.pop(stage.number), lent, random)
+        super().take_back(stage, self._seen.pop(stage.number), lent, random)
         slot = self._slot(stage.number)
         if slot is not None:
             with self._copying(slot, "out"):
@@ -196,14 +192,13 @@ class StreamedStore(StateStore):
             back: whether the copies go back to the host; a count that later stages start from too then stays as it is.
         """
         kept, copies = [], []
-        for position, places in self._places[stage.number].items():
+        for position, of_parameter in self._copies[stage.number].items():
             if position in self._updated:
-                state, of_parameter = self._states[position], self._copies_of(stage.number)[position]
-                for name, _, shape, _ in places:
-                    if shape or not back or self._is_last(stage, position):
-                        value = local(state[name])
-                        kept.append(stage.cut(position, value) if shape else value)
-                        copies.append(of_parameter[name])
+                for name, copy in of_parameter.items():
+                    if copy.ndim > 0 or not back or self._is_last(stage, position):
+                        value = local(self._states[position][name])
+                        kept.append(stage.cut(position, value) if copy.ndim > 0 else value)
+                        copies.append(copy)
         return kept, copies
 
     def _is_last(self, stage: Stage, position: int) -> bool:
@@ -213,38 +208,34 @@ class StreamedStore(StateStore):
     def _slot(self, number: int) -> _Slot | None:
         """Return the slot of a stage; None if nothing of it is kept on the host."""
         key = self._slot_of.get(number)
-        if key is None:
-            return None
-        if key not in self._slots:
-            self._slots[key] = _Slot(self._sizes[key], key[0])
-        return self._slots[key]
+        return self._slots[key] if key is not None else None
 
-    def _copies_of(self, number: int) -> dict[int, dict[str, Tensor]]:
-        """Return the tensors that the slot of a stage has for each parameter, by position and name."""
-        if number not in self._copies:
-            slot = self._slot(number)
-            assert slot is not None
+    def _make_slots(self) -> None:
+        """Make all slots and the streams that fill them, unless they exist."""
+        if self._slots:
+            return
+        self._slots = {key: _Slot(num_bytes, key[0]) for key, num_bytes in self._sizes.items()}
+        for number, key in self._slot_of.items():
             self._copies[number] = {
-                position: {place.name: slot.tensor(place) for place in places}
+                position: {place.name: self._slots[key].tensor(place) for place in places}
                 for position, places in self._places[number].items()
             }
-        return self._copies[number]
+        for device in {device for device, _ in self._slots if device.type == "cuda"}:
+            self._streams[device] = {way: torch.cuda.Stream(device) for way in ("in", "out")}  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------- what others see
 
-    def check(self, states: Mapping[int, State], shards: Sequence[Tensor], *, starts_anew: bool) -> None:
-        self._inner.check(states, shards, starts_anew=starts_anew)
-
     def addressed(self, position: int, state: State, stage: int | None = None) -> State:
         number = self._stage_of.get(position) if stage is None else stage
-        if number is None or self._slot(number) is None:
+        if number is None or number not in self._slot_of:
             return state
+        self._make_slots()
         found = dict(state)
         if position in self._stages[number].rows:
             for spec in self._records[position].all_state:
                 if spec.is_sharded:
                     found[spec.name] = self._stages[number].cut(position, local(state[spec.name]))
-        return found | self._copies_of(number).get(position, {})
+        return found | self._copies[number].get(position, {})
 
     def copies(
         self, stage: Stage, states: Mapping[int, State], listed: Sequence[int], fused: Collection[int]
@@ -254,4 +245,4 @@ class StreamedStore(StateStore):
             device, state = self._records[position].device, dict(states[position])
             places = self._places[stage.number].get(position, ())
             on_device[position] = state | {p.name: local(state[p.name]).to(device) for p in places}
-        return self._inner.copies(stage, on_device, listed, fused)
+        return super().copies(stage, on_device, listed, fused)

@@ -10,7 +10,6 @@ from muon_fsdp.comm.dtensors import local
 from muon_fsdp.declarations.state import State
 from muon_fsdp.kernels.tables import REMAINDER
 from muon_fsdp.linalg.rounding import remainder_of, round_at_random, with_remainder
-from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.step.random_numbers import RandomNumbers
 from muon_fsdp.step.sources import ListedShard
 
@@ -19,13 +18,12 @@ class Weights:
     """The weights that lists of tensors update. Kernels round on their own.
 
     Args:
-        records: one per parameter.
         states: the state of every parameter, which includes what rounding has dropped.
         random: draws the bits that decide how weights are rounded at random.
     """
 
-    def __init__(self, records: Sequence[ParameterRecord], states: Mapping[int, State], random: RandomNumbers) -> None:
-        self._records, self._states, self._random = records, states, random
+    def __init__(self, states: Mapping[int, State], random: RandomNumbers) -> None:
+        self._states, self._random = states, random
 
     def lend(self, listed: Sequence[ListedShard]) -> list[Tensor]:
         """Return tensors for `apply` to change: the shards, or copies of those that are not rounded by it or not here.
@@ -39,20 +37,20 @@ class Weights:
         for each, weight in zip(listed, weights, strict=True):
             if weight is each.shard:
                 continue
-            record, rounded = self._records[each.position].cut(each.rows), weight
-            if record.rounding == "stochastic":
-                rounded = round_at_random(weight, self._random.bits(record) & 0xFFFF, each.shard.dtype)
-            elif record.rounding == "remainder":
+            rounded = weight
+            if each.record.rounding == "stochastic":
+                rounded = round_at_random(weight, self._random.bits(each.record) & 0xFFFF, each.shard.dtype)
+            elif each.record.rounding == "remainder":
                 rounded = weight.to(each.shard.dtype)
                 self._remainder(each).copy_(remainder_of(weight, rounded), non_blocking=True)
             each.shard.copy_(rounded, non_blocking=True)
 
     def _working(self, each: ListedShard) -> Tensor:
-        shard, rounding = each.on_device(each.shard), self._records[each.position].rounding
+        shard, rounding = each.on_device(each.shard), each.record.rounding
         if rounding == "remainder":
             return with_remainder(shard, each.on_device(self._remainder(each)))
         return shard.float() if rounding == "stochastic" else shard
 
     def _remainder(self, each: ListedShard) -> Tensor:
-        remainder = local(self._states[each.position][REMAINDER])
-        return remainder if each.rows is None else remainder[slice(*each.rows)]
+        remainder, rows = local(self._states[each.record.position][REMAINDER]), each.record.rows
+        return remainder if rows is None else remainder[slice(*rows)]
