@@ -150,7 +150,7 @@ def _assign(
     if any(0 < len(who) < len(loads) for who in holders):
         free_owners, free_after = _balance(units, [()] * len(units), loads)
         seconds_saved = ASSUMED.compute(max(after.values()) - max(free_after.values()))
-        if seconds_to_move(units, holders, free_owners, bytes_per_element, ASSUMED) < seconds_saved:
+        if seconds_to_move(units, holders, free_owners, bytes_per_element) < seconds_saved:
             return free_owners, free_after
     return owners, after
 
@@ -189,4 +189,4 @@ def _balance(
 
 def _is_faster(on_all: Sequence[Load], owned: Sequence[Load]) -> bool:
     """Return whether parameters take less time if every rank computes all units, and not each unit once."""
-    return seconds_alone(on_all, ASSUMED) < REPLICATE_BELOW * seconds_alone(owned, ASSUMED)
+    return seconds_alone(on_all) < REPLICATE_BELOW * seconds_alone(owned)
