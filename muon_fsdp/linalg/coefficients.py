@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from numbers import Integral
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 
 from muon_fsdp.linalg.chains import STORED_CHAINS
 
 Quintic: TypeAlias = tuple[float, float, float]  # (a, b, c)
-CoefficientSet = Literal["default", "keller", "polar_express", "quintic", "cans", "deepseek_v4"]
-COEFFICIENT_SETS: tuple[str, ...] = get_args(CoefficientSet)
 
 # For matrices of Frobenius norm at most 1, the default set brings singular values of at least this to 1 and lifts
 # smaller ones.
@@ -80,6 +78,13 @@ _CANS: tuple[Quintic, ...] = (
 # Source: DeepSeek-V4, arXiv 2606.19348. Eight steps of Keller Jordan's set, then two that converge to 1.
 _DEEPSEEK_V4: tuple[Quintic, ...] = (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2
 
+# Of these, the first steps are used; if more are wanted, the last one is repeated.
+_LISTS: dict[str, tuple[Quintic, ...]] = {
+    "keller": (_KELLER,),
+    "polar_express": _safe(_POLAR_EXPRESS),
+    "quintic": _QUINTIC,
+}
+
 # The default number of steps, and the sets that were published as a whole: no other number of their steps is useful,
 # because each step is fitted to what the one before leaves. The default then means the number of the set.
 DEFAULT_STEPS = 5
@@ -104,17 +109,15 @@ def coefficients(name: str, steps: int) -> tuple[Quintic, ...]:
     "cans" and "deepseek_v4" are used whole, with the default number of steps or their own.
     """
     check_steps(steps, name)
-    if name in WHOLE_SETS:
-        return WHOLE_SETS[name]
     if name == "default":
         return minimax(steps, lower=DEFAULT_LOWER, safety=DEFAULT_SAFETY)
-    if name == "keller":
-        return (_KELLER,) * steps
-    if name == "polar_express":
-        return _take(list(_safe(_POLAR_EXPRESS)), steps)
-    if name == "quintic":
-        return _take(list(_QUINTIC), steps)
-    raise ValueError(f"Unknown orthogonalization {name!r}; valid names are {', '.join((*COEFFICIENT_SETS, 'exact'))}")
+    if name in WHOLE_SETS:
+        return WHOLE_SETS[name]
+    if name in _LISTS:
+        known = _LISTS[name]
+        return known[:steps] + known[-1:] * (steps - len(known))
+    names = ", ".join(("default", *_LISTS, *WHOLE_SETS, "exact"))
+    raise ValueError(f"Unknown orthogonalization {name!r}; valid names are {names}")
 
 
 def check_steps(steps: object, name: str = "default") -> None:
@@ -198,7 +201,3 @@ def best_quintic(lower: float, upper: float) -> Quintic:
 def _evaluate(quintic: Quintic, x: float) -> float:
     a, b, c = quintic
     return a * x + b * x**3 + c * x**5
-
-
-def _take(quintics: list[Quintic], steps: int) -> tuple[Quintic, ...]:
-    return tuple(quintics[:steps] + quintics[-1:] * (steps - len(quintics)))

@@ -30,7 +30,6 @@ class ScaledStep(NamedTuple):
     stored.
 
     Args:
-        degree: that of `Step`.
         gram_alpha: alpha of R = X X^T; None if R comes from the step before.
         products: (alpha, beta, gamma) of the products that give Z, as in `Step`.
         combine: (alpha, beta, gamma) of F = F Z + a F + q Z; None if F is Z.
@@ -38,7 +37,6 @@ class ScaledStep(NamedTuple):
         refresh: (alpha, beta) of X = F X + q X; None if X is not refreshed after this step. The last X is not scaled.
     """
 
-    degree: int
     gram_alpha: float | None
     products: tuple[tuple[float, float, float], ...]
     combine: tuple[float, float, float] | None
@@ -62,15 +60,15 @@ class Operand(NamedTuple):
         exact: x before it was rounded.
         factor: a number that the result is multiplied by.
         out: the same shape, for the result.
-        buffers: places for every second iterate and for those between: x lies in the first one, and `out` may be one
-            of them. None allocates new memory for every iterate.
+        spare: the shape and dtype of x, memory for the next iterate; the one after it overwrites x. `out` may be one of
+            these two. None allocates new memory for every iterate.
     """
 
     x: Tensor
     exact: Exact
     factor: float
     out: Tensor
-    buffers: tuple[Tensor, Tensor] | None = None
+    spare: Tensor | None = None
 
 
 def iterate(operands: list[Operand], steps: Sequence[ScaledStep], active: Tensor | None = None) -> None:
@@ -87,17 +85,14 @@ def iterate(operands: list[Operand], steps: Sequence[ScaledStep], active: Tensor
         steps: what `scaled_steps` returns.
         active: (B,) int32, for a single operand: where 0, `out` need not be computed.
     """
-    xs = [operand.x for operand in operands]
-    exact = [operand.exact for operand in operands]
-    outputs = [(operand.out, operand.factor, operand.buffers) for operand in operands]
+    batches = list(operands)
     operands.clear()
-    matrices = _SquareMatrices(xs)
-    refreshes = 0
+    matrices = _SquareMatrices([batch.x for batch in batches])
     gram = f = None
     for number, step in enumerate(steps, start=1):
         if gram is None:
             assert step.gram_alpha is not None
-            gram = _gram_matrices(xs, step.gram_alpha, matrices.take(), active)
+            gram = _gram_matrices(batches, step.gram_alpha, matrices.take(), active)
         z = _polynomial(gram, step, matrices, active)
         if f is None:
             new_f = z
@@ -114,13 +109,8 @@ def iterate(operands: list[Operand], steps: Sequence[ScaledStep], active: Tensor
         if step.refresh is None:
             f = new_f
             continue
-        refreshes += 1
-        is_last = number == len(steps)
-        targets = [
-            (out, factor) if is_last else (None if buffers is None else buffers[refreshes % 2], 1.0)
-            for out, factor, buffers in outputs
-        ]
-        _refresh(xs, new_f, exact, step.refresh, targets, active)
+        for index, part in enumerate(_split(new_f, batches)):
+            batches[index] = _refreshed(batches[index], part, step.refresh, number == len(steps), active)
         matrices.give_back(new_f)
         gram = f = None
 
@@ -149,11 +139,6 @@ class _SquareMatrices:
             self._free.append(matrices)
 
 
-def num_refreshes(steps: Sequence[ScaledStep]) -> int:
-    """Return how many new iterates X the steps compute, the result included."""
-    return sum(step.refresh is not None for step in steps)
-
-
 def _next_gram(gram: Tensor, z: Tensor, step: ScaledStep, matrices: _SquareMatrices, active: Tensor | None) -> Tensor:
     """Return (Z + aI) R (Z + aI), and give back the memory of R."""
     assert step.next_gram is not None
@@ -166,12 +151,12 @@ def _next_gram(gram: Tensor, z: Tensor, step: ScaledStep, matrices: _SquareMatri
     return result
 
 
-def _gram_matrices(xs: Sequence[Tensor], alpha: float, out: Tensor | None, active: Tensor | None) -> Tensor:
+def _gram_matrices(batches: Sequence[Operand], alpha: float, out: Tensor | None, active: Tensor | None) -> Tensor:
     """Return alpha * X X^T of all batches, (B, m, m), in `out` unless it is None."""
-    parts = [None] * len(xs) if out is None else _split(out, xs)
+    parts = [None] * len(batches) if out is None else _split(out, batches)
     grams = [
         symmetric_product(x, x, alpha=alpha, transposed=_is_tall(x), active=active, out=part)
-        for x, part in zip(xs, parts, strict=True)
+        for (x, *_), part in zip(batches, parts, strict=True)
     ]
     return torch.cat(grams) if out is None else out
 
@@ -194,28 +179,32 @@ def _polynomial(gram: Tensor, step: ScaledStep, matrices: _SquareMatrices, activ
     return now
 
 
-def _refresh(
-    xs: list[Tensor],
-    f: Tensor,  # (B, m, m) of all batches
-    exact: list[Exact],
+def _refreshed(
+    batch: Operand,
+    f: Tensor,  # (B, m, m)
     factors: tuple[float, float],
-    targets: Sequence[tuple[Tensor | None, float]],
+    is_last: bool,
     active: Tensor | None,
-) -> None:
-    """Replace every X by alpha F X + beta X, times the factor of its target, and write it there."""
+) -> Operand:
+    """Return a batch with alpha F X + beta X as its X; the last one lies in `out`, times the factor of the batch."""
     alpha, beta = factors
-    for number, (part, (out, factor)) in enumerate(zip(_split(f, xs), targets, strict=True)):
-        x, (matrices, scales, scale) = xs[number], exact[number]
-        left, right = (x, part) if _is_tall(x) else (part, x)
-        addend = Addend(matrices, beta * scale)
-        xs[number] = multiply_add(
-            left, right, addend, alpha=alpha, c_scale=scales, factor=factor, out=out, active=active
-        )
-        exact[number] = Exact(xs[number])
+    x, (matrices, scales, scale), factor, out, spare = batch
+    left, right = (x, f) if _is_tall(x) else (f, x)
+    new = multiply_add(
+        left,
+        right,
+        Addend(matrices, beta * scale),
+        alpha=alpha,
+        c_scale=scales,
+        factor=factor if is_last else 1.0,
+        out=out if is_last else spare,
+        active=active,
+    )
+    return batch._replace(x=new, exact=Exact(new), spare=None if spare is None else x)
 
 
-def _split(matrices: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [matrices] if len(xs) == 1 else torch.split(matrices, [x.shape[0] for x in xs])
+def _split(matrices: Tensor, batches: Sequence[Operand]) -> Sequence[Tensor]:
+    return [matrices] if len(batches) == 1 else torch.split(matrices, [len(batch.x) for batch in batches])
 
 
 def _is_tall(x: Tensor) -> bool:
@@ -277,7 +266,7 @@ def scaled_steps(chain: Chain, half: bool) -> tuple[ScaledStep, ...]:
                 (new_scale / (z_scale * half_scale), new_scale * a / half_scale),
             )
             gram, gram_scale = new_gram, new_scale
-        result.append(ScaledStep(step.degree, alpha_of_gram, products, combine, next_gram, refresh))
+        result.append(ScaledStep(alpha_of_gram, products, combine, next_gram, refresh))
     return tuple(result)
 
 

@@ -15,7 +15,7 @@ from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.chains import STORED_CHAINS, Chain, Step
 from muon_fsdp.linalg.coefficients import DEFAULT_STEPS, NORM_MARGINS, check_steps, coefficients
-from muon_fsdp.linalg.iteration import Exact, Operand, iterate, num_refreshes, scaled_steps, x_scale
+from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_scale
 
 Orthogonalization = Literal[
     "default", "accurate", "fast", "keller", "polar_express", "quintic", "cans", "deepseek_v4", "exact"
@@ -144,9 +144,10 @@ def _iterate_together(requests: Sequence[Request], method: str, steps: int, form
     for (_, chain, dtype), numbers in alike.items():
         half = dtype == torch.float16
         scaled = scaled_steps(chain, half)
+        refreshes = sum(step.refresh is not None for step in scaled)
         operands = []
         for number in numbers:
-            operand, norms[number] = _operand(requests[number], margin / x_scale(half), dtype, num_refreshes(scaled))
+            operand, norms[number] = _operand(requests[number], margin / x_scale(half), dtype, refreshes)
             operands.append(operand)
         del operand  # `iterate` releases each batch as soon as its next iterate is there
         iterate(operands, scaled)
@@ -156,10 +157,9 @@ def _iterate_together(requests: Sequence[Request], method: str, steps: int, form
 def _operand(request: Request, margin: float, dtype: torch.dtype, refreshes: int) -> tuple[Operand, Tensor]:
     """Return a batch as it is iterated, normalized, and one over its norms."""
     matrices, out, factor, known_norms = request
-    buffers = _buffers(matrices, out, dtype, refreshes)
-    x_out = None if buffers is None else buffers[0]
+    x_out, spare = _buffers(matrices, out, dtype, refreshes)
     x, exact, found = normalize(matrices.contiguous(), margin, dtype, known_norms, x_out)
-    return Operand(x, exact, factor, out, buffers), found
+    return Operand(x, exact, factor, out, spare), found
 
 
 def _is_recorded(matrices: Tensor) -> bool:
@@ -234,17 +234,19 @@ def _orthogonalize_small(request: Request, steps: tuple[Step, ...], margin: floa
     return norms
 
 
-def _buffers(matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int) -> tuple[Tensor, Tensor] | None:
+def _buffers(
+    matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Return two buffers for the iterates, `out` one of them, such that the last iterate but one is not in `out`.
 
     Returns:
-        The buffers, the one for the normalized matrices first. None if `out` can't hold an iterate: its dtype differs,
-        it is not contiguous, it shares memory with the matrices, or autograd records the iteration.
+        The buffers, the one for the normalized matrices first. None twice if `out` can't hold an iterate: its dtype
+        differs, it is not contiguous, it shares memory with the matrices, or autograd records the iteration.
     """
     if out.dtype != dtype or not out.is_contiguous() or _is_recorded(matrices):
-        return None
+        return None, None
     if out.untyped_storage().data_ptr() == matrices.untyped_storage().data_ptr():
-        return None
+        return None, None
     other = torch.empty_like(out)
     return (out, other) if refreshes % 2 == 0 else (other, out)
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from muon_fsdp.declarations.settings import ONE_DEVICE_BYTES
-from muon_fsdp.plan.speeds import FIXED_SECONDS, Speeds
+from muon_fsdp.plan.speeds import ASSUMED, FIXED_SECONDS, Speeds
 from muon_fsdp.plan.units import ParameterSpec, Unit
 
 # The scratch memory of an orthogonalization is at most this many times the bound of a stage.
@@ -71,7 +71,7 @@ class Load(NamedTuple):
     @property
     def is_replicated(self) -> bool:
         """Return whether several ranks compute all of its units."""
-        return self.travels and any(unit.owner is None for unit in self.units)
+        return any(unit.owner is None for unit in self.units)
 
 
 def load_of(spec: ParameterSpec, units: Sequence[Unit], kept: Sequence[int] | None = None) -> Load:
@@ -88,7 +88,7 @@ def load_of(spec: ParameterSpec, units: Sequence[Unit], kept: Sequence[int] | No
     shard = layout.largest_box(shape) * size
     others = num_ranks // replicas - 1  # ranks of the same replica
     loads = tuple(_unit_load(unit, spec, None if kept is None else kept[i]) for i, unit in enumerate(units))
-    replicated = num_ranks > 1 and any(unit.owner is None for unit in units)
+    replicated = any(unit.owner is None for unit in units)
     if replicated:  # every rank lacks what the other ranks of its replica hold
         gathered, scattered = (num_ranks - replicas) * sum(unit.bytes for unit in loads), 0
     else:
@@ -273,19 +273,15 @@ def stage_cost(loads: Sequence[Load], limits: StageLimits) -> StageCost:
     )
 
 
-def seconds_alone(loads: Sequence[Load], speeds: Speeds) -> float:
+def seconds_alone(loads: Sequence[Load]) -> float:
     """Estimate the seconds of parameters in one stage; its transfers have one fixed time in common."""
     cost = stage_cost(loads, StageLimits(ONE_DEVICE_BYTES))
     moved = cost.traffic.busiest_gather + cost.traffic.busiest_scatter
-    return FIXED_SECONDS + speeds.compute(max(cost.flops_by_rank.values())) + speeds.send(moved)
+    return FIXED_SECONDS + ASSUMED.compute(max(cost.flops_by_rank.values())) + ASSUMED.send(moved)
 
 
 def seconds_to_move(
-    units: Sequence[Unit],
-    holders: Sequence[tuple[int, ...]],
-    owners: Sequence[int],
-    bytes_per_element: int,
-    speeds: Speeds,
+    units: Sequence[Unit], holders: Sequence[tuple[int, ...]], owners: Sequence[int], bytes_per_element: int
 ) -> float:
     """Estimate how long it takes to move units from ranks that hold them whole to other owners, and results back.
 
@@ -297,7 +293,7 @@ def seconds_to_move(
             moved[owner] += unit.box.numel
             for rank in who:
                 moved[rank] += unit.box.numel / len(who)
-    return speeds.transfer(2 * max(moved.values(), default=0.0) * bytes_per_element)
+    return ASSUMED.transfer(2 * max(moved.values(), default=0.0) * bytes_per_element)
 
 
 def _scratch_bytes(matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_bytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -14,6 +14,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 Shape: TypeAlias = tuple[int, ...]
+Ranks: TypeAlias = tuple[int, ...]
+_Held: TypeAlias = "tuple[tuple[Box, Ranks], ...]"  # boxes, each with the ranks that hold it
 _Segments: TypeAlias = list[tuple[int, int]]  # half-open ranges of indices along one dimension
 
 
@@ -84,11 +86,15 @@ class Layout:
     ranks: tuple[int, ...]
     mesh_shape: Shape
     placements: tuple[Placement, ...]
+    # What is known by shape. It is kept here because hashing ranks and placements takes longer than the rest of a call.
+    _boxes: dict[Shape, tuple[Box, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _distinct: dict[Shape, _Held] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _holders: dict[tuple[Shape, Box], Ranks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def boxes(self, shape: Shape) -> tuple[Box, ...]:
         """Return the box that each rank holds, in the order of `ranks`."""
         boxes = self._boxes.get(shape)
-        if boxes is None:  # kept here because hashing placements takes longer than the rest of a call
+        if boxes is None:
             boxes = self._boxes[shape] = _boxes(shape, self.mesh_shape, self.placements)
         return boxes
 
@@ -108,16 +114,13 @@ class Layout:
 
     def largest_box(self, shape: Shape) -> int:
         """Return the number of elements of the largest box."""
-        largest = self._largest.get(shape)
-        if largest is None:
-            largest = self._largest[shape] = self._distinct_boxes(shape)[0][0].numel
-        return largest
+        return self._distinct_boxes(shape)[0][0].numel
 
     def largest_shape(self, shape: Shape) -> Shape:
         """Return the shape of the largest box."""
         return self._distinct_boxes(shape)[0][0].shape
 
-    def _distinct_boxes(self, shape: Shape) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    def _distinct_boxes(self, shape: Shape) -> _Held:
         """Return every distinct box with the ranks that hold it, the largest first."""
         if shape not in self._distinct:
             ranks_of: dict[Box, list[int]] = defaultdict(list)
@@ -126,22 +129,6 @@ class Layout:
             ordered = sorted(ranks_of.items(), key=lambda item: -item[0].numel)
             self._distinct[shape] = tuple((box, tuple(ranks)) for box, ranks in ordered)
         return self._distinct[shape]
-
-    @cached_property
-    def _boxes(self) -> dict[Shape, tuple[Box, ...]]:
-        return {}
-
-    @cached_property
-    def _largest(self) -> dict[Shape, int]:
-        return {}
-
-    @cached_property
-    def _holders(self) -> dict[tuple[Shape, Box], tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _distinct(self) -> dict[Shape, tuple[tuple[Box, tuple[int, ...]], ...]]:
-        return {}
 
     @cached_property
     def index_of(self) -> dict[int, int]:

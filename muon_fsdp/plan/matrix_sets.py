@@ -8,7 +8,7 @@ travel together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -104,9 +104,13 @@ class Block:
     part: LocalPart
     part_rows: slice
 
-    def of_class(self, class_index: int) -> Block:
-        """Return the same block under another class index."""
-        return replace(self, class_index=class_index)
+    def continues_in(self, other: Block) -> bool:
+        """Return whether another block has the same rows and columns of the matrices that follow."""
+        return (
+            self.part is other.part
+            and (self.class_index, self.rows, self.cols) == (other.class_index, other.rows, other.cols)
+            and self.matrices.stop == other.matrices.start
+        )
 
     def of(self, shard: Tensor) -> Tensor:
         """Return this block of a shard, (count, rows, cols)."""
@@ -140,12 +144,10 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
     ]
     blocks: list[Block] = []
     for part in local_parts(view, box):
-        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
-        at = 0
-        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+        for number, part_rows in _rows_by_matrix(part, matrix_of):
             class_index, matrix = of_matrix[number]
-            rows = row_of[part.rows[at : at + length]]
-            step = int(rows[1] - rows[0]) if length > 1 else 1
+            rows = row_of[part.rows[part_rows]]
+            step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
             block = Block(
                 position,
                 class_index,
@@ -153,36 +155,24 @@ def blocks_of(position: int, view: MatrixView, box: Box, base: Sequence[tuple[in
                 slice(int(rows[0]), int(rows[-1]) + 1, step),
                 slice(part.first_col, part.first_col + part.width),
                 part,
-                slice(at, at + length),
+                part_rows,
             )
-            blocks.append(block)
-            at += length
-    return _merged(blocks)
+            if blocks and blocks[-1].continues_in(block):
+                matrices = slice(blocks[-1].matrices.start, block.matrices.stop)
+                part_rows = slice(blocks[-1].part_rows.start, block.part_rows.stop)
+                blocks[-1] = replace(block, matrices=matrices, part_rows=part_rows)
+            else:
+                blocks.append(block)
+    return blocks
 
 
-def _merged(blocks: Sequence[Block]) -> list[Block]:
-    """Merge blocks of consecutive matrices that have the same rows and columns."""
-    merged: list[Block] = []
-    for block in blocks:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.part is block.part
-            and (last.class_index, last.rows, last.cols) == (block.class_index, block.rows, block.cols)
-            and last.matrices.stop == block.matrices.start
-        ):
-            merged[-1] = Block(
-                last.position,
-                last.class_index,
-                slice(last.matrices.start, block.matrices.stop),
-                last.rows,
-                last.cols,
-                last.part,
-                slice(last.part_rows.start, block.part_rows.stop),
-            )
-        else:
-            merged.append(block)
-    return merged
+def _rows_by_matrix(part: LocalPart, matrix_of: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield every run of rows of a part that belongs to one matrix: the number of this matrix, and which rows."""
+    numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
+    start = 0
+    for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+        yield number, slice(start, start + length)
+        start += length
 
 
 def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None:
@@ -202,14 +192,11 @@ def segments_of(view: MatrixView, box: Box) -> list[tuple[int, int, int]] | None
     if len(parts) > 1:
         return None
     matrix_of, _ = view.row_numbers()
-    segments = []
-    start = 0
-    for part in parts:
-        numbers, lengths = torch.unique_consecutive(matrix_of[part.rows], return_counts=True)
-        for number, rows in zip(numbers.tolist(), lengths.tolist(), strict=True):
-            segments.append((start, rows * part.width, number))
-            start += rows * part.width
-    return segments
+    return [
+        (rows.start * part.width, (rows.stop - rows.start) * part.width, number)
+        for part in parts
+        for number, rows in _rows_by_matrix(part, matrix_of)
+    ]
 
 
 @dataclass(frozen=True)
@@ -256,7 +243,9 @@ class MatrixSet:
         """Return a set with only these classes, renumbered in this order."""
         renumbered = {old: new for new, old in enumerate(chosen)}
         blocks = tuple(
-            block.of_class(renumbered[block.class_index]) for block in self.blocks if block.class_index in renumbered
+            replace(block, class_index=renumbered[block.class_index])
+            for block in self.blocks
+            if block.class_index in renumbered
         )
         classes = tuple(self.classes[index] for index in chosen)
         return MatrixSet(self.ranks, classes, blocks, self.is_split, self.cuts_rows)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from muon_fsdp.plan.costs import Load, StageLimits, load_of, seconds_alone, seconds_to_move
-from muon_fsdp.plan.layout import Layout
 from muon_fsdp.plan.speeds import ASSUMED
 from muon_fsdp.plan.stage_limits import choose_limits, cut, scratch_limit
 from muon_fsdp.plan.units import ParameterSpec, Unit, units_of
@@ -113,26 +112,20 @@ def _assign_owners(specs_by_ranks: dict[tuple[int, ...], list[ParameterSpec]]) -
     placed: dict[int, list[Unit]] = defaultdict(list)
     for ranks in sorted(specs_by_ranks, key=lambda ranks: (-len(ranks), ranks)):
         wider = [other for other in loads if set(ranks) <= set(other)]
-        before = {rank: sum(loads[other][rank] for other in wider) for rank in ranks}
         # The order of stages, so that a stage of as many units as there are ranks has one for every rank.
         cut_up = sorted(((spec, units_of(spec)) for spec in specs_by_ranks[ranks]), key=lambda pair: _order(*pair))
         units = [(unit, spec) for spec, many in cut_up for unit in many]
         holders = [spec.layout.holders(spec.shape, unit.box) for unit, spec in units]
         # Decide only by parameters of this set: a rank may see others that the rest of the set does not know.
         first = specs_by_ranks[ranks][0]
-        in_turn = _replicas_in_turn(first.layout)
-        owners, after = _assign(
-            [unit for unit, _ in units], holders, {r: before[r] for r in in_turn}, first.bytes_per_element
-        )
+        # Ranks get work in this order: a shard's holders in all replicas, then the next shard's.
+        in_turn = [ranks[index] for places in first.layout.ranks_of_shard for index in places]
+        before = {rank: sum(loads[other][rank] for other in wider) for rank in in_turn}
+        owners, after = _assign([unit for unit, _ in units], holders, before, first.bytes_per_element)
         loads[ranks] = {rank: after[rank] - before[rank] for rank in ranks}
         for (unit, spec), owner in zip(units, owners, strict=True):
             placed[spec.position].append(replace(unit, owner=owner))
     return {position: tuple(many) for position, many in placed.items()}
-
-
-def _replicas_in_turn(layout: Layout) -> list[int]:
-    """Return ranks in the order in which they get work: a shard's holders in all replicas, then the next shard's."""
-    return [layout.ranks[index] for places in layout.ranks_of_shard for index in places]
 
 
 def _assign(
@@ -150,7 +143,7 @@ def _assign(
     if any(0 < len(who) < len(loads) for who in holders):
         free_owners, free_after = _balance(units, [()] * len(units), loads)
         seconds_saved = ASSUMED.compute(max(after.values()) - max(free_after.values()))
-        if seconds_to_move(units, holders, free_owners, bytes_per_element, ASSUMED) < seconds_saved:
+        if seconds_to_move(units, holders, free_owners, bytes_per_element) < seconds_saved:
             return free_owners, free_after
     return owners, after
 
@@ -189,4 +182,4 @@ def _balance(
 
 def _is_faster(on_all: Sequence[Load], owned: Sequence[Load]) -> bool:
     """Return whether parameters take less time if every rank computes all units, and not each unit once."""
-    return seconds_alone(on_all, ASSUMED) < REPLICATE_BELOW * seconds_alone(owned, ASSUMED)
+    return seconds_alone(on_all) < REPLICATE_BELOW * seconds_alone(owned)

@@ -394,78 +394,57 @@ def _chunk(members: Sequence[Member], max_matrices: int) -> list[tuple[Member, .
     return chunks
 
 
-class _PieceLists:
-    """The pieces that one kind of transfer moves between this rank and each of the others."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.sent: list[list[Piece]] = [[] for _ in range(num_ranks)]
-        self.received: list[list[Piece]] = [[] for _ in range(num_ranks)]
-        self.travels = False  # whether anything moves between any two ranks
-
-
 def _make_exchange(outline: StageOutline, slices: UpdateSlices, me: int) -> Exchange:
     """List what this rank sends and receives; every list is in the order of the units, on both sides of a message."""
     ranks = outline.ranks
     specs = {spec.position: spec for spec in outline.specs}
-    gather, scatter = _PieceLists(len(ranks)), _PieceLists(len(ranks))
+    # Pieces by the index of the other rank in `ranks`.
+    gather_send, gather_receive, scatter_send, scatter_receive = (defaultdict[int, list[Piece]](list) for _ in range(4))
+    gathers = scatters = forwards = False
     for number, unit in enumerate(outline.units):
         spec = specs[unit.position]
-        _add_gather(gather, number, unit, spec.layout, spec.layout.boxes(spec.shape), me)
+        boxes, replica_of = spec.layout.boxes(spec.shape), spec.layout.replica_of
+        # Holders send their boxes to the ranks that compute the unit, within a replica.
+        for computer in range(len(boxes)) if unit.owner is None else (spec.layout.index_of[unit.owner],):
+            is_whole_there = boxes[computer].contains(unit.box)
+            gathers |= not is_whole_there
+            if me == computer if is_whole_there else replica_of[me] == replica_of[computer]:
+                _append(gather_send[computer], number, unit.box, boxes[me])
+            if computer == me:
+                for source in (me,) if is_whole_there else range(len(boxes)):
+                    if replica_of[source] == replica_of[me]:
+                        _append(gather_receive[source], number, unit.box, boxes[source])
         if unit.owner is None:  # this rank has computed it, and keeps its part
-            box = spec.layout.boxes(spec.shape)[me]
-            _append(scatter.sent[me], number, unit.box, box)
-            _append(scatter.received[me], number, unit.box, box)
-        else:
-            _add_scatter(scatter, number, unit, spec, slices, me)
+            _append(scatter_send[me], number, unit.box, boxes[me])
+            _append(scatter_receive[me], number, unit.box, boxes[me])
+            continue
+        # The owner sends to every holder the results in the holder's slice.
+        owner = spec.layout.index_of[unit.owner]
+        forwards |= slices.num_peers > 1
+        scatters |= forwards or not boxes[owner].contains(unit.box)
+        for part in slices.parts(me, spec):
+            _append(scatter_receive[owner], number, unit.box, boxes[me], part)
+        if owner == me:
+            for holder, box in enumerate(boxes):
+                for part in slices.parts(holder, spec):
+                    _append(scatter_send[holder], number, unit.box, box, part)
     in_group_order = sorted(range(len(ranks)), key=ranks.__getitem__)  # as a process group numbers its ranks
-    forwards = slices.num_peers > 1 and any(unit.owner is not None for unit in outline.units)
 
-    def ordered(lists: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
-        return tuple(tuple(lists[index]) for index in in_group_order)
+    def ordered(lists: Mapping[int, list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
+        return tuple(tuple(lists.get(index, ())) for index in in_group_order)
 
     return Exchange(
         ranks=tuple(sorted(ranks)),
         me=in_group_order.index(me),
-        gather_send=ordered(gather.sent),
-        gather_receive=ordered(gather.received),
-        scatter_send=ordered(scatter.sent),
-        scatter_receive=ordered(scatter.received),
-        gathers=gather.travels,
-        scatters=scatter.travels,
+        gather_send=ordered(gather_send),
+        gather_receive=ordered(gather_receive),
+        scatter_send=ordered(scatter_send),
+        scatter_receive=ordered(scatter_receive),
+        gathers=gathers,
+        scatters=scatters,
         peers=slices.peers(me) if forwards else (),
         slice_numel=slices.slice_numel(me) if forwards else 0,
     )
-
-
-def _add_gather(lists: _PieceLists, number: int, unit: Unit, layout: Layout, boxes: Sequence[Box], me: int) -> None:
-    """Add the boxes of a unit that holders send to the ranks that compute it, within a replica."""
-    replica_of = layout.replica_of
-    for computer in range(len(boxes)) if unit.owner is None else (layout.index_of[unit.owner],):
-        is_whole_there = boxes[computer].contains(unit.box)
-        lists.travels |= not is_whole_there
-        if me == computer if is_whole_there else replica_of[me] == replica_of[computer]:
-            _append(lists.sent[computer], number, unit.box, boxes[me])
-        if computer == me:
-            for source in (me,) if is_whole_there else range(len(boxes)):
-                if replica_of[source] == replica_of[me]:
-                    _append(lists.received[source], number, unit.box, boxes[source])
-
-
-def _add_scatter(
-    lists: _PieceLists, number: int, unit: Unit, spec: ParameterSpec, slices: UpdateSlices, me: int
-) -> None:
-    """Add the results of a unit that its owner sends: to every holder those in the holder's slice."""
-    assert unit.owner is not None
-    boxes = spec.layout.boxes(spec.shape)
-    owner = spec.layout.index_of[unit.owner]
-    if not lists.travels:  # thousands of units may follow that need not be compared with thousands of boxes
-        lists.travels = any(rank != owner and box.intersect(unit.box).numel > 0 for rank, box in enumerate(boxes))
-    for part in slices.parts(me, spec):
-        _append(lists.received[owner], number, unit.box, boxes[me], part)
-    if owner == me:
-        for holder, box in enumerate(boxes):
-            for part in slices.parts(holder, spec):
-                _append(lists.sent[holder], number, unit.box, box, part)
 
 
 def _append(pieces: list[Piece], number: int, unit: Box, box: Box, part: Box | None = None) -> None:

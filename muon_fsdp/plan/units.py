@@ -58,19 +58,13 @@ class Unit:
     options: PlannedOptions
     flops: float
     owner: int | None = None  # a global rank; None: every rank of the layout computes it
-    # If it is some parts of a weight that is cut by rows: the block of its first matrix in the view of the whole
-    # parameter, and the number of this matrix in that block.
+    # If it is a part of a parameter: the block of its first matrix in the view of the whole parameter, and the number
+    # of this matrix in that block. Its matrices in the blocks that follow have the same numbers there.
     first_block: int = 0
     first_in_block: int = 0
 
-    def block_of(self, whole: MatrixView, block: int) -> tuple[int, int]:
-        """Return which block of `whole`, the view of the whole parameter, a block of the unit belongs to.
-
-        Returns:
-            The index of that block, and the index there of the unit's first matrix.
-        """
-        if self.view.kind == "stacked" and self.view.shape != whole.shape:  # some matrices of a stack
-            return block, self.box.offset[0] * self.view.block_shapes[block][0]
+    def block_of(self, block: int) -> tuple[int, int]:
+        """Return which block of the whole parameter a block of the unit belongs to, and its first matrix there."""
         return self.first_block + block, self.first_in_block
 
 
@@ -88,9 +82,10 @@ def units_of(spec: ParameterSpec) -> tuple[Unit, ...]:
     if not (view.kind == "stacked" and len(shape) == 3 and len(spec.layout.ranks) > 1):
         return (Unit(spec.position, Box((0,) * len(shape), shape), view, spec.options, spec.flops(view)),)
     one = replace(view, shape=(1, *shape[1:]))
-    flops = spec.flops(one)
+    flops, count = spec.flops(one), one.block_shapes[0][0]  # all blocks of a view have as many matrices
     return tuple(
-        Unit(spec.position, Box((number, 0, 0), one.shape), one, spec.options, flops) for number in range(shape[0])
+        Unit(spec.position, Box((number, 0, 0), one.shape), one, spec.options, flops, first_in_block=number * count)
+        for number in range(shape[0])
     )
 
 

@@ -174,7 +174,7 @@ class CopiesSource:
                 unit = stage.units[member.unit]
                 view = self._context.records[unit.position].view
                 assert view is not None
-                block, first = unit.block_of(view, member.block)
+                block, first = unit.block_of(member.block)
                 span = spec.span(view, block, first + member.start, first + member.stop)
                 parts.append(states[unit.position][spec.name][span])
             rows[spec.name] = torch.cat(parts).view(-1, *spec.shape_of_matrix(batch.rows, batch.cols))

@@ -499,7 +499,7 @@ class MatrixStates:
         index = -1
         for member in members:
             unit = stage.units[member.unit]
-            block, within = unit.block_of(self._parameters[unit.position].matrices, member.block)
+            block, within = unit.block_of(member.block)
             index, first = self._class_of[(unit.position, block)]
             first += within
             if ranges and ranges[-1][1] == first + member.start:

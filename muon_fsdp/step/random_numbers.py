@@ -97,7 +97,7 @@ class RandomNumbers:
             record = self._records[unit.position]
             assert record.view is not None
             counts = [count for count, _, _ in record.view.block_shapes]
-            block, within = unit.block_of(record.view, member.block)
+            block, within = unit.block_of(member.block)
             first = sum(counts[:block]) + within
             matrices += range(first + member.start, first + member.stop)
             keys += [parameter_key(seed, record.name)] * (member.stop - member.start)
