@@ -161,6 +161,23 @@ def test_balance_and_time_of_planning(ranks: RankPool, name):
         assert matrices == sum(shape[0] if len(shape) == 3 else 1 for shape in MODELS[name])
 
 
+def seconds_of_one_rank() -> float:
+    """Return how long one of 512 ranks takes to plan its part of a model with stacked experts."""
+    specs = [
+        replace(spec(i, 0, "muon", shape), layout=Layout(tuple(range(512)), (512,), (Shard(0),)))
+        for i, shape in enumerate(shape for shape in STACKED if len(shape) == 3)
+    ]
+    outlines = make_outline(specs, max_stage_bytes=None)
+    start = time.process_time()
+    make_plan(outlines, 0)
+    return time.process_time() - start
+
+
+def test_a_rank_plans_its_part_in_seconds(ranks: RankPool):
+    """It took a minute when every unit was compared with the boxes of all ranks."""
+    assert ranks.run(1, seconds_of_one_rank)[0] < 8
+
+
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=30), st.integers(1, 6))
 def test_the_lower_bound_is_one(costs, num_ranks):
     """No assignment beats it: checked against what the greedy one reaches, which is at most 4/3 of the best."""
