@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -98,10 +99,7 @@ def qk_clip(
     largest = _reduce(modules, float(threshold) if error is None else 0.0, error, ranks, device, group)
     gammas = _gammas(modules, largest, float(threshold))
     _scale(modules, gammas, optimizer.state)
-    return {
-        module.name: [gammas[module.name][module.attention.group_of(head)] for head in range(len(module.logits))]
-        for module in modules
-    }
+    return gammas
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
@@ -252,21 +250,18 @@ def _disagreement(ranks: Ranks, texts: Sequence[Sequence[str]]) -> ValueError:
 
 
 def _gammas(modules: Sequence[_Module], largest: Sequence[float], threshold: float) -> dict[str, list[float]]:
-    """Return the gamma of every group of heads, by name of the module; raise if a logit is not finite."""
+    """Return the gamma of every query head, by name of the module; raise if a logit is not finite."""
     gammas = {}
     numbers = iter(largest)
     for module in modules:
-        tops = [-math.inf] * module.attention.num_groups
-        for head in range(module.attention.num_heads):
-            top = next(numbers)
-            if top == math.inf:
-                raise FloatingPointError(
-                    f"qk_clip: the largest logit of head {head} of module {module.name!r} is NaN or infinite on a "
-                    "rank. Nothing was scaled; lower the learning rate, or go back to a checkpoint"
-                )
-            number = module.attention.group_of(head)
-            tops[number] = max(tops[number], top)
-        gammas[module.name] = [threshold / top if top > threshold else 1.0 for top in tops]
+        tops, shared = list(islice(numbers, module.attention.num_heads)), module.attention.heads_per_key
+        if math.inf in tops:
+            raise FloatingPointError(
+                f"qk_clip: the largest logit of head {tops.index(math.inf)} of module {module.name!r} is NaN or "
+                "infinite on a rank. Nothing was scaled; lower the learning rate, or go back to a checkpoint"
+            )
+        of_keys = [max(tops[first : first + shared]) for first in range(0, len(tops), shared)]
+        gammas[module.name] = [threshold / top if top > threshold else 1.0 for top in of_keys for _ in range(shared)]
     return gammas
 
 
@@ -283,7 +278,7 @@ def _scale(
             if record.shards_state:
                 remainder = None  # it has other rows, and is less than half an ulp
             for rows in projection.rows:
-                gamma = gammas[module.name][rows.group]
+                gamma = gammas[module.name][rows.head]
                 box = held.intersect(_rows_box(record.shape, projection.axis, rows.start, rows.stop))
                 if gamma < 1 and box.numel:
                     within = box.within(held)
