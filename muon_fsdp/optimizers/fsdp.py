@@ -19,7 +19,7 @@ from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params, refuse_zero_redundancy, rules_of
 from muon_fsdp.parameters.routing import Route
-from muon_fsdp.parameters.wrappers import ModelWatch, replicate_group_of, reshard
+from muon_fsdp.parameters.wrappers import replicate_group_of, reshard
 from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 
 # Defaults of this class that differ from the rules' own.
@@ -82,7 +82,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
         self._decay = options.get("weight_decay", WEIGHT_DECAY)
         super().__init__(model if params is None else params, lr=lr, **options)
-        self._watch = ModelWatch(model, warns_about_missing=params is None)
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
         self._graph_is_alive = False  # whether a backward may follow the last forward
