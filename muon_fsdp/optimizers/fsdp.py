@@ -60,6 +60,8 @@ class FSDPMuonOptimizer(MuonOptimizer):
         options: all other options of `MuonOptimizer`.
     """
 
+    _graph_is_alive = False  # whether a backward may follow the last forward
+
     def __init__(
         self,
         model: nn.Module,
@@ -84,7 +86,6 @@ class FSDPMuonOptimizer(MuonOptimizer):
         super().__init__(model if params is None else params, lr=lr, **options)
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
-        self._graph_is_alive = False  # whether a backward may follow the last forward
         if any(isinstance(module, FSDPModule) for module in model.modules()):  # for unshard_params
             hook = model.register_forward_hook(_ForwardNote(self))
             weakref.finalize(self, hook.remove)  # otherwise every optimizer leaves a hook on the model
@@ -157,7 +158,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
                     scatter_full(parameter, whole[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_model": None, "_graph_is_alive": False, "_moments": self._moments, "_decay": self._decay}
+        own = {"_moments": self._moments, "_decay": self._decay}
         return {**super().__getstate__(), **own}
 
 

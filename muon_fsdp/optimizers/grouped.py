@@ -64,6 +64,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     # By whose modules `params` are routed if they are not the model itself; a subclass sets it before this constructor.
     _model: nn.Module | None = None
+    _watch: ModelWatch | None = None  # of the model; a copy of the optimizer has none
 
     def __init__(
         self,
@@ -82,8 +83,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: pass an element-wise rule")
         self._given = Source(type(self).__name__, dict(options), is_constructor=True)
         model = params if isinstance(params, nn.Module) else self._model
-        self._watch = ModelWatch(model, warns_about_missing=model is params) if model is not None else None
-        replaced = reshard(model.modules()) if model is not None else set()
+        replaced = set()
+        if model is not None:
+            self._watch = ModelWatch(model, warns_about_missing=model is params)
+            replaced = reshard(model.modules())
         self._router = Router(overrides, other_rule, settings.attention)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
