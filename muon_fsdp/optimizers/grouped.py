@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -103,7 +103,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._given.taken.clear()  # no parameter uses an option yet
         groups = with_lists(as_torch_params(params))
         self._is_built = False
-        with self._router.reading(model, self._named_parameters(groups)):
+        with self._reading(groups):
             self._preview(groups)
             super().__init__(groups, defaults)
             self._is_built = True
@@ -206,16 +206,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         is_decided = not self._rule.needs_matrices or any(route.decided for route in routes)
         self._given.lr_is_for_others = bool(routes) and not is_matrix and not is_decided and own_lr is None
 
-    @staticmethod
-    def _named_parameters(groups: Sequence[Any]) -> list[tuple[str, Tensor]]:
-        """Return the parameters that have names, in whatever group they are."""
-        return [
+    def _reading(self, groups: Sequence[Any]) -> AbstractContextManager[None]:
+        """Route inside the block by the model, or else by the names of parameters, in whatever group they are."""
+        named_parameters = [
             (name, parameter)
             for _, named, parameters in _readable(groups)
             if named is not None
             for name, parameter in zip(named, parameters, strict=True)
             if isinstance(parameter, Tensor)
         ]
+        return self._router.reading(self._known_model(), named_parameters)
 
     def _check_use_of_options(self) -> None:
         """Raise for an option that had no effect on any parameter."""
@@ -330,7 +330,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._add(param_group)
             return
         (param_group,) = with_lists([param_group])
-        with self._router.reading(self._known_model(), self._named_parameters([*self.param_groups, param_group])):
+        with self._reading([*self.param_groups, param_group]):
             self._add(param_group)
 
     def _add(self, param_group: Group) -> None:
@@ -507,8 +507,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise _changed_by_hand()
         result: list[list[Route]] = []
         taken = {key: route.name for key, route in known.items()}
-        model = self._known_model()
-        with self._router.reading(model, self._named_parameters(self.param_groups)):
+        with self._reading(self.param_groups):
             for group, kinds in zip(self.param_groups, new, strict=True):
                 if True in kinds:
                     named, tensors = names_and_parameters(group)
