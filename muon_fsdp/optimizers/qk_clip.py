@@ -26,7 +26,6 @@ from muon_fsdp.parameters.attention import Attention, Projection, has_qk_norm, p
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.wrappers import reshard
-from muon_fsdp.plan.layout import Box
 from muon_fsdp.text import first_names
 
 Logits: TypeAlias = Tensor | Sequence[float]
@@ -272,18 +271,18 @@ def _scale(
     parts: dict[torch.device, list[tuple[Tensor, Tensor | None, float]]] = defaultdict(list)
     for module in modules:
         for projection, record in module.records:
-            shard = local(record.tensor)
-            held = record.layout.boxes(record.shape)[record.number_in_layout]
+            shard, axis = local(record.tensor), projection.axis
+            held = record.layout.box_on(my_rank(), record.shape)
             remainder = states.get(record.tensor, {}).get(REMAINDER) if record.rounding == "remainder" else None
             if record.shards_state:
                 remainder = None  # it has other rows, and is less than half an ulp
             for rows in projection.rows:
                 gamma = gammas[module.name][rows.head]
-                box = held.intersect(_rows_box(record.shape, projection.axis, rows.start, rows.stop))
-                if gamma < 1 and box.numel:
-                    within = box.within(held)
-                    dropped = local(remainder)[within] if remainder is not None else None
-                    parts[shard.device].append((shard[within], dropped, gamma**rows.power))
+                start = max(rows.start - held.offset[axis], 0)  # in the shard
+                count = min(rows.stop - held.offset[axis], held.shape[axis]) - start
+                if gamma < 1 and count > 0 and held.numel:
+                    dropped = local(remainder).narrow(axis, start, count) if remainder is not None else None
+                    parts[shard.device].append((shard.narrow(axis, start, count), dropped, gamma**rows.power))
     for pairs in parts.values():
         # A product in half precision would round the factor too. For other dtypes `wide` is the shard itself.
         wide = [
@@ -296,10 +295,3 @@ def _scale(
                 part.copy_(product)
             if dropped is not None:
                 dropped.copy_(remainder_of(product, part))
-
-
-def _rows_box(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
-    """Return the box of a parameter that holds its rows [start, stop) along an axis."""
-    offset, size = [0] * len(shape), list(shape)
-    offset[axis], size[axis] = start, stop - start
-    return Box(tuple(offset), tuple(size))
