@@ -148,7 +148,9 @@ class _ElementwiseMuon(torch.optim.Optimizer):
                 single.append(item)
         parts: list[_ForeachPart | _FusedPart] = []
         for key, items in fused.items():
-            part = self._fused_part(key, items)
+            part = self._fused.get(key)
+            if part is None or part.numels != [item.shard.numel() for item in items]:
+                part = self._fused[key] = _FusedPart(self.coupled_decay, items)
             part.fill(group, items)
             parts.append(part)
         if single:
@@ -162,15 +164,6 @@ class _ElementwiseMuon(torch.optim.Optimizer):
             state["step"] = 0
             state.update({spec.name: spec.create(parameter, None) for spec in _STATE})
         return state
-
-    def _fused_part(self, key: object, items: Sequence[_Item]) -> _FusedPart:
-        """Return the part for a launch, which is made again only if the sizes of its tensors have changed."""
-        numels = tuple([item.shard.numel() for item in items])
-        known = self._fused.get(key)
-        if known is None or known.numels != numels:
-            shard, grad = items[0].shard, items[0].grad
-            known = self._fused[key] = _FusedPart(self.coupled_decay, numels, shard, grad.dtype)
-        return known
 
     def state_dict(self) -> StateDict:
         """Return the state as `torch.optim.Optimizer` does.
@@ -319,7 +312,8 @@ class _ForeachPart:
 class _FusedPart:
     """The same for CUDA parameters of one precision, in a single Triton launch; it is used as long as sizes stay."""
 
-    def __init__(self, coupled: bool, numels: tuple[int, ...], shard: Tensor, gradient_dtype: torch.dtype) -> None:
+    def __init__(self, coupled: bool, items: Sequence[_Item]) -> None:
+        shard, numels = items[0].shard, [item.shard.numel() for item in items]
         self.coupled, self.numels, self.device = coupled, numels, shard.device
         first = list(accumulate((num_chunks(numel, numel) for numel in numels), initial=0))
         chunks, aligned = make_chunks(numels, numels, first[:-1], self.device)
@@ -330,7 +324,7 @@ class _FusedPart:
             group=0,
             positions=range(len(numels)),
             parameter_dtype=shard.dtype,
-            gradient_dtype=gradient_dtype,
+            gradient_dtype=items[0].grad.dtype,
             chunks=chunks,
             aligned_chunks=aligned,
             first_partials=first_partials,

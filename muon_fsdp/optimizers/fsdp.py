@@ -19,7 +19,7 @@ from muon_fsdp.optimizers.muon import MuonOptimizer
 from muon_fsdp.optimizers.signature import UNSET, show_options
 from muon_fsdp.parameters.groups import Params, refuse_zero_redundancy, rules_of
 from muon_fsdp.parameters.routing import Route
-from muon_fsdp.parameters.wrappers import ModelWatch, replicate_group_of, reshard
+from muon_fsdp.parameters.wrappers import replicate_group_of, reshard
 from muon_fsdp.rules import BUILT_IN, DEFAULT_RULE, RULES, Rule
 
 # Defaults of this class that differ from the rules' own.
@@ -60,6 +60,8 @@ class FSDPMuonOptimizer(MuonOptimizer):
         options: all other options of `MuonOptimizer`.
     """
 
+    _graph_is_alive = False  # whether a backward may follow the last forward
+
     def __init__(
         self,
         model: nn.Module,
@@ -82,10 +84,8 @@ class FSDPMuonOptimizer(MuonOptimizer):
         self._moments = {name: value for name, value in moments.items() if value is not UNSET}
         self._decay = options.get("weight_decay", WEIGHT_DECAY)
         super().__init__(model if params is None else params, lr=lr, **options)
-        self._watch = ModelWatch(model, warns_about_missing=params is None)
         self._check_use_of_moments()
         self._accumulation_steps = gradient_accumulation_steps
-        self._graph_is_alive = False  # whether a backward may follow the last forward
         if any(isinstance(module, FSDPModule) for module in model.modules()):  # for unshard_params
             hook = model.register_forward_hook(_ForwardNote(self))
             weakref.finalize(self, hook.remove)  # otherwise every optimizer leaves a hook on the model
@@ -158,7 +158,7 @@ class FSDPMuonOptimizer(MuonOptimizer):
                     scatter_full(parameter, whole[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_model": None, "_graph_is_alive": False, "_moments": self._moments, "_decay": self._decay}
+        own = {"_moments": self._moments, "_decay": self._decay}
         return {**super().__getstate__(), **own}
 
 

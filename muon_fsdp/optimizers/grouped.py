@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -64,6 +64,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     # By whose modules `params` are routed if they are not the model itself; a subclass sets it before this constructor.
     _model: nn.Module | None = None
+    _watch: ModelWatch | None = None  # of the model; a copy of the optimizer has none
 
     def __init__(
         self,
@@ -77,13 +78,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
         replicas: Replicas,
     ) -> None:
         self._settings, self._replicas = settings, replicas
-        self._watch = ModelWatch(params, warns_about_missing=True) if isinstance(params, nn.Module) else None
         self._rule_name, self._other_rule_name = rule_named(rule).name, rule_named(other_rule).name
         if self._other_rule.needs_matrices:
             raise ValueError(f"other_rule={other_rule!r} works on whole matrices: pass an element-wise rule")
         self._given = Source(type(self).__name__, dict(options), is_constructor=True)
         model = params if isinstance(params, nn.Module) else self._model
-        replaced = reshard(model.modules()) if model is not None else set()
+        replaced = set()
+        if model is not None:
+            self._watch = ModelWatch(model, warns_about_missing=model is params)
+            replaced = reshard(model.modules())
         self._router = Router(overrides, other_rule, settings.attention)
         self._overrides = {
             pattern: Source(f"overrides[{pattern!r}]", {k: v for k, v in options.items() if k != "rule"})
@@ -100,7 +103,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._given.taken.clear()  # no parameter uses an option yet
         groups = with_lists(as_torch_params(params))
         self._is_built = False
-        with self._router.reading(model, self._named_parameters(groups)):
+        with self._reading(groups):
             self._preview(groups)
             super().__init__(groups, defaults)
             self._is_built = True
@@ -109,8 +112,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if groups and isinstance(groups[0], dict) and len(self.param_groups) != len(groups):
                 refuse_zero_redundancy(type(self).__name__)
             self._check_use_of_options()
-            if self._router.unused_patterns:
-                self._warn(f"overrides {sorted(self._router.unused_patterns)} match no parameter")
+            unused = self._overrides.keys() - {route.pattern for route in self._all_routes()}
+            if unused:
+                self._warn(f"overrides {sorted(unused)} match no parameter")
             self._check_doubts(self._all_routes())
             self._check_use_of_meshes()
         if not isinstance(params, nn.Module):
@@ -192,11 +196,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._pattern_rules: dict[str, set[str]] = defaultdict(set)
         routes: list[Route] = []
         for group, named, parameters in _readable(groups):
-            with suppress(AttributeError, TypeError, ValueError):  # a wrong group raises when it is added
-                group_rule = self._rule_of_group(group)
-                for index, parameter in enumerate(parameters):
-                    name = self._router.name_of(parameter) or (clean_name(named[index]) if named else "")
-                    routes.append(self._router.route(parameter, name, group_rule, named=True))
+            with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # a wrong group raises when it is added
+                routes += self._route(parameters, named, group, {})
         for route in routes:
             if route.pattern is not None:
                 self._pattern_rules[route.pattern].add(route.rule)
@@ -205,26 +206,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         is_decided = not self._rule.needs_matrices or any(route.decided for route in routes)
         self._given.lr_is_for_others = bool(routes) and not is_matrix and not is_decided and own_lr is None
 
-    @staticmethod
-    def _named_parameters(groups: Sequence[Any]) -> list[tuple[str, Tensor]]:
-        """Return the parameters that have names, in whatever group they are."""
-        return [
+    def _reading(self, groups: Sequence[Any]) -> AbstractContextManager[None]:
+        """Route inside the block by the model, or else by the names of parameters, in whatever group they are."""
+        named_parameters = [
             (name, parameter)
             for _, named, parameters in _readable(groups)
             if named is not None
             for name, parameter in zip(named, parameters, strict=True)
             if isinstance(parameter, Tensor)
         ]
-
-    def _rule_of_group(self, given: Mapping[str, Any]) -> GroupRule:
-        """Return the rule that a user's group asks for."""
-        rule = rule_named(given["rule"]) if "rule" in given else self._rule
-        return GroupRule(
-            rule.name,
-            is_explicit="rule" in given,
-            is_divided="rule" in given and MICRO_STEP in given,
-            view=given.get("view", self._given.options.get("view", "auto")),
-        )
+        return self._router.reading(self._known_model(), named_parameters)
 
     def _check_use_of_options(self) -> None:
         """Raise for an option that had no effect on any parameter."""
@@ -232,8 +223,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         rules = [RULES[group["rule"]] for group in self.param_groups]
         self._given.require_taken(rules, unused=[self._rule, self._other_rule])
         for pattern, source in self._overrides.items():
-            if pattern not in self._router.unused_patterns:
-                matched = [route for route in self._all_routes() if route.pattern == pattern]
+            matched = [route for route in self._all_routes() if route.pattern == pattern]
+            if matched:
                 source.require_taken(rules_of(matched))
                 self._require_rule(source.where, self._router.overrides[pattern].get("rule"), matched)
 
@@ -339,7 +330,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._add(param_group)
             return
         (param_group,) = with_lists([param_group])
-        with self._router.reading(self._known_model(), self._named_parameters([*self.param_groups, param_group])):
+        with self._reading([*self.param_groups, param_group]):
             self._add(param_group)
 
     def _add(self, param_group: Group) -> None:
@@ -398,11 +389,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
             Options, the indices of their parameters, and what their routes note about these options: the names of
             those that an override sets, and where `lr` comes from. Matrices come first, otherwise in the user's order.
         """
+
+        def is_other(part: tuple[Group, list[int], dict[str, Any]]) -> bool:
+            rule = RULES[part[0]["rule"]]
+            return rule is self._other_rule or not (rule.needs_matrices or rule is self._rule)
+
         # The rule that only an override gives, such as that of an embedding, comes last: AdamW's lr follows the first.
         source = replace(source, beside=rules_of(sorted(routes, key=lambda route: route.pattern is not None)))
-        members: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        resolved: dict[tuple[object, ...], tuple[Group, dict[str, Any]]] = {}
-        known: dict[tuple[object, ...], tuple[object, ...]] = {}
+        parts: dict[tuple[object, ...], tuple[Group, list[int], dict[str, Any]]] = {}  # by their options
+        known: dict[tuple[object, ...], list[int]] = {}  # the members of the part of every kind of route
         for index, route in enumerate(routes):
             kind = (route.rule, route.pattern, route.defaults)
             if kind not in known:
@@ -413,15 +408,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     sources.append(replace(self._overrides[route.pattern], beside=beside))
                 options, lr_origin = self._resolved(rule, route, sources)
                 overridden = {} if route.pattern is None else sources[1].of(rule)
-                is_other = route.rule == self._other_rule_name or not (
-                    rule.needs_matrices or route.rule == self._rule_name
-                )
-                known[kind] = (is_other, _key(options, lr_origin), _key(overridden))
                 noted = {"overridden": tuple(overridden), "lr_origin": lr_origin}
-                resolved.setdefault(known[kind], (options, noted))
-            members[known[kind]].append(index)
-        ordered = sorted(members, key=lambda key: (key[0], members[key][0]))
-        return [(resolved[key][0], members[key], resolved[key][1]) for key in ordered]
+                part = parts.setdefault((_key(options, lr_origin), _key(overridden)), (options, [], noted))
+                known[kind] = part[1]
+            known[kind].append(index)
+        return sorted(parts.values(), key=is_other)
 
     def _name_parts(self, parts: Sequence[Group]) -> None:
         """Give the parts of a divided group names of their own: loggers tell groups apart by `name`.
@@ -447,7 +438,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self, parameters: list[Tensor], named: list[str] | None, given: Mapping[str, Any], taken: dict[int, str]
     ) -> list[Route]:
         """Return the routes of the parameters of a group; `taken` are the names of those in other groups, by `id`."""
-        group_rule = self._rule_of_group(given)
+        group_rule = GroupRule(
+            rule_named(given["rule"]).name if "rule" in given else self._rule_name,
+            is_explicit="rule" in given,
+            is_divided="rule" in given and MICRO_STEP in given,
+            view=given.get("view", self._given.options.get("view", "auto")),
+        )
         first = len(taken)
         routes = []
         for index, parameter in enumerate(parameters):
@@ -511,8 +507,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             raise _changed_by_hand()
         result: list[list[Route]] = []
         taken = {key: route.name for key, route in known.items()}
-        model = self._known_model()
-        with self._router.reading(model, self._named_parameters(self.param_groups)):
+        with self._reading(self.param_groups):
             for group, kinds in zip(self.param_groups, new, strict=True):
                 if True in kinds:
                     named, tensors = names_and_parameters(group)

@@ -105,6 +105,16 @@ class MuonOptimizer(GroupedOptimizer):
         options: those of other rules, by name.
     """
 
+    # What a copy of the optimizer begins with too.
+    _planned: PlannedStep | None = None
+    _agreement_group: dist.ProcessGroup | None = None
+    _has_agreed = False  # whether ranks have agreed on a step that was not inert
+    _rivals: RivalWatch | None = None  # between the first step and the second
+    # The gradients that accumulate since the first call of step(); None once the second has checked them.
+    _held: list[tuple[Tensor, Tensor]] | None = None
+    # How often PyTorch has seen each parameter change, until the first step compares this.
+    _versions: Mapping[int, int] | None = None
+
     def __init__(
         self,
         params: Params,
@@ -146,11 +156,9 @@ class MuonOptimizer(GroupedOptimizer):
         self._agreement_group = agreement_group
         self._agreement = StepAgreement()
         self._checks_for_twins = num_ranks() > 1
-        self._has_agreed = False  # whether ranks have agreed on a step that was not inert
         self._num_without_gradient = 0  # of the last steps
         self._looks_for_rivals = True
         self._has_seen_vanished = False  # the first number of `vanished_updates`
-        self._rivals: RivalWatch | None = None  # between the first step and the second
         self._skipped_steps = 0
         self._stage_counts: Counter[str] = Counter()  # of stages that started in backward
         self._objections: dict[int, int] = {}  # what this rank has against their updates, by position
@@ -158,9 +166,7 @@ class MuonOptimizer(GroupedOptimizer):
         # By names of parameter and state, what `set_per_matrix` got before that state existed.
         self._early_values: dict[tuple[str, str], list[Tensor]] = {}
         self._accumulation_steps = 1
-        # The gradients that accumulate since the first call of step(); None once the second has checked them.
-        self._held: list[tuple[Tensor, Tensor]] | None = []
-        self._planned: PlannedStep | None = None
+        self._held = []
         given = {} if lr is UNSET else {"lr": lr}
         super().__init__(
             params,
@@ -173,8 +179,8 @@ class MuonOptimizer(GroupedOptimizer):
         )
         self._has_loaded = False  # optimizer state, since the last step
         self._given_state = GivenState()
-        # How often PyTorch has seen each parameter change, until the first step compares this.
-        self._versions = {id(p): _version(p) for p in self._parameters()} if num_ranks() > 1 else None
+        if num_ranks() > 1:
+            self._versions = {id(p): _version(p) for p in self._parameters()}
 
     # -------------------------------------------------------------------- step
 
@@ -721,17 +727,10 @@ class MuonOptimizer(GroupedOptimizer):
         )
         # Process groups can't be copied. A copy that needs one must be built anew.
         nothing: dict[str, Any] = {
-            "_planned": None,
             "_replicas": Replicas(shards_state=self._replicas.shards_state),
-            "_agreement_group": None,
             "_agreement": StepAgreement(),
             "_totals": {},
-            "_watch": None,
             "_routed": [],
-            "_held": None,
-            "_rivals": None,
-            "_has_agreed": False,
-            "_versions": None,
             "_given_state": GivenState(),
         }
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **nothing}

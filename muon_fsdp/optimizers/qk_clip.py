@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +26,6 @@ from muon_fsdp.parameters.attention import Attention, Projection, has_qk_norm, p
 from muon_fsdp.parameters.names import clean_name
 from muon_fsdp.parameters.records import ParameterRecord
 from muon_fsdp.parameters.wrappers import reshard
-from muon_fsdp.plan.layout import Box
 from muon_fsdp.text import first_names
 
 Logits: TypeAlias = Tensor | Sequence[float]
@@ -98,10 +98,7 @@ def qk_clip(
     largest = _reduce(modules, float(threshold) if error is None else 0.0, error, ranks, device, group)
     gammas = _gammas(modules, largest, float(threshold))
     _scale(modules, gammas, optimizer.state)
-    return {
-        module.name: [gammas[module.name][module.attention.group_of(head)] for head in range(len(module.logits))]
-        for module in modules
-    }
+    return gammas
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
@@ -252,21 +249,18 @@ def _disagreement(ranks: Ranks, texts: Sequence[Sequence[str]]) -> ValueError:
 
 
 def _gammas(modules: Sequence[_Module], largest: Sequence[float], threshold: float) -> dict[str, list[float]]:
-    """Return the gamma of every group of heads, by name of the module; raise if a logit is not finite."""
+    """Return the gamma of every query head, by name of the module; raise if a logit is not finite."""
     gammas = {}
     numbers = iter(largest)
     for module in modules:
-        tops = [-math.inf] * module.attention.num_groups
-        for head in range(module.attention.num_heads):
-            top = next(numbers)
-            if top == math.inf:
-                raise FloatingPointError(
-                    f"qk_clip: the largest logit of head {head} of module {module.name!r} is NaN or infinite on a "
-                    "rank. Nothing was scaled; lower the learning rate, or go back to a checkpoint"
-                )
-            number = module.attention.group_of(head)
-            tops[number] = max(tops[number], top)
-        gammas[module.name] = [threshold / top if top > threshold else 1.0 for top in tops]
+        tops, shared = list(islice(numbers, module.attention.num_heads)), module.attention.heads_per_key
+        if math.inf in tops:
+            raise FloatingPointError(
+                f"qk_clip: the largest logit of head {tops.index(math.inf)} of module {module.name!r} is NaN or "
+                "infinite on a rank. Nothing was scaled; lower the learning rate, or go back to a checkpoint"
+            )
+        of_keys = [max(tops[first : first + shared]) for first in range(0, len(tops), shared)]
+        gammas[module.name] = [threshold / top if top > threshold else 1.0 for top in of_keys for _ in range(shared)]
     return gammas
 
 
@@ -277,18 +271,18 @@ def _scale(
     parts: dict[torch.device, list[tuple[Tensor, Tensor | None, float]]] = defaultdict(list)
     for module in modules:
         for projection, record in module.records:
-            shard = local(record.tensor)
-            held = record.layout.boxes(record.shape)[record.number_in_layout]
+            shard, axis = local(record.tensor), projection.axis
+            held = record.layout.box_on(my_rank(), record.shape)
             remainder = states.get(record.tensor, {}).get(REMAINDER) if record.rounding == "remainder" else None
             if record.shards_state:
                 remainder = None  # it has other rows, and is less than half an ulp
             for rows in projection.rows:
-                gamma = gammas[module.name][rows.group]
-                box = held.intersect(_rows_box(record.shape, projection.axis, rows.start, rows.stop))
-                if gamma < 1 and box.numel:
-                    within = box.within(held)
-                    dropped = local(remainder)[within] if remainder is not None else None
-                    parts[shard.device].append((shard[within], dropped, gamma**rows.power))
+                gamma = gammas[module.name][rows.head]
+                start = max(rows.start - held.offset[axis], 0)  # in the shard
+                count = min(rows.stop - held.offset[axis], held.shape[axis]) - start
+                if gamma < 1 and count > 0 and held.numel:
+                    dropped = local(remainder).narrow(axis, start, count) if remainder is not None else None
+                    parts[shard.device].append((shard.narrow(axis, start, count), dropped, gamma**rows.power))
     for pairs in parts.values():
         # A product in half precision would round the factor too. For other dtypes `wide` is the shard itself.
         wide = [
@@ -301,10 +295,3 @@ def _scale(
                 part.copy_(product)
             if dropped is not None:
                 dropped.copy_(remainder_of(product, part))
-
-
-def _rows_box(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
-    """Return the box of a parameter that holds its rows [start, stop) along an axis."""
-    offset, size = [0] * len(shape), list(shape)
-    offset[axis], size[axis] = start, stop - start
-    return Box(tuple(offset), tuple(size))

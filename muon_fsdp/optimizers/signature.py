@@ -32,30 +32,22 @@ class _Unset:
 UNSET: Any = _Unset()
 
 
-def shown_options(rule: str) -> dict[str, Option]:
-    """Return the options that a constructor shows: those of a rule of matrices and of the default element-wise rule."""
-    other = RULES[DEFAULT_OTHER_RULE]
-    of_others = {
-        prefixed(other, name): replace(option, doc=f"{other.display_name}: {option.doc}")
-        for name, option in other.all_options.items()
-    }
-    return {**RULES[rule].all_options, **of_others}
-
-
 def show_options(rule: str, *, others: Mapping[str, Any] | None = None, **own: Any) -> Callable[[Class], Class]:
-    """Show the options of a rule as keyword arguments of a class, in its signature and its docstring.
+    """Show the options of a rule, and of the default element-wise rule, in the signature and docstring of a class.
 
     `own` and `others` are defaults of the class that differ from those of the rule of matrices and of the element-wise
     rule. Arguments that `__init__` names itself stay where they are.
     """
-    other, of_rules = RULES[DEFAULT_OTHER_RULE], shown_options(rule)
-    of_others = {prefixed(other, name): value for name, value in (others or {}).items()}
-    defaults = {"lr": of_rules["lr"].default, **own, **of_others}
+    other, shown = RULES[DEFAULT_OTHER_RULE], dict(RULES[rule].all_options)
+    defaults = {"lr": shown["lr"].default, **own}
+    for name, option in other.all_options.items():
+        shown[prefixed(other, name)] = replace(option, doc=f"{other.display_name}: {option.doc}")
+    defaults |= {prefixed(other, name): value for name, value in (others or {}).items()}
 
     def decorate(owner: Class) -> Class:
         init: Any = owner.__init__  # type: ignore[misc]
         written = _with_defaults(init, defaults)
-        options = {name: option for name, option in of_rules.items() if name not in {p.name for p in written}}
+        options = {name: option for name, option in shown.items() if name not in {p.name for p in written}}
         keywords = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, option.default))
             for name, option in options.items()

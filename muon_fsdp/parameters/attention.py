@@ -45,13 +45,13 @@ class Rows:
     Args:
         start: the first row.
         stop: the row after the last.
-        group: the number of the group of heads that shares these keys; of the head where no keys are shared.
+        head: a query head that they belong to: the first of those that share these keys.
         power: the power of gamma that multiplies these rows, so that all logits of the head are multiplied by gamma.
     """
 
     start: int
     stop: int
-    group: int
+    head: int
     power: float
 
 
@@ -78,17 +78,13 @@ class Attention:
 
     Args:
         num_heads: the number of query heads.
-        num_groups: the number of groups of consecutive query heads that share a key head.
+        heads_per_key: how many consecutive query heads share a key head.
         projections: what makes its queries and keys.
     """
 
     num_heads: int
-    num_groups: int
+    heads_per_key: int
     projections: tuple[Projection, ...]
-
-    def group_of(self, head: int) -> int:
-        """Return the number of the group that a query head belongs to."""
-        return head * self.num_groups // self.num_heads
 
 
 @dataclass(frozen=True)
@@ -118,16 +114,19 @@ class _Heads:
         if self.count % self.kv_count:
             raise ValueError(f"{self.count} query heads can't be divided into groups by {self.kv_count} key heads")
 
+    @property
+    def per_key(self) -> int:
+        """Return how many query heads share a key head."""
+        return self.count // self.kv_count
+
     def queries(self) -> tuple[Rows, ...]:
         """Return the rows of the query heads of a weight that begins with them."""
-        starts = [head * self.size for head in range(self.count)]
-        per_group = self.count // self.kv_count
-        return tuple(Rows(start, start + self.size, head // per_group, 0.5) for head, start in enumerate(starts))
+        return tuple(Rows(head * self.size, (head + 1) * self.size, head, 0.5) for head in range(self.count))
 
     def keys(self, first: int = 0) -> tuple[Rows, ...]:
         """Return the rows of the key heads of a weight in which they begin at `first`."""
-        starts = [first + head * self.size for head in range(self.kv_count)]
-        return tuple(Rows(start, start + self.size, head, 0.5) for head, start in enumerate(starts))
+        starts = [first + key * self.size for key in range(self.kv_count)]
+        return tuple(Rows(start, start + self.size, key * self.per_key, 0.5) for key, start in enumerate(starts))
 
 
 def path_to(model: nn.Module, name: str) -> list[nn.Module]:
@@ -260,7 +259,7 @@ def read_attention(path: Sequence[nn.Module]) -> Attention:
             f"{type(module).__name__} has no projections of queries and keys with known names ('q_proj' and 'k_proj', "
             f"'qkv_proj', 'c_attn', 'kv_b_proj', ...): its parts are {sorted(layers)}"
         )
-    return Attention(heads.count, heads.kv_count, tuple(projections))
+    return Attention(heads.count, heads.per_key, tuple(projections))
 
 
 def _first(layers: Iterable[str], names: Iterable[str]) -> str | None:
@@ -360,7 +359,7 @@ def _latent_attention(path: Sequence[nn.Module], layers: dict[str, nn.Module], k
         queries += [Rows(start, middle, head, 0.5), Rows(middle, middle + rotary, head, 1.0)]
         keys.append(Rows(head * (plain + value), head * (plain + value) + plain, head, 0.5))
     projections = [*_of_layer(query, layers[query], tuple(queries)), *_of_layer(key, layers[key], tuple(keys))]
-    return Attention(count, count, tuple(projections))
+    return Attention(count, 1, tuple(projections))
 
 
 def _torch_attention(module: nn.MultiheadAttention) -> Attention:
@@ -375,7 +374,7 @@ def _torch_attention(module: nn.MultiheadAttention) -> Attention:
         "bias_k": (2, heads.keys()),
     }
     own = [(name, getattr(module, name), *place) for name, place in places.items()]
-    return Attention(heads.count, heads.count, tuple(Projection(*each) for each in own if each[1] is not None))
+    return Attention(heads.count, 1, tuple(Projection(*each) for each in own if each[1] is not None))
 
 
 def _is_transposed(layer: nn.Module) -> bool:

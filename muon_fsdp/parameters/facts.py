@@ -7,7 +7,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -181,14 +180,18 @@ class Layers:
             if len(entry.shape) >= 2
         ]
         self._modules = {_path(plain_name(f"{name}.weight")) if name else (): each for name, each in modules.items()}
+        self._below: dict[Path, list[Layer]] = defaultdict(list)
+        for layer in self.all:
+            for depth in range(1, min(_DEPTH, len(layer.path)) + 1):
+                self._below[layer.path[:-depth]].append(layer)
 
     def within(self, parent: Path) -> list[Layer]:
         """Return the layers that a module contains directly."""
-        return self._by_parent.get(parent, [])
+        return [layer for layer in self.below(parent) if layer.parent == parent]
 
     def below(self, parent: Path) -> list[Layer]:
         """Return the layers that a module contains, at most three levels down."""
-        return self._by_ancestor.get(parent, [])
+        return self._below.get(parent, [])
 
     def module(self, path: Path) -> nn.Module | None:
         """Return the module at a path; None if only names are known."""
@@ -207,21 +210,6 @@ class Layers:
         """Return the names of the class of the module at a path and of its base classes; none without a model."""
         module = self.module(path)
         return [cls.__name__ for cls in type(module).__mro__] if module is not None else []
-
-    @cached_property
-    def _by_parent(self) -> dict[Path, list[Layer]]:
-        found: dict[Path, list[Layer]] = defaultdict(list)
-        for layer in self.all:
-            found[layer.parent].append(layer)
-        return found
-
-    @cached_property
-    def _by_ancestor(self) -> dict[Path, list[Layer]]:
-        found: dict[Path, list[Layer]] = defaultdict(list)
-        for layer in self.all:
-            for depth in range(1, min(_DEPTH, len(layer.path)) + 1):
-                found[layer.path[:-depth]].append(layer)
-        return found
 
 
 def _path(name: str) -> Path:

@@ -33,6 +33,11 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def first_match(patterns: Iterable[str], name: str) -> str | None:
+    """Return the first pattern that matches a name; None if none does."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
 def common_pattern(names: Sequence[str]) -> str:
     """Return names that are equal without numbers as one, with "*" for each number in which they differ."""
     split = [_NUMBER.split(name) for name in names]  # texts and numbers in turn

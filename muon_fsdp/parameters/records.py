@@ -112,7 +112,7 @@ class ParameterRecord:
     @cached_property
     def _rows(self) -> slice:
         """Return the rows that this rank updates, if the state is sharded."""
-        box = self.step_layout.boxes(self.shape)[self.number_in_layout]
+        box = self.step_layout.box_on(my_rank(), self.shape)
         return slice(box.offset[0], box.offset[0] + box.shape[0])
 
     @cached_property
@@ -144,7 +144,7 @@ class ParameterRecord:
     def _box(self) -> Box | None:
         """Return the box that this rank updates; None if it has several ranges, as element-wise rules allow."""
         try:
-            box = self.step_layout.boxes(self.shape)[self.number_in_layout]
+            box = self.step_layout.box_on(my_rank(), self.shape)
         except LayoutError:
             return None
         if self.rows is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
@@ -16,6 +15,7 @@ from torch.distributed.tensor import Shard
 from muon_fsdp.comm.dtensors import is_ignored_by_ddp, layouts_of
 from muon_fsdp.comm.process_groups import Ranks, is_destroyed
 from muon_fsdp.parameters.groups import Group
+from muon_fsdp.parameters.names import first_match
 from muon_fsdp.parameters.routing import Route
 from muon_fsdp.plan.layout import Layout
 from muon_fsdp.rules import RULES
@@ -95,12 +95,12 @@ class Replicas:
 
     def over(self, name: str) -> Ranks | None:
         """Return the ranks, in row-major order, of the mesh that a matrix of this name is repeated over."""
-        pattern = self._pattern_of(name)
+        pattern = first_match(self._ranks_of_pattern, name)
         return None if pattern is None else self._ranks_of_pattern[pattern]
 
     def unused_patterns(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that match none of these names first."""
-        used = set(map(self._pattern_of, names))
+        used = {first_match(self._ranks_of_pattern, name) for name in names}
         return [pattern for pattern in self._ranks_of_pattern if self.has_patterns and pattern not in used]
 
     def layouts(self, groups: Sequence[Group], routes: Sequence[Sequence[Route]]) -> list[tuple[Layout, Ranks | None]]:
@@ -132,9 +132,6 @@ class Replicas:
                 known[key] = _repeated(layout, ranks, same)
             found.append(known[key])
         return found
-
-    def _pattern_of(self, name: str) -> str | None:
-        return next((pattern for pattern in self._ranks_of_pattern if fnmatchcase(name, pattern)), None)
 
 
 def _repeated(layout: Layout, ranks: Ranks, same: dict[Layout, Layout]) -> tuple[Layout, Ranks | None]:

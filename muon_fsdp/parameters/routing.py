@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -17,7 +16,7 @@ from muon_fsdp.declarations.views import VIEW_NAMES, vectors_in
 from muon_fsdp.parameters.experts import find_experts
 from muon_fsdp.parameters.facts import Facts, Fused, Layers, Options, vocabulary_tables
 from muon_fsdp.parameters.fused import find_fused
-from muon_fsdp.parameters.names import clean_name, plain_name
+from muon_fsdp.parameters.names import clean_name, first_match, plain_name
 from muon_fsdp.rules import RULES, rule_named
 
 _LABEL_ATTRIBUTE = "_muon_fsdp_labels"  # on a module: {parameter name: view name}
@@ -39,6 +38,8 @@ _POSITION_NAME = re.compile(r"(^|[._])(wpe|pos|positions?|positional|type|token_
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?$")
 _DECAY_NAME = re.compile(r"(^|_)(a_logs?|log_a_real|time_decay)$")  # names in Mamba, VMamba, S4D and RWKV
 _NORM_CLASS = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d; not LayerNormLinear, whose weight is a matrix
+
+Doubts: TypeAlias = dict[str, list[str]]  # questions that only the user can decide, with the names of the parameters
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,6 @@ class GroupRule:
     view: str  # how its parameters are read as matrices
 
 
-@dataclass(frozen=True)
-class _Doubt:
-    """A question about some parameters that only the user can decide."""
-
-    names: tuple[str, ...]
-    text: str
-
-
 def label(module: nn.Module, view: str, parameter: str = "weight") -> None:
     """Set how a parameter of a module is read as matrices, for example `label(block.attn, "attn", "qkvo")`.
 
@@ -112,12 +105,11 @@ class Router:
         if overrides is not None and not isinstance(overrides, Mapping):
             raise TypeError(f"overrides must be a dict of name patterns, got {type(overrides).__name__}")
         self.overrides = {pattern: _override_options(pattern, value) for pattern, value in (overrides or {}).items()}
-        self.unused_patterns = set(self.overrides)
         self.other_rule = other_rule
         self._attention: Attention = attention
         self.warnings: list[str] = []
         self._facts: dict[int, Facts] = {}
-        self._doubts: list[_Doubt] = []
+        self._doubts: Doubts = {}
 
     @contextmanager
     def reading(self, model: nn.Module | None, named: Iterable[tuple[str, Tensor]] = ()) -> Iterator[None]:
@@ -133,7 +125,7 @@ class Router:
         try:
             yield
         finally:
-            self._facts, self._doubts = {}, []
+            self._facts, self._doubts = {}, {}
 
     @property
     def names(self) -> set[str]:
@@ -149,7 +141,8 @@ class Router:
         """Return the route of one parameter of a group."""
         facts = self._facts.get(id(parameter)) or _facts_of_name(name, parameter, named=named)
         view = "attn" if facts.view == "auto" and getattr(parameter, "label", None) == "attn" else facts.view
-        pattern, options = self._override_of(name)
+        pattern = first_match(self.overrides, name)
+        options = self.overrides[pattern] if pattern is not None else {}
         requested = options.get("view", group.view)
         vectors = vectors_in(tuple(parameter.shape), view if requested == "auto" else requested)
         rule, guessed, decided = group.rule, False, False
@@ -189,12 +182,12 @@ class Router:
         """Return the questions about these parameters that neither the model nor the user answers."""
         by_name = {route.name: route for route in routes}
         found = []
-        for doubt in self._doubts:
-            present = [by_name[name] for name in doubt.names if name in by_name]
+        for text, names in self._doubts.items():
+            present = [by_name[name] for name in names if name in by_name]
             decided = [route for route in present if route.decided]
             # If the user has declared one of several to be the head, the others are not.
             if len(decided) < len(present) and all(RULES[route.rule].needs_matrices for route in decided):
-                found.append(doubt.text)
+                found.append(text)
         return found
 
     def doubt_about_bare(self, routes: Sequence[Route]) -> str | None:
@@ -212,13 +205,6 @@ class Router:
             f"with rule={self.other_rule!r}. If they should be orthogonalized, a group with rule={taken[0].rule!r} "
             "silences this warning."
         )
-
-    def _override_of(self, name: str) -> tuple[str | None, dict[str, Any]]:
-        for pattern, options in self.overrides.items():
-            if fnmatchcase(name, pattern):
-                self.unused_patterns.discard(pattern)
-                return pattern, options
-        return None, {}
 
 
 def _override_options(pattern: str, value: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +269,7 @@ def _add_structure(facts: Mapping[int, Facts], modules: Mapping[str, nn.Module],
     find_fused(layers, attention)
 
 
-def _facts_of_model(model: nn.Module, other_rule: str, attention: Attention) -> tuple[dict[int, Facts], list[_Doubt]]:
+def _facts_of_model(model: nn.Module, other_rule: str, attention: Attention) -> tuple[dict[int, Facts], Doubts]:
     facts: dict[int, Facts] = {}
     for name, parameter, module in _owned_parameters(model):
         entry = facts.setdefault(id(parameter), Facts(name, tuple(parameter.shape), parameter.requires_grad))
@@ -323,13 +309,9 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module
             yield clean_name(f"{prefix}.{leaf}" if prefix else leaf), parameter, owner
 
 
-def _find_heads(facts: dict[int, Facts], other_rule: str) -> list[_Doubt]:
-    """Mark output heads: tied to an embedding, named like a head, or else the only Linear of an embedding's shape.
-
-    Returns:
-        Doubts that only the user can resolve.
-    """
-    doubts = []
+def _find_heads(facts: dict[int, Facts], other_rule: str) -> Doubts:
+    """Mark output heads: tied to an embedding, named like a head, or else the only Linear of an embedding's shape."""
+    doubts: Doubts = {}
     embeddings = [entry for entry in facts.values() if (entry.other_reason or "").startswith("embedding")]
     linears = [entry for entry in facts.values() if any(isinstance(module, nn.Linear) for module in entry.owners)]
     matrices = [e for e in linears if e not in embeddings and len(e.shape) == 2 and not vectors_in(e.shape, "matrix")]
@@ -356,14 +338,14 @@ def _find_heads(facts: dict[int, Facts], other_rule: str) -> list[_Doubt]:
                 f"{entry.name} is named like an output head, but no embedding has its shape {tuple(entry.shape)}: "
                 f"it is orthogonalized. If it is a head, pass overrides={{{entry.name!r}: {other_rule!r}}}."
             )
-            doubts.append(_Doubt((entry.name,), text))
+            doubts[text] = [entry.name]
     if not tied and not heads:
         for shape in sorted(token_shapes):
-            doubts += _guess_head([entry for entry in matrices if entry.shape == shape], other_rule)
+            doubts |= _guess_head([entry for entry in matrices if entry.shape == shape], other_rule)
     return doubts
 
 
-def _guess_head(candidates: list[Facts], other_rule: str) -> list[_Doubt]:
+def _guess_head(candidates: list[Facts], other_rule: str) -> Doubts:
     """Mark the only trainable candidate, or return a doubt if there are several; a weight and its copies count once."""
     candidates = [entry for entry in candidates if entry.trainable] or candidates
     if len({frozenset(entry.plain_names) for entry in candidates}) == 1:
@@ -376,8 +358,8 @@ def _guess_head(candidates: list[Facts], other_rule: str) -> list[_Doubt]:
             f"{len(candidates)} Linear layers have the shape of an embedding and none is named like an output head "
             f"({names}): all are orthogonalized. If one is the head, pass overrides={{name: {other_rule!r}}}."
         )
-        return [_Doubt(tuple(entry.name for entry in candidates), text)]
-    return []
+        return {text: [entry.name for entry in candidates]}
+    return {}
 
 
 def _is_convolution(module: nn.Module) -> bool:

@@ -598,15 +598,10 @@ class Rule:
         return tuple(name for name, option in self.all_options.items() if not option.per_step)
 
     @cached_property
-    def per_step_names(self) -> tuple[str, ...]:
-        """Return the names of the options that may change at every step."""
-        return tuple(name for name, option in self.all_options.items() if option.per_step)
-
-    @cached_property
     def per_step_numbers(self) -> tuple[str, ...]:
         """Return the names of the per-step options that are numbers, which `factors` may read."""
-        names = [name for name in self.per_step_names if name not in COMMON_OPTIONS]
-        return tuple(name for name in names if type(self.all_options[name].default) in (int, float))
+        declared = [option for name, option in self.all_options.items() if name not in COMMON_OPTIONS]
+        return tuple(o.name for o in declared if o.per_step and type(o.default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
         """Return the options of a group that `direction` may read, without those of views.
@@ -615,7 +610,7 @@ class Rule:
             group: the options of a group.
         """
         values = {name: group[name] for name in self.plan_names if name not in COMMON_OPTIONS}
-        return PlannedOptions(self.name, values, self.per_step_names)
+        return PlannedOptions(self.name, values, self.all_options.keys() - set(self.plan_names))
 
 
 def shown(value: object) -> str:

@@ -110,12 +110,7 @@ class Muon(Rule):
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.01}
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
-        buffers = [state["momentum_buffer"] for state in states]
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, grads)
-        if group["nesterov"]:
-            return list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
-        return buffers
+        return accumulate(group["momentum"], grads, states, nesterov=group["nesterov"])
 
     def direction(self, batch: MatrixBatch) -> None:
         Muon.directions(self, [batch])
@@ -199,6 +194,14 @@ class Muon(Rule):
             inverse_norms=batch.inverse_norms,
         )
         return _residual(orthogonal)
+
+
+def accumulate(momentum: float, grads: list[Tensor], states: list[State], *, nesterov: bool) -> list[Tensor]:
+    """Add gradients to their momentum buffers, in place, and return what is orthogonalized: M of `Muon`."""
+    buffers = [state["momentum_buffer"] for state in states]
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, grads)
+    return list(torch._foreach_add(grads, buffers, alpha=momentum)) if nesterov else buffers
 
 
 def unusual_lr(group: GroupOptions, usual: tuple[float, float], effect: str, keep: str = "") -> list[str]:

@@ -12,7 +12,7 @@ from muon_fsdp.declarations.option import Option, PlannedOptions, fraction, inte
 from muon_fsdp.declarations.state import PerParameter, State, StateSpec, working_dtype
 from muon_fsdp.plan.speeds import FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 from muon_fsdp.rules.base import GroupOptions, MatrixBatch, Rule
-from muon_fsdp.rules.muon import MuonKernels
+from muon_fsdp.rules.muon import MuonKernels, accumulate
 
 if TYPE_CHECKING:
     from muon_fsdp.kernels.tables import TensorList
@@ -63,10 +63,7 @@ class Sinkhorn(Rule):
     recipe: ClassVar[dict[str, float]] = {"lr": 2.6e-4, "weight_decay": 0.0}
 
     def prepare(self, group: GroupOptions, grads: list[Tensor], states: list[State]) -> list[Tensor]:
-        buffers = [state["momentum_buffer"] for state in states]
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, grads)
-        return list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
+        return accumulate(group["momentum"], grads, states, nesterov=True)
 
     def direction(self, batch: MatrixBatch) -> None:
         options = batch.options

@@ -156,25 +156,20 @@ class Observer:
 
     def _observe_sums(self, shards: Mapping[int, Tensor], recorder: Recorder, found: Sequence[dict[str, Any]]) -> None:
         matrices = self._matrices
-        sums = [
-            {
-                each.name: torch.zeros(
-                    class_.count, *each.shape(class_.rows, class_.cols), dtype=torch.float64, device=class_.device
-                )
-                for each in summed
-            }
-            for class_, summed in zip(matrices.classes, self._summed, strict=True)
-        ]
+        sums: dict[tuple[int, SummedStatistic], Tensor] = {}  # by class and statistic
+        for index, class_ in enumerate(matrices.classes):
+            for each in self._summed[index]:
+                shape = (class_.count, *each.shape(class_.rows, class_.cols))
+                sums[index, each] = torch.zeros(shape, dtype=torch.float64, device=class_.device)
         for block in matrices.blocks:
-            class_ = matrices.classes[block.class_index]
-            if self._summed[block.class_index] and class_.weights[block.matrices.start]:
+            index = block.class_index
+            if self._summed[index] and matrices.classes[index].weights[block.matrices.start]:
                 part = block.of(shards[block.position])
-                for each in self._summed[block.class_index]:
-                    each.add(sums[block.class_index][each.name], part, block.matrices, block.rows, block.cols)
-        flat = [(index, each, sums[index][each.name]) for index, many in enumerate(self._summed) for each in many]
-        totals = [value for _, _, value in flat]
+                for each in self._summed[index]:
+                    each.add(sums[index, each], part, block.matrices, block.rows, block.cols)
+        totals = list(sums.values())
         # Necessary even if every rank holds all of W, because only the first of these ranks has added its terms.
         if totals and len(matrices.ranks) > 1:
             totals = add_up(totals, matrices.ranks, recorder)
-        for (index, each, _), total in zip(flat, totals, strict=True):
+        for (index, each), total in zip(sums, totals, strict=True):
             found[index][each.name] = each.finish(total).to(matrices.classes[index].dtype)
