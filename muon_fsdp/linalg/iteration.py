@@ -60,8 +60,8 @@ class Operand(NamedTuple):
         exact: x before it was rounded.
         factor: a number that the result is multiplied by.
         out: the same shape, for the result.
-        spare: the shape and dtype of x, memory for the next iterate; the one after it overwrites x. `out` may be one of
-            these two. None allocates new memory for every iterate.
+        spare: memory for the next iterate, like x; the one after that overwrites x. `out` may be x or this. None
+            allocates memory for every iterate.
     """
 
     x: Tensor

@@ -155,7 +155,7 @@ def _iterate_together(requests: Sequence[Request], method: str, steps: int, form
 
 
 def _operand(request: Request, margin: float, dtype: torch.dtype, refreshes: int) -> tuple[Operand, Tensor]:
-    """Return a batch as it is iterated, normalized, and one over its norms."""
+    """Return the normalized batch to iterate, and one over its norms."""
     matrices, out, factor, known_norms = request
     x_out, spare = _buffers(matrices, out, dtype, refreshes)
     x, exact, found = normalize(matrices.contiguous(), margin, dtype, known_norms, x_out)

@@ -310,7 +310,7 @@ class _ForeachPart:
 
 
 class _FusedPart:
-    """The same for CUDA parameters of one precision, in a single Triton launch; it is used as long as sizes stay."""
+    """CUDA parameters of one group and precision that one Triton launch updates; made anew when their sizes change."""
 
     def __init__(self, coupled: bool, items: Sequence[_Item]) -> None:
         shard, numels = items[0].shard, [item.shard.numel() for item in items]

@@ -130,23 +130,23 @@ class Layer:
 
     @property
     def class_names(self) -> list[str]:
-        """Return the names of the class of that module and of its base classes."""
+        """Return the names of the class of the module that contains the layer, and of its base classes."""
         return self.layers.class_names(self.parent)
 
     @property
     def beside(self) -> list[Layer]:
-        """Return the other layers of that module."""
+        """Return the other layers of the module that contains this one."""
         return [other for other in self.layers.within(self.parent) if other.facts is not self.facts]
 
     @property
     def readers(self) -> list[Layer]:
-        """Return those of them that may read its outputs: they have as many inputs."""
+        """Return the layers beside it that may read its outputs: they have as many inputs as it has rows."""
         rows = self.rows
         return [other for other in self.beside if other.cols == rows]
 
     @property
     def heads(self) -> HeadNumbers | None:
-        """Return the numbers of heads of that module; None if nothing tells how many query heads there are."""
+        """Return the numbers of heads of the module; None if nothing tells how many query heads there are."""
         return head_numbers(self._around)
 
     def find_number(self, *names: str) -> int | None:
@@ -159,7 +159,7 @@ class Layer:
 
     @property
     def _around(self) -> list[nn.Module | None]:
-        """Return that module, then those around it, from inside to outside; Nones without a model."""
+        """Return the module, then those around it, from inside to outside; Nones without a model."""
         return [self.layers.module(self.parent[:length]) for length in range(len(self.parent), -1, -1)]
 
 

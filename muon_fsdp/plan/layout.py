@@ -86,7 +86,7 @@ class Layout:
     ranks: tuple[int, ...]
     mesh_shape: Shape
     placements: tuple[Placement, ...]
-    # What is known by shape. It is kept here because hashing ranks and placements takes longer than the rest of a call.
+    # What the methods below have found, by shape. A cache outside would hash ranks and placements, which takes longer.
     _boxes: dict[Shape, tuple[Box, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _distinct: dict[Shape, _Held] = field(default_factory=dict, init=False, repr=False, compare=False)
     _holders: dict[tuple[Shape, Box], Ranks] = field(default_factory=dict, init=False, repr=False, compare=False)

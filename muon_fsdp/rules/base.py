@@ -47,7 +47,7 @@ VIEW_OPTIONS = (
 )
 
 # Options that describe a parameter and not the mathematics of its rule, which therefore reads none of them.
-COMMON_OPTIONS = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
+PARAMETER_OPTIONS = {option.name: option for option in (*VIEW_OPTIONS, *STORAGE_OPTIONS)}
 
 # The option of rules whose weight decay is that of `Rule.apply`, arXiv 2510.12402.
 CAUTIOUS_OPTION = Option(
@@ -600,7 +600,7 @@ class Rule:
     @cached_property
     def per_step_numbers(self) -> tuple[str, ...]:
         """Return the names of the per-step options that are numbers, which `factors` may read."""
-        declared = [option for name, option in self.all_options.items() if name not in COMMON_OPTIONS]
+        declared = [option for name, option in self.all_options.items() if name not in PARAMETER_OPTIONS]
         return tuple(o.name for o in declared if o.per_step and type(o.default) in (int, float))
 
     def planned_options(self, group: GroupOptions) -> PlannedOptions:
@@ -609,7 +609,7 @@ class Rule:
         Args:
             group: the options of a group.
         """
-        values = {name: group[name] for name in self.plan_names if name not in COMMON_OPTIONS}
+        values = {name: group[name] for name in self.plan_names if name not in PARAMETER_OPTIONS}
         return PlannedOptions(self.name, values, self.all_options.keys() - set(self.plan_names))
 
 

@@ -197,7 +197,7 @@ class Muon(Rule):
 
 
 def accumulate(momentum: float, grads: list[Tensor], states: list[State], *, nesterov: bool) -> list[Tensor]:
-    """Add gradients to their momentum buffers, in place, and return what is orthogonalized: M of `Muon`."""
+    """Add gradients to their momentum buffers, in place; return these, or with `nesterov` G + momentum * buffer."""
     buffers = [state["momentum_buffer"] for state in states]
     torch._foreach_mul_(buffers, momentum)
     torch._foreach_add_(buffers, grads)

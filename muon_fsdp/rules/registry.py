@@ -11,7 +11,7 @@ from muon_fsdp.declarations.settings import ARGUMENTS, FOREIGN_KEYS
 from muon_fsdp.declarations.state import MatrixKind, ParameterKind, PerMatrix, PerParameter
 from muon_fsdp.kernels.tables import SCALES
 from muon_fsdp.linalg.codes import CODES
-from muon_fsdp.rules.base import COMMON_OPTIONS, Rule
+from muon_fsdp.rules.base import PARAMETER_OPTIONS, Rule
 from muon_fsdp.statistics.observer import STATISTICS, SummedStatistic
 
 RULES: dict[str, Rule] = {}
@@ -148,7 +148,7 @@ def _check_options(rule: Rule, where: str) -> None:
     if reserved:
         raise ValueError(f"{where}: option {reserved[0]!r} has a name that the optimizers use themselves: rename it")
     for option in rule.options:
-        if COMMON_OPTIONS.get(option.name, option) is not option:
+        if PARAMETER_OPTIONS.get(option.name, option) is not option:
             raise ValueError(
                 f"{where}: option {option.name!r} has the name of an option that says how a parameter is read as "
                 "matrices, or how its state is stored: rename it"

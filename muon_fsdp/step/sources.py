@@ -258,7 +258,7 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all steps with one plan have in common, also with the stages beside backward.
+    """What every step with one plan uses, and so do the stages that run in backward.
 
     Args:
         records: one per parameter.
