@@ -14,8 +14,10 @@ from torch import nn
 from muon_fsdp import MuonOptimizer
 from muon_fsdp.comm import host_memory
 from muon_fsdp.comm.host_memory import HostArena
+from muon_fsdp.plan.costs import NUM_SLOTS
 from muon_fsdp.rules import RULES
 from muon_fsdp.step import planned_step
+from muon_fsdp.step.streaming import StreamedStore
 from tests import offload_cases as cases
 from tests.comparisons import assert_same
 from tests.fault_cases import LIMIT
@@ -144,6 +146,16 @@ def test_kernels_work_on_slots(request, monkeypatch, dtype, state_dtype, rounded
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert torch.equal(value, other[name]), name
+
+
+def test_all_slots_are_made_before_stages_run():
+    """One that is made in the middle of a step could have memory that kernels queued before it still use."""
+    optimizer = MuonOptimizer(model_of(torch.float32), offload_state=True, max_stage_bytes=2**12)
+    planned = optimizer._current_plan()
+    store = StreamedStore(planned.records, planned.plan.stages)
+    store.begin([], {}, ())
+    assert len(store._slots) == NUM_SLOTS < len(planned.plan.stages)
+    store.end()
 
 
 def test_measured_steps_are_those_of_state_on_the_device():
