@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muon_fsdp.kernels.tables import ALIGNMENT
+
 _compiled: dict[Hashable, tuple[Any, Any]] = {}  # the kernel and its compiled form
 
 
@@ -77,6 +79,11 @@ def is_aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple([tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
+def has_aligned_rows(*tensors: Tensor | None) -> bool:
+    """Return whether all rows begin at aligned addresses, so that masked pointers load 16 bytes at a time."""
+    return all(tensor is None or tensor.shape[-1] % ALIGNMENT == 0 for tensor in tensors) and all(is_aligned(*tensors))
+
+
 def launch(
     kernel: Any,
     programs: int,
@@ -92,7 +99,7 @@ def launch(
 
     Args:
         kernel: a function with `@triton.jit` or `@gluon.jit`.
-        programs: size of the grid.
+        programs: size of the grid. Without programs nothing is launched.
         args: the first arguments of the kernel. The kernel must declare numbers among them `do_not_specialize`, because
             a compiled kernel is reused for other numbers.
         constants: the last arguments of the kernel by name, in the order of its parameters.
@@ -102,6 +109,8 @@ def launch(
         num_stages: depth of Triton's software pipeline.
         maxnreg: most registers per thread; None lets the compiler choose.
     """
+    if programs == 0:
+        return
     values = tuple(constants.values())
     # id(), because hashing a kernel takes longer; `_compiled` keeps it alive.
     key = (id(kernel), variant, values, num_warps, num_stages, maxnreg)

@@ -54,14 +54,16 @@ def symmetric_product(
         "symmetric", count, rows, rows, inner, a.dtype, bulk, False, transposed, uniform, active is not None
     )
 
+    def contiguous_tensors() -> tuple[Tensor, Tensor, Sequence[Addend], Tensor]:
+        left = a.contiguous()
+        right = left if a is b else b.contiguous()  # kernels load an operand only once that is the same tensor twice
+        return left, right, contiguous(addends), a.new_empty(count, rows, rows) if out is None else out
+
     def by_triton(tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
-        left, right = _contiguous_pair(a, b)
-        result = a.new_empty(count, rows, rows) if out is None else out
-        return triton_products.symmetric_product(
-            left, right, contiguous(addends), result, tiles, alpha=alpha, transposed=transposed, active=active
-        )
+        tensors = contiguous_tensors()
+        return triton_products.symmetric_product(*tensors, tiles, alpha=alpha, transposed=transposed, active=active)
 
     def by_library() -> Tensor:
         return _symmetric_by_library(a, b, addends, alpha, transposed, out)
@@ -69,11 +71,7 @@ def symmetric_product(
     def by_gluon() -> Tensor:
         from muon_fsdp.kernels import triton_hopper
 
-        left, right = _contiguous_pair(a, b)
-        result = a.new_empty(count, rows, rows) if out is None else out
-        return triton_hopper.symmetric_product(
-            left, right, contiguous(addends), result, alpha=alpha, transposed=transposed
-        )
+        return triton_hopper.symmetric_product(*contiguous_tensors(), alpha=alpha, transposed=transposed)
 
     return _compute(product, a.device, by_triton, by_library, by_gluon)
 
@@ -210,12 +208,6 @@ def _library_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta:
         return torch.bmm(a, b)
     # Not bmm() * alpha: in half precision the product alone could underflow.
     return torch.baddbmm(a.new_zeros(()), a, b, alpha=alpha, beta=0)
-
-
-def _contiguous_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both operands contiguous, and the same tensor twice if they were: kernels then load it only once."""
-    left = a.contiguous()
-    return left, left if a is b else b.contiguous()
 
 
 def _are_uniform(a: Tensor, b: Tensor, addends: Sequence[Addend]) -> bool:

@@ -105,10 +105,6 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def triton_available() -> bool:
-    return find_spec("triton") is not None
-
-
 def unusable(device: torch.device) -> str | None:
     """Return why Triton kernels can't run on a device, or None if they can."""
     return _unusable(device, os.environ.get(KERNELS_VARIABLE, "auto"))
@@ -120,7 +116,7 @@ def _unusable(device: torch.device, kernels: str) -> str | None:
         return f"{KERNELS_VARIABLE}=torch"
     if device.type != "cuda":
         return f"no kernels for device type {device.type!r}"
-    if not triton_available():
+    if find_spec("triton") is None:
         return "Triton is not installed"
     if torch.version.hip is None and _capability(device) < (8, 0):
         return "compute capability below 8.0"

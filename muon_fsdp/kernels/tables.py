@@ -123,16 +123,20 @@ class TensorList:
     scalars: Tensor = field(init=False)  # (num_scalars,) float32
     random: Tensor = field(init=False)  # (2,) int64: the number of the step and the seed, for random bits
     aligned_addresses: bool = field(init=False, default=True)  # whether those of this step are multiples of 16 bytes
-    aligned: bool = field(init=False, default=True)  # whether the chunks are, too
 
     @property
     def num_tensors(self) -> int:
         return len(self.positions)
 
     @property
-    def tables(self) -> tuple[Tensor | None, ...]:
-        """Return the first arguments of a kernel that reads or writes a staging buffer."""
-        return (self.chunks, self.addresses, self.updated, self.scalars, self.slots)
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the arguments of a kernel that follow its chunks."""
+        return self.addresses, self.updated, self.scalars
+
+    @property
+    def aligned(self) -> bool:
+        """Return whether all chunks, and the addresses of this step, are aligned."""
+        return self.aligned_chunks and self.aligned_addresses
 
     @property
     def state_chunks(self) -> Tensor:
@@ -141,15 +145,14 @@ class TensorList:
 
     @property
     def aligned_state(self) -> bool:
-        """Return whether all of these chunks, and the addresses of this step, are aligned."""
+        """Return the same as `aligned` for these chunks."""
         return self.aligned if self.block_chunks is None else self.aligned_addresses and self.block_chunks[1]
 
     def with_factor_chunks(self) -> TensorList:
         """Return the list, with the same table, cut so that every chunk has one factor."""
         assert self.factor_chunks is not None
         result = copy(self)
-        result.chunks, aligned = self.factor_chunks
-        result.aligned = self.aligned and aligned  # these chunks may begin at other addresses than those of the list
+        result.chunks, result.aligned_chunks = self.factor_chunks
         return result
 
 
@@ -204,7 +207,6 @@ class Tables:
                 addresses[parameter] += start * each.parameter_dtype.itemsize
             addresses += [state[row].data_ptr() for row in range(len(each.layout.states)) for state in of_list]
             each.aligned_addresses = reduce(or_, addresses, 0) % 16 == 0
-            each.aligned = each.aligned_chunks and each.aligned_addresses
             ints += addresses
             ints += [int(i in updated) for i in positions]
             ints += (step, named.get("rounding_seed", 0))

@@ -83,9 +83,29 @@ def gradient_chunk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def cautious_decay(weight, update, decay):  # type: ignore[no-untyped-def]
-    """Return the decay where update * weight >= 0, and 0 elsewhere; by signs, because a product may underflow."""
-    return tl.where(((weight >= 0) & (update >= 0)) | ((weight <= 0) & (update <= 0)), decay, 0.0)
+def _state_chunk(chunks, updated, places, CODE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the tensor of this program, whether it is updated, its first element and the others counted from it, which
+    of them exist, their blocks if state is stored in blocks, and which blocks exist and are updated.
+    """
+    index = tl.program_id(0)
+    is_updated = tl.load(updated + tl.load(chunks + 4 * index)) != 0
+    if CODE == IN_BLOCKS:
+        tensor, first, count = tensor_chunk(chunks, index, False)
+        block, has_block, offset, here = blocks_of_chunk(places, tensor, first, count, ALIGNED, CHUNK)
+        start, has_block = 0, has_block & is_updated
+    else:
+        tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
+        offset = tl.arange(0, CHUNK)
+        here = offset < length
+        block, has_block = start, is_updated
+    return tensor, is_updated, start, offset, here, block, has_block
+
+
+@triton.jit
+def _decayed(weight, update, decay, CAUTIOUS: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CAUTIOUS:  # decay where update * weight >= 0; by signs, because a product may underflow
+        decay = tl.where(((weight >= 0) & (update >= 0)) | ((weight <= 0) & (update <= 0)), decay, 0.0)
+    return weight * (1.0 - decay)
 
 
 @triton.jit(
@@ -110,19 +130,12 @@ def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    index = tl.program_id(0)
-    is_updated = tl.load(updated + tl.load(chunks + 4 * index)) != 0
+    tensor, is_updated, start, offset, here, block, has_block = _state_chunk(
+        chunks, updated, places, CODE, ALIGNED, CHUNK
+    )
     scales = addresses
     if CODE == IN_BLOCKS:
-        tensor, first, count = tensor_chunk(chunks, index, False)
-        block, has_block, offset, here = blocks_of_chunk(places, tensor, first, count, ALIGNED, CHUNK)
-        start, has_block = 0, has_block & is_updated
         scales = tensor_pointer(addresses, _BUFFER_SCALES_ROW, tensor, num_tensors, tl.float32, False)
-    else:
-        tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
-        offset = tl.arange(0, CHUNK)
-        here = offset < length
-        block, has_block = start, is_updated
     mask = here & is_updated
     momentum = tl.load(scalars + _MOMENTUM)
     grad = gradient_chunk(addresses, scalars, tensor, num_tensors, start, offset, mask, GRADIENT_TYPE, ALIGNED)
@@ -136,7 +149,7 @@ def _muon_prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(staging + slot + start + offset, staged, mask=here)
     if NORMS:
         largest, squares = partial_norm(tl.reshape(staged.to(tl.float32), (CHUNK,)))
-        partial = tl.load(chunks + 4 * index + 3)
+        partial = tl.load(chunks + 4 * tl.program_id(0) + 3)
         tl.store(partials + 2 * partial, largest)
         tl.store(partials + 2 * partial + 1, squares)
 
@@ -189,10 +202,8 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     if HAS_FACTORS:
         matrix = tl.load(chunks + 4 * tl.program_id(0) + 3)
         weight = weight * tl.load(factors + matrix) - lr * tl.load(factors + num_factors + matrix) * update
-    elif CAUTIOUS:
-        weight = weight * (1.0 - cautious_decay(weight, update, lr * weight_decay)) - lr * update
     else:
-        weight = weight * (1.0 - lr * weight_decay) - lr * update
+        weight = _decayed(weight, update, lr * weight_decay, CAUTIOUS) - lr * update
     bits = 0
     if ROUNDING == STOCHASTIC:
         bits = element_bits(places, tensor, random, start + offset, ONE_RUN)
@@ -242,20 +253,13 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    index = tl.program_id(0)
-    is_updated = tl.load(updated + tl.load(chunks + 4 * index)) != 0
+    tensor, is_updated, start, offset, here, block, has_block = _state_chunk(
+        chunks, updated, places, CODE, ALIGNED, CHUNK
+    )
     first_scales, second_scales = addresses, addresses
     if CODE == IN_BLOCKS:
-        tensor, first_block, count = tensor_chunk(chunks, index, False)
-        block, has_block, offset, here = blocks_of_chunk(places, tensor, first_block, count, ALIGNED, CHUNK)
-        start, has_block = 0, has_block & is_updated
         first_scales = tensor_pointer(addresses, _FIRST_SCALES_ROW, tensor, num_tensors, tl.float32, False)
         second_scales = tensor_pointer(addresses, _SECOND_SCALES_ROW, tensor, num_tensors, tl.float32, False)
-    else:
-        tensor, start, length = tensor_chunk(chunks, index, ALIGNED)
-        offset = tl.arange(0, CHUNK)
-        here = offset < length
-        block, has_block = start, is_updated
     mask = here & is_updated
     lr, weight_decay = tl.load(scalars + LR), tl.load(scalars + WEIGHT_DECAY)
     beta2, eps = tl.load(scalars + _BETA2), tl.load(scalars + _EPS)
@@ -279,10 +283,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     if ROUNDING == WITH_REMAINDER:
         remainders = tensor_pointer(addresses, REMAINDER_ROW, tensor, num_tensors, tl.int8, ALIGNED) + start
     weight = load_weight(pointer, remainders, offset, mask, ROUNDING, PARAMETER_TYPE)
-    if CAUTIOUS:
-        weight = weight * (1.0 - cautious_decay(weight, update, lr * weight_decay)) - lr * update
-    else:
-        weight = weight * (1.0 - lr * weight_decay) - lr * update
+    weight = _decayed(weight, update, lr * weight_decay, CAUTIOUS) - lr * update
     store_weight(pointer, remainders, offset, mask, weight, bits, ROUNDING, PARAMETER_TYPE)
 
 
@@ -292,13 +293,10 @@ def muon_prepare(tensors: TensorList, staging: Tensor, partials: Tensor | None, 
     The input is buf, or grad + momentum * buf with Nesterov momentum. Unless `partials` is None, the kernel also
     stores the partial norm of every chunk of the input there.
     """
-    chunks = tensors.state_chunks
-    if len(chunks) == 0:
-        return
     launch(
         _muon_prepare_kernel,
-        len(chunks),
-        (chunks, *tensors.tables[1:], staging, partials, tensors.places, tensors.num_tensors),
+        len(tensors.state_chunks),
+        (tensors.state_chunks, *tensors.tables, tensors.slots, staging, partials, tensors.places, tensors.num_tensors),
         {
             "NESTEROV": nesterov,
             "NORMS": partials is not None,
@@ -321,13 +319,13 @@ def apply_updates(
     With factors, (2, num_matrices), of rows f and R, it is W <- f W - lr * R * U, without weight decay. The last
     column of the chunks must then be the index of the matrix.
     """
-    if len(tensors.chunks) == 0:
-        return
     launch(
         _apply_kernel,
         len(tensors.chunks),
         (
+            tensors.chunks,
             *tensors.tables,
+            tensors.slots,
             updates,
             factors,
             tensors.places,
@@ -354,26 +352,21 @@ def adamw_update(tensors: TensorList, *, cautious: bool = False) -> None:
 
     With `cautious`, only weights with U W >= 0 decay.
     """
-    corrections = torch.empty(2 * tensors.num_tensors, dtype=torch.float32, device=tensors.scalars.device)
     device = tensors.scalars.device
-    launch(
+    corrections = torch.empty(2 * tensors.num_tensors, dtype=torch.float32, device=device)
+    launch(  # also on ranks whose shards are all empty, so that state is the same on all ranks
         _adamw_count_kernel,
         triton.cdiv(tensors.num_tensors, 128),
-        (tensors.addresses, tensors.updated, tensors.scalars, corrections, tensors.num_tensors),
+        (*tensors.tables, corrections, tensors.num_tensors),
         {"BLOCK": 128},
         device,
     )
-    chunks = tensors.state_chunks
-    if len(chunks) == 0:  # ranks with empty shards count steps too, so that state is the same on all ranks
-        return
     launch(
         _adamw_kernel,
-        len(chunks),
+        len(tensors.state_chunks),
         (
-            chunks,
-            tensors.addresses,
-            tensors.updated,
-            tensors.scalars,
+            tensors.state_chunks,
+            *tensors.tables,
             corrections,
             tensors.places,
             tensors.random,

@@ -390,12 +390,13 @@ def symmetric_product(
         rows, inner = inner, rows
     table = _table(num_matrices, -(-rows // SIDE), a is b, a.device)
     num_steps = -(-inner // INNER)
+    block, layout = ((INNER, SIDE), _TILE_LAYOUT) if transposed else ((SIDE, INNER), _BLOCK_LAYOUT)
     args = (
-        _block(a, transposed),
-        None if a is b else _block(b, transposed),
-        _tile(c),
-        None if e is None else _tiled(e, (SIDE, 2 * INNER), _BLOCK_LAYOUT),
-        _tile(out),
+        _tiled(a, block, layout),
+        _tiled(None if a is b else b, block, layout),
+        _tiled(c, (SIDE, SIDE), _TILE_LAYOUT),
+        _tiled(e, (SIDE, 2 * INNER), _BLOCK_LAYOUT),
+        _tiled(out, (SIDE, SIDE), _TILE_LAYOUT),
         table,
         table.shape[1],
         num_steps,
@@ -417,15 +418,7 @@ def symmetric_product(
     return out
 
 
-def _block(tensor: Tensor, transposed: bool) -> TensorDescriptor:
-    if transposed:
-        return _tiled(tensor, (INNER, SIDE), _TILE_LAYOUT)
-    return _tiled(tensor, (SIDE, INNER), _BLOCK_LAYOUT)
-
-
-def _tile(tensor: Tensor | None) -> TensorDescriptor | None:
-    return None if tensor is None else _tiled(tensor, (SIDE, SIDE), _TILE_LAYOUT)
-
-
-def _tiled(tensor: Tensor, block: tuple[int, int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+def _tiled(tensor: Tensor | None, block: tuple[int, int], layout: gl.NVMMASharedLayout) -> TensorDescriptor | None:
+    if tensor is None:
+        return None
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, *block], layout)

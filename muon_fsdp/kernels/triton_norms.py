@@ -26,20 +26,26 @@ def partial_norm(values):  # type: ignore[no-untyped-def]
     return largest, tl.sum(relative * relative, axis=0)
 
 
-@triton.jit(do_not_specialize=["numel", "chunks"])
-def _partials_kernel(matrices, partials, numel, chunks, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _matrix_chunk(numel, chunks, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return this program's matrix and its first element in the batch, the elements from there on, and their mask."""
     index = tl.program_id(0)
+    matrix = index // chunks
     offset = (index % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    start = (index // chunks).to(tl.int64) * numel
+    start = matrix.to(tl.int64) * numel
     if ALIGNED:  # without this hint the compiled kernel loads single elements
         start = tl.multiple_of(start, 16)
-        offset_end = numel // 16 * 16
-    else:
-        offset_end = numel
-    values = tl.load(matrices + start + offset, mask=offset < offset_end, other=0.0).to(tl.float32)
+        numel = numel // 16 * 16
+    return matrix, start, offset, offset < numel
+
+
+@triton.jit(do_not_specialize=["numel", "chunks"])
+def _partials_kernel(matrices, partials, numel, chunks, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    _, start, offset, mask = _matrix_chunk(numel, chunks, CHUNK, ALIGNED)
+    values = tl.load(matrices + start + offset, mask=mask, other=0.0).to(tl.float32)
     largest, squares = partial_norm(values)
-    tl.store(partials + 2 * index, largest)
-    tl.store(partials + 2 * index + 1, squares)
+    tl.store(partials + 2 * tl.program_id(0), largest)
+    tl.store(partials + 2 * tl.program_id(0) + 1, squares)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -72,20 +78,12 @@ def _inverse_norms_kernel(partials, first_chunk, inverse_norms, chunks, BLOCK: t
 
 @triton.jit(do_not_specialize=["numel", "chunks"], do_not_specialize_on_alignment=["scales"])
 def _scaled_cast_kernel(matrices, scales, out, numel, chunks, factor, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    index = tl.program_id(0)
-    matrix = index // chunks
-    offset = (index % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    start = matrix.to(tl.int64) * numel
-    if ALIGNED:  # without this hint the compiled kernel loads single elements
-        start = tl.multiple_of(start, 16)
-        offset_end = numel // 16 * 16
-    else:
-        offset_end = numel
+    matrix, start, offset, mask = _matrix_chunk(numel, chunks, CHUNK, ALIGNED)
     position = start + offset
-    values = tl.load(matrices + position, mask=offset < offset_end, other=0.0).to(tl.float32)
+    values = tl.load(matrices + position, mask=mask, other=0.0).to(tl.float32)
     # The scale of a tiny matrix is near the largest float32, so factor * scale could overflow.
     values = values * tl.load(scales + matrix) * factor
-    tl.store(out + position, values.to(out.dtype.element_ty), mask=offset < offset_end)
+    tl.store(out + position, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["inverse_norms"])

@@ -137,8 +137,6 @@ def sums_of_squares(tensors: TensorList, counters: Tensor, *, coupled: bool) -> 
     """
     device = tensors.scalars.device
     sums = torch.zeros(tensors.num_tensors, dtype=torch.float64, device=device)
-    if len(tensors.chunks) == 0:
-        return sums
     partials = torch.empty(len(tensors.chunks), dtype=torch.float64, device=device)
     launch(
         _sums_of_squares_kernel,
@@ -169,8 +167,6 @@ def sums_of_squares(tensors: TensorList, counters: Tensor, *, coupled: bool) -> 
 
 def update(tensors: TensorList, sums: Tensor | None, *, coupled: bool, nesterov: bool) -> None:
     """Update both moments and the weights; gradients are divided by their norms unless `sums` is None."""
-    if len(tensors.chunks) == 0:
-        return
     launch(
         _update_kernel,
         len(tensors.chunks),

@@ -16,8 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from muon_fsdp.kernels.launch import Addend, TileConfig, is_aligned, launch, num_processors, unpack
-from muon_fsdp.kernels.tables import ALIGNMENT
+from muon_fsdp.kernels.launch import (
+    Addend,
+    TileConfig,
+    has_aligned_rows,
+    is_aligned,
+    launch,
+    num_processors,
+    unpack,
+)
 
 INTERPRETED_PROGRAMS = 4  # programs of a persistent kernel in Triton's interpreter, which has no multiprocessors
 
@@ -263,7 +270,7 @@ def symmetric_product(
             "PERSISTENT": config.persistent,
             "BULK_IN": bulk_in,
             "BULK_OUT": bulk_out,
-            "ALIGNED": not (bulk_in and bulk_out) and _has_aligned_rows(a, b, c, e, out),
+            "ALIGNED": not (bulk_in and bulk_out) and has_aligned_rows(a, b, c, e, out),
             "PRECISION": precision(a.dtype),
         },
         (a.device, _dtypes(a, b, c, e, out), (bulk_in and bulk_out) or is_aligned(a, b, c, e, out)),
@@ -323,7 +330,7 @@ def multiply_add(
             "PERSISTENT": config.persistent,
             "BULK_IN": bulk_in,
             "BULK_OUT": bulk_out,
-            "ALIGNED": not (bulk_in and bulk_out) and _has_aligned_rows(a, b, summand, out),
+            "ALIGNED": not (bulk_in and bulk_out) and has_aligned_rows(a, b, summand, out),
             "PRECISION": precision(a.dtype),
         },
         (a.device, _dtypes(a, b, summand, out), (bulk_in and bulk_out) or is_aligned(a, b, summand, out)),
@@ -367,11 +374,6 @@ def _can_be_tiled(*tensors: Tensor | None) -> bool:
         if not _has_bulk_copies(tensor.device):
             return False
     return True
-
-
-def _has_aligned_rows(*tensors: Tensor | None) -> bool:
-    """Return whether all rows begin at aligned addresses, so that masked pointers load 16 bytes at a time."""
-    return all(tensor is None or tensor.shape[-1] % ALIGNMENT == 0 for tensor in tensors) and all(is_aligned(*tensors))
 
 
 def _operand(tensor: Tensor | None, block: tuple[int, int], bulk: bool) -> Any:

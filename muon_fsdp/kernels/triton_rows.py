@@ -10,11 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muon_fsdp.kernels.launch import is_aligned, launch
-from muon_fsdp.kernels.tables import ALIGNMENT
+from muon_fsdp.kernels.launch import has_aligned_rows, is_aligned, launch
 from muon_fsdp.kernels.triton_norms import INT32_MAX
 
 ROWS = 8  # rows per program
+
+
+@triton.jit
+def rows_of_program(program, programs_each, rows, cols, ROWS: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the number of a program's matrix, the rows it computes, the columns, and where the matrix begins."""
+    matrix, part = program // programs_each, program % programs_each
+    row = part * ROWS + tl.arange(0, ROWS)
+    if ALIGNED:  # without this hint the compiled kernel loads single elements
+        cols = cols // 16 * 16
+    return matrix, row, cols, matrix.to(tl.int64) * rows * cols
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "programs_each"])
@@ -24,11 +33,7 @@ def _row_squares_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # From the end: the matrices that were written last, and those that are read first afterwards, are in the L2 cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    matrix, part = program // programs_each, program % programs_each
-    row = part * ROWS + tl.arange(0, ROWS)
-    if ALIGNED:  # without this hint the compiled kernel loads single elements
-        cols = cols // 16 * 16
-    base = matrix.to(tl.int64) * rows * cols
+    matrix, row, cols, base = rows_of_program(program, programs_each, rows, cols, ROWS, ALIGNED)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in range(0, cols, BLOCK):
         col = first + tl.arange(0, BLOCK)
@@ -66,11 +71,7 @@ def _scale_rows_kernel(  # type: ignore[no-untyped-def]
     matrices, factors, norm_ratios, rows, cols, programs_each,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    matrix, part = tl.program_id(0) // programs_each, tl.program_id(0) % programs_each
-    row = part * ROWS + tl.arange(0, ROWS)
-    if ALIGNED:  # without this hint the compiled kernel loads single elements
-        cols = cols // 16 * 16
-    base = matrix.to(tl.int64) * rows * cols
+    matrix, row, cols, base = rows_of_program(tl.program_id(0), programs_each, rows, cols, ROWS, ALIGNED)
     scales = tl.load(factors + matrix * rows + row, mask=row < rows, other=0.0) * tl.load(norm_ratios + matrix)
     for first in range(0, cols, BLOCK):
         col = first + tl.arange(0, BLOCK)
@@ -90,9 +91,8 @@ def rescale_rows(
     """Do the same as `muon_fsdp.linalg.scaling.rescale_rows` with kernels."""
     count, rows, cols = matrices.shape
     each = triton.cdiv(rows, ROWS)
-    aligned = cols % ALIGNMENT == 0 and all(is_aligned(matrices))
     # The widths of most models are multiples of 256, and a block that is partly masked wastes a part of each load.
-    tiles = {"ALIGNED": aligned, "ROWS": ROWS, "BLOCK": 512 if cols % 512 == 0 else 256}
+    tiles = {"ALIGNED": has_aligned_rows(matrices), "ROWS": ROWS, "BLOCK": 512 if cols % 512 == 0 else 256}
     variant = (matrices.device, matrices.dtype, is_aligned(matrices), matrices.numel() > INT32_MAX)
     values = torch.empty(count, rows, dtype=torch.float32, device=matrices.device)
     norm_ratios = torch.empty(count, dtype=torch.float32, device=matrices.device)

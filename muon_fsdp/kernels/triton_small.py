@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muon_fsdp.kernels.launch import is_aligned, launch, num_processors
+from muon_fsdp.kernels.launch import has_aligned_rows, is_aligned, launch, num_processors
 
 # (degree, products, identity): X <- (Z + identity I) X. Every product holds its factors (alpha, beta[, gamma]).
 Step: TypeAlias = tuple[int, Sequence[Sequence[float]], float]
@@ -365,7 +365,6 @@ def orthogonalize_small(
     rows, cols = min(sides), max(sides)
     tall = sides[0] > sides[1]
     config = small_config(rows, cols, batch.dtype) if config is None else config
-    aligned = sides[1] % 16 == 0 and all(is_aligned(batch, out))
     norms = torch.empty(count, dtype=torch.float32, device=batch.device) if inverse_norms is None else inverse_norms
     launch(
         _small_kernel,
@@ -378,7 +377,7 @@ def orthogonalize_small(
             "EXACT": rows <= SPLIT_ROWS,
             "SPLIT_FROM": config.split_from,
             "TALL": tall,
-            "ALIGNED": aligned,
+            "ALIGNED": has_aligned_rows(batch, out),
             "ROWS": max(16, triton.next_power_of_2(rows)),
             "TILE": config.tile,
             "STAGES": config.num_stages,

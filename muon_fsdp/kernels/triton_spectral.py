@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muon_fsdp.kernels.launch import is_aligned, launch
+from muon_fsdp.kernels.launch import has_aligned_rows, is_aligned, launch
 from muon_fsdp.kernels.tables import ALIGNMENT
 from muon_fsdp.kernels.triton_elementwise import TYPES
 from muon_fsdp.kernels.triton_norms import INT32_MAX
+from muon_fsdp.kernels.triton_rows import ROWS, rows_of_program
 
 MAX_VECTORS = 16  # per matrix: the smallest dimension of a tensor-core product, so fewer vectors cost as much
 
@@ -25,15 +26,11 @@ def _bilinear_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # From the end: the matrices that were written last, and those that are read first afterwards, are in the L2 cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    matrix, part = program // programs_each, program % programs_each
+    matrix, row, cols, base = rows_of_program(program, programs_each, rows, cols, ROWS, ALIGNED)
     computes = True
     if HAS_ACTIVE:
         computes = tl.load(active + matrix) != 0
     if computes:
-        row = part * ROWS + tl.arange(0, ROWS)
-        if ALIGNED:
-            cols = cols // 16 * 16
-        base = matrix.to(tl.int64) * rows * cols
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for first in range(0, cols, BLOCK):
             col = first + tl.arange(0, BLOCK)
@@ -50,16 +47,13 @@ def _project_out_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Subtract (u^T A v) u v^T from A; `partials` has the parts of u^T A v."""
-    matrix, part = tl.program_id(0) // programs_each, tl.program_id(0) % programs_each
+    matrix = tl.program_id(0) // programs_each
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, programs_each, BLOCK):
         index = first + tl.arange(0, BLOCK)
         sums += tl.load(partials + matrix * programs_each + index, mask=index < programs_each, other=0.0)
     shift = tl.where(tl.load(norms + matrix) >= smallest, -tl.sum(sums, axis=0), 0.0)
-    row = part * ROWS + tl.arange(0, ROWS)
-    if ALIGNED:
-        cols = cols // 16 * 16
-    base = matrix.to(tl.int64) * rows * cols
+    matrix, row, cols, base = rows_of_program(tl.program_id(0), programs_each, rows, cols, ROWS, ALIGNED)
     weights = shift * tl.load(left + matrix * rows + row, mask=row < rows, other=0.0)
     for first in range(0, cols, BLOCK):
         col = first + tl.arange(0, BLOCK)
@@ -102,15 +96,11 @@ def _shifted_cast_kernel(  # type: ignore[no-untyped-def]
     matrices, scales, left, right, shifts, factors, active, out, rows, cols, programs_each,
     HAS_ACTIVE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    matrix, part = tl.program_id(0) // programs_each, tl.program_id(0) % programs_each
+    matrix, row, cols, base = rows_of_program(tl.program_id(0), programs_each, rows, cols, ROWS, ALIGNED)
     computes = True
     if HAS_ACTIVE:
         computes = tl.load(active + matrix) != 0
     if computes:
-        row = part * ROWS + tl.arange(0, ROWS)
-        if ALIGNED:
-            cols = cols // 16 * 16
-        base = matrix.to(tl.int64) * rows * cols
         scale, factor = tl.load(scales + matrix), tl.load(factors + matrix)
         weights = tl.load(shifts + matrix) * tl.load(left + matrix * rows + row, mask=row < rows, other=0.0)
         for first in range(0, cols, BLOCK):
@@ -136,7 +126,7 @@ def bilinear(
 def _bilinear_parts(left: Tensor, matrices: Tensor, right: Tensor, active: Tensor | None = None) -> Tensor:
     """Return parts of u^T A v, one per program, (B, programs for each matrix)."""
     count, rows, cols = matrices.shape
-    each, options = _grid(rows, cols, matrices)
+    each, options = _grid(matrices)
     make = torch.empty if active is None else torch.zeros
     partials = make(count, each, dtype=torch.float32, device=matrices.device)
     launch(
@@ -159,7 +149,7 @@ def project_out(
     """Subtract (u^T A v) u v^T from every matrix A whose norm is not below `smallest`."""
     count, rows, cols = matrices.shape
     partials = _bilinear_parts(left, matrices, right)
-    each, options = _grid(rows, cols, matrices)
+    each, options = _grid(matrices)
     launch(
         _project_out_kernel,
         count * each,
@@ -208,7 +198,7 @@ def shifted_cast(
         `out`.
     """
     count, rows, cols = matrices.shape
-    each, options = _grid(rows, cols, matrices)
+    each, options = _grid(matrices)
     launch(
         _shifted_cast_kernel,
         count * each,
@@ -225,10 +215,10 @@ def shifted_cast(
     return out
 
 
-def _grid(rows: int, cols: int, matrices: Tensor) -> tuple[int, dict[str, int | bool]]:
-    at_once = 8
-    aligned = cols % ALIGNMENT == 0 and all(is_aligned(matrices))
-    return triton.cdiv(rows, at_once), {"ALIGNED": aligned, "ROWS": at_once, "BLOCK": 512}
+def _grid(matrices: Tensor) -> tuple[int, dict[str, int | bool]]:
+    """Return the number of programs per matrix, and constants of the kernel."""
+    options = {"ALIGNED": has_aligned_rows(matrices), "ROWS": ROWS, "BLOCK": 512}
+    return triton.cdiv(matrices.shape[1], ROWS), options
 
 
 # ------------------------------------------------------------------------------------------- products with all weights
@@ -379,15 +369,11 @@ def _along_rows_kernel(  # type: ignore[no-untyped-def]
 class Multiplication(NamedTuple):
     """Products of vectors with many parts of weights, in one launch. No two of them write to the same result."""
 
+    kernel: Any
     operands: Tensor  # (P, fields of `Operand`) int64
     programs: Tensor  # (num_programs, 2) int32: operand, first row or column of the result
-    dtype: torch.dtype
-    along_rows: bool
-    adds: bool  # add to the result instead of overwriting it
-    rounds: bool  # round the weights to TF32 first
-    unit: bool  # as in `Operand`, for all operands
-    aligned: bool
-    aligned_rows: bool
+    constants: dict[str, Any]
+    num_stages: int
 
     @classmethod
     def of(
@@ -397,28 +383,38 @@ class Multiplication(NamedTuple):
         device: torch.device,
         *,
         along_rows: bool,
-        adds: bool,
-        rounds: bool,
+        adds: bool,  # add to the result instead of overwriting it
+        rounds: bool,  # round the weights to TF32 first
     ) -> Multiplication:
         """Build the tables of a launch on the host and copy them to the device."""
         rows, cols = (torch.tensor([getattr(each, name) for each in operands]) for name in ("rows", "cols"))
-        length, tile = (cols, _tiles(along_rows)["COLS"]) if along_rows else (rows, _tiles(along_rows)["ROWS"])
+        tiles = _tiles(along_rows)
+        length, tile = (cols, tiles["COLS"]) if along_rows else (rows, tiles["ROWS"])
         longest_first = torch.argsort(rows if along_rows else cols, descending=True, stable=True)
         counts = ((length + tile - 1) // tile)[longest_first]
         number = torch.repeat_interleave(longest_first, counts)
         starts = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
         firsts = tile * (torch.arange(len(number)) - starts)
         first = operands[0]
+        precision, num_stages = precision_and_stages(torch.version.hip is not None)
+        constants = {
+            "TYPE": TYPES[dtype],
+            "ADD": adds,
+            "ROUND": rounds and dtype == torch.float32,  # half precision is exact in TF32
+            "UNIT": first.unit,
+            "ALIGNED": first.aligned,
+            "ALIGNED_ROWS": first.aligned_rows,
+            "PRECISION": precision,
+            "FIELDS": FIELDS,
+            "VECTORS": MAX_VECTORS,
+            **tiles,
+        }
         return cls(
+            _along_rows_kernel if along_rows else _along_columns_kernel,
             torch.tensor(operands, dtype=torch.int64).to(device),
             torch.stack([number, firsts], dim=1).to(torch.int32).to(device),
-            dtype,
-            along_rows,
-            adds,
-            rounds and dtype == torch.float32,  # half precision is exact in TF32
-            all(each.unit for each in operands),
-            first.aligned,
-            first.aligned_rows,
+            constants,
+            num_stages,
         )
 
     def run(self, vectors: Tensor, out: Tensor) -> None:
@@ -426,23 +422,9 @@ class Multiplication(NamedTuple):
 
         Tensor cores truncate vectors that are not TF32 numbers, so round them first if that matters.
         """
-        precision, num_stages = precision_and_stages(torch.version.hip is not None)
-        constants = {
-            "TYPE": TYPES[self.dtype],
-            "ADD": self.adds,
-            "ROUND": self.rounds,
-            "UNIT": self.unit,
-            "ALIGNED": self.aligned,
-            "ALIGNED_ROWS": self.aligned_rows,
-            "PRECISION": precision,
-            "FIELDS": FIELDS,
-            "VECTORS": MAX_VECTORS,
-            **_tiles(self.along_rows),
-        }
-        kernel = _along_rows_kernel if self.along_rows else _along_columns_kernel
         variant = (vectors.device, is_aligned(vectors, out))
         arguments = (self.programs, self.operands, vectors, out)
-        launch(kernel, len(self.programs), arguments, constants, variant, num_stages=num_stages)
+        launch(self.kernel, len(self.programs), arguments, self.constants, variant, num_stages=self.num_stages)
 
 
 def precision_and_stages(is_amd: bool) -> tuple[str, int]:
