@@ -120,6 +120,16 @@ class AsksSometimes(Muon):
             batch.update = batch.matrices
 
 
+class ReadsAfterwards(Muon):
+    """Adds the matrices to their directions."""
+
+    name = "reads_afterwards"
+
+    def direction(self, batch: MatrixBatch) -> None:
+        super().direction(batch)
+        batch.update.add_(batch.matrices)
+
+
 class Raises(Muon):
     """Raises for the second batch, once."""
 
@@ -148,10 +158,10 @@ KINDS = (
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    for kind in (*KINDS, Together, Raises):
+    for kind in (*KINDS, Together, ReadsAfterwards, Raises):
         register(kind)
     yield
-    for kind in (*KINDS, Together, Raises):
+    for kind in (*KINDS, Together, ReadsAfterwards, Raises):
         RULES.pop(kind.name)
 
 
@@ -211,6 +221,7 @@ def test_batches_are_orthogonalized_together_unless_a_rule_overrides_direction(m
         return usual(requests, **options)
 
     monkeypatch.setattr(muon_module, "orthogonalize_together", counted)
+    monkeypatch.setattr(Muon, "residual", lambda self, batch: None)  # orthogonalizes a matrix of each batch again
     train(rule, steps=1)
     assert found == calls
 
@@ -225,6 +236,73 @@ def test_a_rule_may_define_directions_alone():
         count = 1 if number in (6, 7) else 4  # batches with the same shorter side
         torch.testing.assert_close(after, was - 0.02 * count * torch.randn(was.shape))
         torch.testing.assert_close(gradients[number], was)
+
+
+def test_matrices_are_kept_for_rules_that_may_read_them_afterwards():
+    class Declares(ChangesMatrices):
+        overwrites_matrices = True
+
+    class Extends(Declares):
+        def directions(self, batches: Sequence[MatrixBatch]) -> None:
+            super().directions(batches)
+
+    given = {
+        rule: rule().may_overwrite for rule in (Usual, ChangesMatrices, RescalesFirst, Together, Declares, Extends)
+    }
+    assert [rule for rule, may in given.items() if may] == [Usual, Declares]
+    assert {name for name, rule in RULES.items() if rule.may_overwrite} >= {"muon", "normuon", "hyperball"}
+    assert not RULES["spectral_sphere"].may_overwrite
+    options = {"momentum": 0.0, "orthogonalization": "fast", "momentum_eps": 0.0}
+    alone, both = train("usual", steps=1, **options), train("reads_afterwards", steps=1, **options)
+    torch.manual_seed(0)
+    _ = [torch.randn(shape) for shape in SHAPES for _ in range(2)]
+    for a, b in zip(alone, both, strict=True):
+        torch.testing.assert_close(a - b, 0.02 * torch.randn(a.shape))
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon", "hyperball"])
+@pytest.mark.parametrize("gradients", ["finite", "not finite"])
+def test_matrices_that_are_overwritten_change_nothing_else(rule, gradients, monkeypatch):
+    """Nor do samples of updates, which are orthogonalized again, and the checks that updates are finite."""
+    overwritten = []
+    usual = muon_module.orthogonalize_together
+
+    def watched(requests, **options):
+        before = [request.matrices.clone() for request in requests]
+        result = usual(requests, **options)
+        overwritten.extend(
+            not torch.equal(request.matrices, was) for request, was in zip(requests, before, strict=True)
+        )
+        return result
+
+    def run(**settings) -> tuple[list[Tensor], list[dict[str, float]]]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES for _ in range(2)]
+        optimizer = MuonOptimizer(params, rule=rule, orthogonalization="fast", **settings)
+        found = []
+        for step in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape)
+            if step == 0 and gradients == "not finite" and not settings:
+                assert params[3].grad is not None
+                params[3].grad[0, 0] = torch.inf
+            optimizer.step()
+            found.append(optimizer.metrics())
+        return [param.detach() for param in params], found
+
+    monkeypatch.setattr(muon_module, "orthogonalize_together", watched)
+    weights, metrics = run()
+    assert all(overwritten)
+    raising, _ = run(nonfinite="raise")
+    monkeypatch.setattr(type(RULES[rule]), "overwrites_matrices", False)
+    monkeypatch.setitem(vars(RULES[rule]), "may_overwrite", False)
+    overwritten.clear()
+    for (expected, numbers), found in ((run(), weights), (run(nonfinite="raise"), raising)):
+        assert not any(overwritten)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b) or (a.isnan() == b.isnan()).all()
+        if found is weights:
+            torch.testing.assert_close(metrics, numbers, rtol=0, atol=0, equal_nan=True)
 
 
 def test_options_may_differ_between_batches_that_are_computed_together():

@@ -16,7 +16,7 @@ from muon_fsdp.kernels.launch import Addend
 from muon_fsdp.linalg import iteration
 from muon_fsdp.linalg.chains import FAST_CHAIN, SQUARE_CHAIN, STORED_CHAINS, WIDE_CHAIN, Chain, Step
 from muon_fsdp.linalg.coefficients import DEFAULT_STEPS, WHOLE_SETS, coefficients
-from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_scale
+from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, square_matrices, x_scale
 from muon_fsdp.linalg.newton_schulz import (
     ORTHOGONALIZATIONS,
     Form,
@@ -94,6 +94,7 @@ def test_the_plan_knows_the_scratch_of_every_chain(method, monkeypatch):
         chain = _chain(method, steps, rows, cols, form, half)
         used.clear()
         run(torch.eye(3, 5).expand(2, 3, 5) / 3, chain)
+        assert len(used) == square_matrices(chain)
         most = max(most, len(used))
         if chain.refreshes.issuperset(range(1, len(chain.steps))):
             assert len(used) <= 3
@@ -157,6 +158,43 @@ def test_where_the_result_is_written_does_not_change_it(form, steps):
     torch.testing.assert_close(recorded.detach(), expected)
     assert torch.equal(matrices, before)
     assert torch.equal(orthogonalize(matrices, steps=steps, form=form, out=matrices), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["default", "fast", "keller", "polar_express", "deepseek_v4"])
+def test_iterates_may_lie_in_the_memory_of_the_matrices(method, dtype):
+    """The first refresh reads the matrices where it writes. With an odd number of refreshes this saves nothing."""
+    torch.manual_seed(4)
+    used = []
+    for shape in [(2, 24, 24), (2, 24, 70), (1, 70, 24), (1, 300, 640), (1, 640, 300), (3, 1, 7)]:
+        matrices, out = torch.randn(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        expected, before = orthogonalize(matrices, method=method, factor=0.5), matrices.clone()
+        orthogonalize_together([Request(matrices, out, 0.5)], method=method)
+        assert torch.equal(out, expected)
+        assert torch.equal(matrices, before)
+        out = torch.full_like(out, torch.nan)
+        orthogonalize_together([Request(matrices, out, 0.5, overwrites=True)], method=method)
+        assert torch.equal(out, expected)
+        used.append(not torch.equal(matrices, before))
+        strided = before.mT.contiguous().mT  # what is iterated is a copy
+        assert torch.equal(orthogonalize(strided, method=method, factor=0.5), expected)
+        assert torch.equal(strided, before)
+    assert {"default": used[3:5] == [True, True] and not any(used[:3]), "fast": all(used)}.get(method, any(used))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_matrices_of_another_precision_are_never_overwritten(dtype):
+    torch.manual_seed(5)
+    matrices = torch.randn(2, 24, 70).to(dtype)
+    before, out = matrices.clone(), torch.empty(2, 24, 70)
+    expected = orthogonalize(matrices, method="fast", out=torch.empty_like(out))
+    orthogonalize_together([Request(matrices, out, overwrites=True)], method="fast")
+    assert torch.equal(out, expected)
+    assert torch.equal(matrices, before)
+    recorded = matrices.float().requires_grad_()
+    orthogonalize_together([Request(recorded, out := torch.empty(2, 24, 70), overwrites=True)], method="fast")
+    assert torch.equal(recorded, before.float())
+    assert out.requires_grad
 
 
 def test_empty_batches_are_left_out():

@@ -169,20 +169,36 @@ def test_gluon_that_fails_is_not_tried_again(monkeypatch):
     monkeypatch.setattr(select_module, "_is_gluon_probed", True)
     tried = []
 
-    def by_gluon():
+    def by_gluon(out):
         tried.append("gluon")
         raise KernelError("CompilationError: no such function")
 
-    def by_triton(tiles):
+    def by_triton(out, tiles):
         tried.append(tiles)
-        return torch.ones(1)
+        return out
 
     device = torch.device("cuda")
     for _ in range(2):
-        assert products._compute(LARGE, device, by_triton, lambda: None, by_gluon) == torch.ones(1)
+        assert products._compute(LARGE, device, torch.ones(1), by_triton, lambda out: None, by_gluon) == torch.ones(1)
     choice = select_module.select(LARGE, device)
     assert tried == ["gluon", choice.config, choice.config]
     assert "it failed with CompilationError: no such function" in choice.reason
+
+
+def test_kernels_are_timed_on_memory_of_their_own(monkeypatch):
+    """The result may replace the addend: a second run would read what the first has written."""
+    a, b, c = torch.randn(1, 4, 4), torch.randn(1, 4, 6), torch.randn(1, 4, 6)
+    expected = a @ b + 2 * c
+
+    def tuned(product, device, run):
+        for _ in range(3):
+            run(None)
+        return select_module.Choice("torch", None, "")
+
+    monkeypatch.setattr(products, "select", lambda product, device: select_module.Choice(None, None, ""))
+    monkeypatch.setattr(products, "tune", tuned)
+    assert products.multiply_add(a, b, Addend(c, 2.0), out=c) is c
+    torch.testing.assert_close(c, expected)
 
 
 def test_other_devices_are_timed_once_and_remembered_on_disk(monkeypatch, tmp_path):

@@ -102,6 +102,20 @@ def test_multiply_add(batch, rows, inner, cols, dtype):
         assert error(plain, a.double() @ b.double()) < (1e-5 if dtype == torch.float32 else 1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inner", "cols"), [(50, 50, 129), (70, 48, 80), (128, 64, 256)])
+def test_multiply_add_replaces_its_addend(rows, inner, cols, dtype):
+    """Elements of the addend are read where those of the result are written, in another type of the same size."""
+    for tiles in TILES:
+        a, b = random(2, rows, inner, dtype=torch.float16), random(2, inner, cols, dtype=torch.float16)
+        c, scale = random(2, rows, cols, dtype=dtype), torch.rand(2, device=DEVICE) + 0.5
+        apart = triton_products.multiply_add(
+            a, b, Addend(c, 2.0), poisoned(2, rows, cols, dtype=torch.float16), tiles, alpha=0.5, c_scale=scale
+        )
+        triton_products.multiply_add(a, b, Addend(c, 2.0), c.view(torch.float16), tiles, alpha=0.5, c_scale=scale)
+        assert torch.equal(c.view(torch.float16), apart)
+
+
 @pytest.mark.parametrize("rows_of_tiles", [1, 2, 9])
 def test_a_triangle_is_covered_once(rows_of_tiles):
     """Every tile of the lower triangle is written whatever the grouping: the output is NaN before."""

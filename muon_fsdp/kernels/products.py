@@ -54,26 +54,26 @@ def symmetric_product(
         "symmetric", count, rows, rows, inner, a.dtype, bulk, False, transposed, uniform, active is not None
     )
 
-    def contiguous_tensors() -> tuple[Tensor, Tensor, Sequence[Addend], Tensor]:
+    def contiguous_tensors(out: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Addend], Tensor]:
         left = a.contiguous()
         right = left if a is b else b.contiguous()  # kernels load an operand only once that is the same tensor twice
         return left, right, contiguous(addends), a.new_empty(count, rows, rows) if out is None else out
 
-    def by_triton(tiles: TileConfig) -> Tensor:
+    def by_triton(out: Tensor | None, tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
-        tensors = contiguous_tensors()
+        tensors = contiguous_tensors(out)
         return triton_products.symmetric_product(*tensors, tiles, alpha=alpha, transposed=transposed, active=active)
 
-    def by_library() -> Tensor:
+    def by_library(out: Tensor | None) -> Tensor:
         return _symmetric_by_library(a, b, addends, alpha, transposed, out)
 
-    def by_gluon() -> Tensor:
+    def by_gluon(out: Tensor | None) -> Tensor:
         from muon_fsdp.kernels import triton_hopper
 
-        return triton_hopper.symmetric_product(*contiguous_tensors(), alpha=alpha, transposed=transposed)
+        return triton_hopper.symmetric_product(*contiguous_tensors(out), alpha=alpha, transposed=transposed)
 
-    return _compute(product, a.device, by_triton, by_library, by_gluon)
+    return _compute(product, a.device, out, by_triton, by_library, by_gluon)
 
 
 def multiply_add(
@@ -84,7 +84,7 @@ def multiply_add(
     alpha: float = 1.0,
     c_scale: Tensor | None = None,  # (B,)
     factor: float = 1.0,
-    out: Tensor | None = None,  # (B, m, n), in any precision; neither a nor b
+    out: Tensor | None = None,  # (B, m, n), in any precision; neither a nor b, but it may be the memory of c
     active: Tensor | None = None,  # (B,) int32
 ) -> Tensor:
     """Compute factor * (alpha * a @ b + c.factor * c_scale * c.matrices).
@@ -99,7 +99,7 @@ def multiply_add(
     count, rows, inner = a.shape
     cols = b.shape[2]
 
-    def by_triton(tiles: TileConfig) -> Tensor:
+    def by_triton(out: Tensor | None, tiles: TileConfig) -> Tensor:
         from muon_fsdp.kernels import triton_products
 
         result = out if out is not None and out.is_contiguous() else a.new_empty(count, rows, cols)
@@ -111,7 +111,7 @@ def multiply_add(
             return result
         return out.copy_(result if active is None else torch.where(active[:, None, None] != 0, result, out))
 
-    def by_library() -> Tensor:
+    def by_library(out: Tensor | None) -> Tensor:
         if out is not None and active is not None:
             computed = multiply_all(torch.empty_like(out))
             return out.copy_(torch.where(active[:, None, None] != 0, computed, out))
@@ -131,11 +131,11 @@ def multiply_add(
         return product if factor == 1 else product.mul_(factor)
 
     if _needs_gradient(a, b):
-        return by_library()
+        return by_library(out)
     wide = (summand is not None and summand.element_size() > 2) or (out is not None and out.element_size() > 2)
     bulk = inner * a.element_size() % 16 == 0 and cols * b.element_size() % 16 == 0
     product = Product("multiply_add", count, rows, cols, inner, a.dtype, bulk, wide)
-    return _compute(product, a.device, by_triton, by_library)
+    return _compute(product, a.device, out, by_triton, by_library)
 
 
 def _needs_gradient(a: Tensor, b: Tensor) -> bool:
@@ -146,9 +146,10 @@ def _needs_gradient(a: Tensor, b: Tensor) -> bool:
 def _compute(
     product: Product,
     device: torch.device,
-    by_triton: Callable[[TileConfig], Tensor],
-    by_library: Callable[[], Tensor],
-    by_gluon: Callable[[], Tensor] | None = None,
+    out: Tensor | None,
+    by_triton: Callable[[Tensor | None, TileConfig], Tensor],
+    by_library: Callable[[Tensor | None], Tensor],
+    by_gluon: Callable[[Tensor | None], Tensor] | None = None,
 ) -> Tensor:
     choice = select(product, device)
     if choice.path == "gluon" and not probe_gluon(device):
@@ -156,13 +157,14 @@ def _compute(
     if choice.path == "gluon":
         assert by_gluon is not None
         try:
-            return by_gluon()
+            return by_gluon(out)
         except KernelError as error:
             give_up_gluon(f"it failed with {error}")
             choice = select(product, device)
     if choice.path is None:
-        choice = tune(product, device, lambda tiles: by_library() if tiles is None else by_triton(tiles))
-    return by_library() if choice.config is None else by_triton(choice.config)
+        trial = None if out is None else torch.empty_like(out)  # each run would read what the last one left in `out`
+        choice = tune(product, device, lambda tiles: by_library(trial) if tiles is None else by_triton(trial, tiles))
+    return by_library(out) if choice.config is None else by_triton(out, choice.config)
 
 
 def _symmetric_by_library(

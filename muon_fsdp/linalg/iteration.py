@@ -60,8 +60,8 @@ class Operand(NamedTuple):
         exact: x before it was rounded.
         factor: a number that the result is multiplied by.
         out: the same shape, for the result.
-        spare: memory for the next iterate, like x; the one after that overwrites x. `out` may be x or this. None
-            allocates memory for every iterate.
+        spare: memory for the next iterate, like x; the one after that overwrites x. `out` may be x or this, and this
+            may be the memory of `exact`. None allocates memory for every iterate.
     """
 
     x: Tensor
@@ -209,6 +209,19 @@ def _split(matrices: Tensor, batches: Sequence[Operand]) -> Sequence[Tensor]:
 
 def _is_tall(x: Tensor) -> bool:
     return x.shape[-2] > x.shape[-1]
+
+
+def square_matrices(chain: Chain) -> int:
+    """Return how many (m, m) matrices `iterate` needs at a time for each matrix of a batch."""
+    most = has_f = 0
+    for number, step in enumerate(chain.steps, start=1):
+        keeps_gram = number not in chain.refreshes and number < len(chain.steps)
+        products = len(step.products)
+        of_polynomial = 2 if products == 1 else 3 + (keeps_gram and products > 2)
+        of_factor, of_next_gram = (3 + keeps_gram) * has_f, (3 + has_f) * keeps_gram
+        most = max(most, has_f + of_polynomial, of_factor, of_next_gram)
+        has_f = int(keeps_gram)
+    return most
 
 
 def x_scale(half: bool) -> float:

@@ -15,7 +15,7 @@ from muon_fsdp.kernels.select import is_hopper
 from muon_fsdp.linalg.autocast import without_autocast
 from muon_fsdp.linalg.chains import STORED_CHAINS, Chain, Step
 from muon_fsdp.linalg.coefficients import DEFAULT_STEPS, NORM_MARGINS, check_steps, coefficients
-from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, x_scale
+from muon_fsdp.linalg.iteration import Exact, Operand, iterate, scaled_steps, square_matrices, x_scale
 
 Orthogonalization = Literal[
     "default", "accurate", "fast", "keller", "polar_express", "quintic", "cans", "deepseek_v4", "exact"
@@ -97,12 +97,14 @@ class Request(NamedTuple):
         out: (B, m, n), for the result, which may have another dtype.
         factor: a number that the result is multiplied by.
         inverse_norms: (B,), one over the Frobenius norms, if the caller has computed them already.
+        overwrites: whether the memory of `matrices` may be used for iterates.
     """
 
     matrices: Tensor
     out: Tensor
     factor: float = 1.0
     inverse_norms: Tensor | None = None
+    overwrites: bool = False
 
 
 def orthogonalize_together(
@@ -119,7 +121,7 @@ def orthogonalize_together(
     with without_autocast(device.type), on_device(device):
         if method != "exact":
             return _iterate_together(requests, method, steps, form)
-        for matrices, out, factor, _ in requests:
+        for matrices, out, factor, *_ in requests:
             out.copy_(_polar_by_svd(matrices).mul_(factor))
         return [inverse_norms(r.matrices) if r.inverse_norms is None else r.inverse_norms for r in requests]
 
@@ -156,9 +158,10 @@ def _iterate_together(requests: Sequence[Request], method: str, steps: int, form
 
 def _operand(request: Request, margin: float, dtype: torch.dtype, refreshes: int) -> tuple[Operand, Tensor]:
     """Return the normalized batch to iterate, and one over its norms."""
-    matrices, out, factor, known_norms = request
-    x_out, spare = _buffers(matrices, out, dtype, refreshes)
-    x, exact, found = normalize(matrices.contiguous(), margin, dtype, known_norms, x_out)
+    matrices, out, factor, known_norms, overwrites = request
+    batch = matrices.contiguous()
+    x_out, spare = _buffers(batch, out, dtype, refreshes, overwrites or batch is not matrices)
+    x, exact, found = normalize(batch, margin, dtype, known_norms, x_out)
     return Operand(x, exact, factor, out, spare), found
 
 
@@ -225,7 +228,7 @@ def _orthogonalize_small(request: Request, steps: tuple[Step, ...], margin: floa
     """
     from muon_fsdp.kernels import triton_small
 
-    matrices, out, factor, known_norms = request
+    matrices, out, factor, known_norms, _ = request
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     batch, refreshes = matrices.contiguous(), frozenset({1, len(steps)})
     norms = triton_small.orthogonalize_small(batch, steps, refreshes, margin, factor, known_norms, target)
@@ -235,20 +238,25 @@ def _orthogonalize_small(request: Request, steps: tuple[Step, ...], margin: floa
 
 
 def _buffers(
-    matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int
+    matrices: Tensor, out: Tensor, dtype: torch.dtype, refreshes: int, overwrites: bool
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Return two buffers for the iterates, `out` one of them, such that the last iterate but one is not in `out`.
 
     Returns:
-        The buffers, the one for the normalized matrices first. None twice if `out` can't hold an iterate: its dtype
-        differs, it is not contiguous, it shares memory with the matrices, or autograd records the iteration.
+        The buffers, the one for the normalized matrices first. The other may be the memory of `matrices`, which the
+        first refresh still reads: it replaces each element by the same one of the next iterate. None twice if `out`
+        can't hold an iterate: its dtype differs, it is not contiguous, it shares memory with the matrices, or autograd
+        records the iteration.
     """
     if out.dtype != dtype or not out.is_contiguous() or _is_recorded(matrices):
         return None, None
     if out.untyped_storage().data_ptr() == matrices.untyped_storage().data_ptr():
         return None, None
+    is_even = refreshes % 2 == 0
+    if is_even and overwrites and matrices.element_size() == out.element_size():
+        return out, matrices.view(dtype)
     other = torch.empty_like(out)
-    return (out, other) if refreshes % 2 == 0 else (other, out)
+    return (out, other) if is_even else (other, out)
 
 
 def normalize(
@@ -390,6 +398,25 @@ def orthogonalization_flops(
         refreshes += is_fresh
         squares += 0 if is_fresh else 2  # the next R
     return 2.0 * small**2 * (symmetric * (squares * small + gram_products * large) + refreshes * large)
+
+
+@lru_cache(maxsize=4096)
+def orthogonalization_scratch(rows: int, cols: int, steps: int, method: str, *, overwrites: bool) -> int:
+    """Return the bytes that the iteration of a matrix in half precision takes on a GPU, beside it and its result.
+
+    Args:
+        rows: rows of the matrix.
+        cols: columns of the matrix.
+        steps: number of steps.
+        method: the name of a set of coefficients.
+        overwrites: whether iterates may lie in the memory of the matrix and in that of the result.
+    """
+    small = min(rows, cols)
+    half = small > TINY_ROWS
+    chain = _chain(method, steps, rows, cols, "auto", half)
+    refreshes = len(chain.refreshes | {len(chain.steps)})
+    iterates = refreshes % 2 if overwrites and half else 2
+    return (2 if half else 4) * (iterates * rows * cols + square_matrices(chain) * small**2)
 
 
 def _polar_by_svd(batch: Tensor) -> Tensor:

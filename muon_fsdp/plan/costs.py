@@ -52,6 +52,7 @@ class Load(NamedTuple):
         gathered: bytes that all ranks together receive in the gather.
         scattered: bytes of results that all ranks together send in the scatter and then to their peers.
         is_streamed: whether its state is on the host.
+        scratch: bytes of scratch for one of its matrices, by shape.
     """
 
     shard: int
@@ -66,7 +67,8 @@ class Load(NamedTuple):
     largest: int
     gathered: int
     scattered: int
-    is_streamed: bool = False
+    is_streamed: bool
+    scratch: Mapping[tuple[int, int], int]
 
     @property
     def is_replicated(self) -> bool:
@@ -111,7 +113,14 @@ def load_of(spec: ParameterSpec, units: Sequence[Unit], kept: Sequence[int] | No
         gathered=gathered,
         scattered=scattered,
         is_streamed=spec.streamed_bytes > 0,
+        scratch=_scratch_by_shape(spec),
     )
+
+
+def _scratch_by_shape(spec: ParameterSpec) -> dict[tuple[int, int], int]:
+    shapes = () if spec.view is None else spec.view.block_shapes
+    each = spec.block_scratch or [scratch_numel(rows, cols) * spec.bytes_per_element for _, rows, cols in shapes]
+    return {(rows, cols): size for (_, rows, cols), size in zip(shapes, each, strict=True)}
 
 
 def _unit_load(unit: Unit, spec: ParameterSpec, kept: int | None) -> UnitLoad:
@@ -243,7 +252,7 @@ def stage_cost(loads: Sequence[Load], limits: StageLimits) -> StageCost:
     flops: dict[int | None, float] = defaultdict(float)
     received: dict[int | None, int] = defaultdict(int)
     sent: dict[int | None, int] = defaultdict(int)
-    matrices: dict[tuple[int | None, int, int], int] = defaultdict(int)  # by owner and shape
+    matrices: dict[tuple[int | None, int, int, int], int] = defaultdict(int)  # by owner, shape and scratch of each
     for load in loads:
         # Unpacked at once, because plans have ten thousands of units.
         for owner, size, work, brought, returned, blocks in load.units:
@@ -252,7 +261,7 @@ def stage_cost(loads: Sequence[Load], limits: StageLimits) -> StageCost:
             received[owner] += brought
             sent[owner] += returned
             for count, rows, cols in blocks:
-                matrices[(owner, rows, cols)] += count
+                matrices[(owner, rows, cols, load.scratch[rows, cols])] += count
     shards, peers = sum(load.shard for load in loads), max(load.peers for load in loads)
     return StageCost(
         flops_by_rank=flops,
@@ -296,17 +305,31 @@ def seconds_to_move(
     return ASSUMED.transfer(2 * max(moved.values(), default=0.0) * bytes_per_element)
 
 
-def _scratch_bytes(matrices: Mapping[tuple[int | None, int, int], int], bytes_per_element: int, max_bytes: int) -> int:
-    """Return an upper bound of the scratch memory of a stage, given the number of matrices by owner and shape."""
+def _scratch_bytes(
+    matrices: Mapping[tuple[int | None, int, int, int], int], bytes_per_element: int, max_bytes: int
+) -> int:
+    """Return an upper bound of the scratch memory of a stage: for its directions, or for a sample of one matrix.
+
+    Args:
+        matrices: the number of matrices by owner, rows, columns and bytes of scratch for each.
+        bytes_per_element: in the buffers of the stage.
+        max_bytes: the bound of a batch.
+    """
     all_batches: dict[tuple[int | None, int], int] = defaultdict(int)  # by owner and shorter side
     one_batch: dict[tuple[int | None, int], int] = defaultdict(int)
-    for (owner, rows, cols), count in matrices.items():
-        key, each = (owner, min(rows, cols)), scratch_numel(rows, cols) * bytes_per_element
+    share: dict[tuple[int | None, int], float] = defaultdict(
+        float
+    )  # of `scratch_numel`, which decides what runs together
+    for (owner, rows, cols, each), count in matrices.items():
+        key, most = (owner, min(rows, cols)), scratch_numel(rows, cols) * bytes_per_element
         all_batches[key] += count * each
         at_once = min(count, matrices_at_once(rows, cols, bytes_per_element, max_bytes))
-        one_batch[key] = max(one_batch[key], at_once * each)
+        one_batch[key] = max(one_batch[key], at_once * most)
+        share[key] = max(share[key], each / most)
     limit = SCRATCH_STAGES * max_bytes
-    return max((min(every, max(limit, one_batch[key])) for key, every in all_batches.items()), default=0)
+    together = {key: int(share[key] * max(limit, size)) for key, size in one_batch.items()}
+    sample = max((scratch_numel(rows, cols) for _, rows, cols, _ in matrices), default=0) * bytes_per_element
+    return max(sample, *(min(every, together[key]) for key, every in all_batches.items()))
 
 
 def scratch_numel(rows: int, cols: int) -> int:

@@ -36,6 +36,7 @@ class ParameterSpec:
     weight_bytes: int = 0  # bytes per element of a weight whose rows are all-gathered after the step; 0 if they are not
     streamed_bytes: int = 0  # of its state on the host, for the largest shard, which a step copies to the device
     device_memory: int = DEVICE_MEMORY  # total bytes of the smallest device among its ranks
+    block_scratch: tuple[int, ...] = ()  # per block, the bytes of scratch for one of its matrices; () for the default
 
     @property
     def matrices(self) -> MatrixView:

@@ -14,6 +14,7 @@ from muon_fsdp.declarations.option import Option, PlannedOptions, flag, integer,
 from muon_fsdp.declarations.state import PerMatrix, State, StateSpec, working_dtype
 from muon_fsdp.declarations.views import VIEW_NAMES
 from muon_fsdp.kernels.tables import TableLayout, is_on_device
+from muon_fsdp.plan.costs import scratch_numel
 from muon_fsdp.statistics.observer import STATISTICS
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class MatrixBatch:
         )
         self.diagnostics: dict[str, Tensor] = {}
         self.inverse_norms = inverse_norms
+        self.may_overwrite = False  # whether `directions` may leave other numbers in `matrices`, to save memory
         self.is_touched = False  # whether somebody has asked for the update or assigned it
         self.draw: Callable[[int, tuple[int, ...], torch.dtype], Tensor] | None = None  # draws random numbers
         self._num_draws = 0
@@ -262,6 +264,8 @@ class Rule:
     statistics: ClassVar[tuple[str, ...]] = ()  # the names of the statistics of W that the rule needs
     # Whether `factors` reads statistics of the update. It is then called after `direction`, stage by stage.
     update_statistics: ClassVar[bool] = False
+    # Whether `directions` uses the memory of `batch.matrices` for something else where `batch.may_overwrite` allows it.
+    overwrites_matrices: ClassVar[bool] = False
     diagnostics: ClassVar[tuple[str, ...]] = ()  # the names of numbers per matrix that `metrics` gets
     state_in_apply: ClassVar[bool] = False  # whether `apply` gets the state of its parameters, and may change it
     # The dtype of updates on GPUs. None is that of `orthogonalize`: float16, which represents [2^-14, 6e4].
@@ -409,6 +413,20 @@ class Rule:
         """
         return float(rows * cols)
 
+    def scratch_bytes(self, options: PlannedOptions, rows: int, cols: int, itemsize: int) -> int:
+        """Return the bytes that `direction` needs at most for one matrix, beside it and its update.
+
+        The planner chooses stages by it, and reports it. The default suffices for a call of `orthogonalize` that
+        writes to `batch.update`.
+
+        Args:
+            options: the options of the group that are not `per_step`.
+            rows: d_out.
+            cols: d_in.
+            itemsize: bytes of an element of `batch.matrices`.
+        """
+        return scratch_numel(rows, cols) * itemsize
+
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
         """Return whether float16 can represent the updates of (rows, cols) matrices; GPUs then use it.
 
@@ -520,6 +538,16 @@ class Rule:
         for owner in type(self).__mro__:
             if "directions" in vars(owner) or "direction" in vars(owner):
                 return "directions" in vars(owner) and owner is not Rule
+        return False
+
+    @cached_property
+    def may_overwrite(self) -> bool:
+        """Return whether batches may be overwritten: no class below the one that declares it overrides `direction`."""
+        for owner in type(self).__mro__:
+            if "overwrites_matrices" in vars(owner):
+                return self.overwrites_matrices
+            if "directions" in vars(owner) or "direction" in vars(owner):
+                return False
         return False
 
     @cached_property

@@ -155,23 +155,31 @@ def checked_metrics(rule: Rule, returned: object) -> Mapping[str, float]:
     return returned
 
 
-def finite_error(rule: Rule, batch: MatrixBatch, names: str, *, is_first: bool) -> Exception | None:
+def finite_matrices(batch: MatrixBatch) -> Tensor:
+    """Return which matrices of a batch are finite, (B,)."""
+    # The largest elements are not finite if any is not, and take no memory, unlike a mask of all elements.
+    largest: Tensor = torch.linalg.vector_norm(batch.matrices, ord=torch.inf, dim=(-2, -1))
+    return largest.isfinite()
+
+
+def finite_error(
+    rule: Rule, batch: MatrixBatch, finite: Tensor | None, names: str, *, is_first: bool
+) -> Exception | None:
     """Return an error if some update of a batch is not finite; None if all are. The host waits for the device.
 
     Args:
         rule: the rule.
         batch: the batch after `direction`.
+        finite: what `finite_matrices` returned before `direction`, if that may have overwritten the matrices.
         names: the names of its parameters.
         is_first: whether the update was filled with NaN before the call. Then NaN counts only where the matrix itself
             is finite, because a gradient that is not finite may be passed on.
     """
-    # The largest elements are not finite if any is not, and take no memory, unlike a mask of all elements.
     largest = torch.linalg.vector_norm(batch.result, ord=torch.inf, dim=(-2, -1))
     wrong = largest.isnan() if is_first else ~largest.isfinite()
     if wrong.is_meta or not bool(wrong.any()):
         return None
-    finite = torch.linalg.vector_norm(batch.matrices, ord=torch.inf, dim=(-2, -1)).isfinite()
-    if bool((wrong & finite).any()):
+    if bool((wrong & (finite_matrices(batch) if finite is None else finite)).any()):
         return ValueError(
             f"rule {rule.name!r}: direction left an update of {names} that is not finite, though its matrices are: "
             "write all elements of batch.update, and check what may divide by zero or overflow"

@@ -38,6 +38,7 @@ class Hyperball(Muon):
     statistics = ("frobenius_norm",)
     update_statistics = True
     diagnostics = ("norm_over_radius",)
+    overwrites_matrices = True
     hints: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("scale", "ns_stepsize"),

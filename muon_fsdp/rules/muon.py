@@ -17,7 +17,7 @@ from muon_fsdp.linalg.newton_schulz import (
     ORTHOGONALIZATIONS,
     Request,
     orthogonalization_flops,
-    orthogonalize,
+    orthogonalization_scratch,
     orthogonalize_together,
 )
 from muon_fsdp.linalg.scaling import DEFAULT_SCALE, SCALE_MEANINGS, SCALE_NAMES, damp, scale_named, update_scale
@@ -106,6 +106,7 @@ class Muon(Rule):
         CAUTIOUS_OPTION,
     )
     state: ClassVar[tuple[StateSpec, ...]] = (PerParameter("momentum_buffer"),)
+    overwrites_matrices = True
     kernels = MuonKernels()
     recipe: ClassVar[dict[str, float]] = {"lr": 0.02, "weight_decay": 0.01}
 
@@ -136,6 +137,7 @@ class Muon(Rule):
                     each.update,
                     self.factor(each.options, *each.matrices.shape[-2:]),
                     each.inverse_norms,
+                    each.may_overwrite,
                 )
                 for each in map(batches.__getitem__, indices)
             ]
@@ -159,6 +161,13 @@ class Muon(Rule):
 
     def flops(self, options: PlannedOptions, rows: int, cols: int) -> float:
         return orthogonalization_flops(rows, cols, options["ns_steps"], options["orthogonalization"])
+
+    def scratch_bytes(self, options: PlannedOptions, rows: int, cols: int, itemsize: int) -> int:
+        method = options["orthogonalization"]
+        if not self.may_overwrite or method == "exact" or itemsize != 2:  # what lies in float32 is not overwritten
+            return super().scratch_bytes(options, rows, cols, itemsize)
+        overwrites = self.half_precision_suffices(options, rows, cols)
+        return orthogonalization_scratch(rows, cols, options["ns_steps"], method, overwrites=overwrites)
 
     def half_precision_suffices(self, options: PlannedOptions, rows: int, cols: int) -> bool:
         in_range = 2.0**-8 <= self.factor(options, rows, cols) <= 2.0**8
@@ -187,12 +196,9 @@ class Muon(Rule):
         return "orthogonalization='exact' waits for the host" if group["orthogonalization"] == "exact" else None
 
     def residual(self, batch: MatrixBatch) -> Tensor | None:
-        orthogonal = orthogonalize(
-            batch.matrices,
-            method=batch.options["orthogonalization"],
-            steps=batch.options["ns_steps"],
-            inverse_norms=batch.inverse_norms,
-        )
+        options, orthogonal = batch.options, torch.empty_like(batch.result)
+        request = Request(batch.matrices, orthogonal, 1.0, batch.inverse_norms, batch.may_overwrite)
+        orthogonalize_together([request], method=options["orthogonalization"], steps=options["ns_steps"])
         return _residual(orthogonal)
 
 

@@ -30,6 +30,7 @@ class NorMuon(Muon):
         Option("eps", 1e-8, "added to the square root of the second moment of each row", check=number),
     )
     state = (*Muon.state, PerMatrix("second_moment", "rows"))
+    overwrites_matrices = True
 
     def direction(self, batch: MatrixBatch) -> None:
         NorMuon.directions(self, [batch])

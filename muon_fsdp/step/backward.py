@@ -239,9 +239,9 @@ class KeepingSink:
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         self._values[stage.number][number] = values
 
-    def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+    def sample(self, stage: Stage, number: int, selection: Any, one: MatrixBatch, matrix: int, group: int) -> None:
         if self.samples is not None:
-            self.samples.take(stage, number, batch, matrix, group, None)
+            self.samples.take(stage, number, one, group, None)
 
     def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
         raise AssertionError("nothing is applied in backward")

@@ -23,7 +23,7 @@ class Failures:
 
     def __init__(self, names: Sequence[str] = (), *, others_wait: bool = False, is_recorded: bool = False) -> None:
         self._names = names
-        self._others_wait, self._is_recorded = others_wait, is_recorded
+        self._others_wait, self.is_recorded = others_wait, is_recorded
         self.rules: set[str] = set()  # that have failed before the stages: nothing of them is applied
         self.text = ""  # of the first failure, as other ranks are told about it
         self._first: Exception | None = None
@@ -56,10 +56,10 @@ class Failures:
 
     def postpone(self, update: Tensor, rule: str, names: str) -> bool:
         """Note an update, to check later that it is finite, if no value can be read now; return whether that is so."""
-        if self._is_recorded:
+        if self.is_recorded:
             self._flags.append(torch.linalg.vector_norm(update, ord=torch.inf).isfinite())
             self._texts.append(f"direction of rule {rule!r} left an update of {names} that is not finite")
-        return self._is_recorded
+        return self.is_recorded
 
     def end(self, recorder: Recorder, current: Callable[[], Failures]) -> None:
         """Read what was postponed at the end of every replay. The host waits for the device there.

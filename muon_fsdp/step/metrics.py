@@ -96,27 +96,20 @@ class TakenSamples:
         self.has_residuals = has_residuals
         self.samples: dict[_BatchKey, Sample] = {}
 
-    def take(
-        self, stage: Stage, index: int, batch: MatrixBatch, matrix: int, group: int, factor: Tensor | None
-    ) -> None:
+    def take(self, stage: Stage, index: int, one: MatrixBatch, group: int, factor: Tensor | None) -> None:
         """Sample one matrix of a batch, after `direction` has written its update.
 
         Args:
             stage: the stage.
             index: the number of the batch in the stage.
-            batch: the batch.
-            matrix: the number of the matrix in the batch.
+            one: the matrix and its update, as a batch.
             group: the number of its parameter group.
             factor: what its update is multiplied by besides lr; None for rules without `factors`.
         """
-        matrices, update = (tensor[matrix : matrix + 1] for tensor in (batch.matrices, batch.result))
+        update = one.result
         applied = update if factor is None else update.to(factor.dtype) * factor
         size = torch.linalg.vector_norm(applied, dtype=torch.float64) / update.numel() ** 0.5
-        residual = None
-        if self.has_residuals:
-            norms = None if batch.inverse_norms is None else batch.inverse_norms[matrix : matrix + 1]
-            one = MatrixBatch(matrices, update, stage.batches[index].options, inverse_norms=norms)
-            residual = RULES[stage.rule].residual(one)
+        residual = RULES[stage.rule].residual(one) if self.has_residuals else None
         self.samples[stage.number, index] = Sample(group, size, residual)
 
     def multiply(self, stage: Stage, index: int, factor: Tensor) -> None:

@@ -22,6 +22,7 @@ from muon_fsdp.rules.checks import (
     check_returned,
     checked_prepared,
     finite_error,
+    finite_matrices,
 )
 from muon_fsdp.step.gradients import are_finite
 from muon_fsdp.step.inputs import in_precision
@@ -424,28 +425,48 @@ class _StageRun:
         of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
         return [torch.get_rng_state(), *of_device]
 
+    @property
+    def _checks_values(self) -> bool:
+        """Return whether an update that is not finite matters."""
+        return self._source.settings.nonfinite == "raise" or not self._is_proven
+
     def _check_values(self, part: _BatchPart) -> None:
         """Raise if the rule has left an update that is not finite, where that matters."""
-        raises = self._source.settings.nonfinite == "raise"
-        if not raises and self._is_proven:
+        if not self._checks_values:
             return
         positions = [self.stage.units[member.unit].position for member in part.members]
         names = self._sink.failures.names_of(positions)
         if not self._sink.failures.postpone(part.batch.result, self._rule.name, names):
-            error = finite_error(self._rule, part.batch, names, is_first=not raises)
+            is_first = self._source.settings.nonfinite != "raise"
+            error = finite_error(self._rule, part.batch, part.finite, names, is_first=is_first)
             if error is not None:
                 raise error
 
-    def _sample(self, part: _BatchPart) -> None:
-        """Sample the first matrix of a batch whose parameter is updated."""
+    def _sampled(self, members: Sequence[Member]) -> tuple[int, int] | None:
+        """Return which matrix of a batch is sampled, the first that is updated, and its group; None if none is."""
         number = 0
-        for member in part.members:
+        for member in members:
             position = self.stage.units[member.unit].position
             if position in self._inputs.updated:
-                group = next(group for group, members in self.stage.positions_by_group if position in members)
-                self._sink.sample(self.stage, part.number, part.selection, part.batch, number, group)
-                return
+                groups = self.stage.positions_by_group
+                return number, next(group for group, positions in groups if position in positions)
             number += member.stop - member.start
+        return None
+
+    def _sample(self, part: _BatchPart) -> None:
+        """Sample a matrix of a batch."""
+        if part.sampled is None:
+            return
+        (number, group), batch = part.sampled, part.batch
+        here = slice(number, number + 1)
+        one = MatrixBatch(
+            batch.matrices[here] if part.copy is None else part.copy,
+            batch.result[here],
+            self.stage.batches[part.number].options,
+            inverse_norms=None if batch.inverse_norms is None else batch.inverse_norms[here],
+        )
+        one.may_overwrite = part.copy is not None
+        self._sink.sample(self.stage, part.number, part.selection, one, number, group)
 
     def _part(self, number: int, units: Tensor, results: Tensor) -> _BatchPart | None:
         """Return the members of one batch that take part in this step; None if there are none."""
@@ -473,7 +494,17 @@ class _StageRun:
             if not self._is_proven:
                 update.fill_(torch.nan)
         given = MatrixBatch(matrices, update, batch.options, inverse_norms=norms)
-        return _BatchPart(number, members, given, pieces, self._source.complete(stage, number, members, given))
+        selection = self._source.complete(stage, number, members, given)
+        samples = self._sink.samples
+        sampled = self._sampled(members) if samples is not None else None
+        finite = copy = None
+        if self._rule.may_overwrite:  # what is read afterwards is kept
+            given.may_overwrite = True
+            if self._checks_values and not self._sink.failures.is_recorded:
+                finite = finite_matrices(given)
+            if sampled is not None and samples is not None and samples.has_residuals:
+                copy = matrices[sampled[0] : sampled[0] + 1].clone()
+        return _BatchPart(number, members, given, pieces, selection, sampled, finite, copy)
 
 
 @dataclass(frozen=True)
@@ -486,13 +517,19 @@ class _BatchPart:
         batch: what `direction` gets.
         pieces: where the updates belong, if they are not contiguous in the buffer of results.
         selection: the class of the matrices and their numbers there; None if the rule has no per-matrix values.
+        sampled: the number of the matrix that is sampled, and its group; None if none is.
+        finite: which matrices are finite, (B,), if that is asked after the rule may have overwritten them.
+        copy: of the matrix that is sampled, (1, d_out, d_in), if the rule may overwrite it.
     """
 
     number: int
     members: Sequence[Member]
     batch: MatrixBatch
     pieces: list[Tensor]
-    selection: Any = None
+    selection: Any
+    sampled: tuple[int, int] | None
+    finite: Tensor | None
+    copy: Tensor | None
 
 
 def _block(stage: Stage, unit: int, block: int, buffer: Tensor) -> Tensor:

@@ -380,23 +380,24 @@ def parameter_specs(
     """
     specs: list[ParameterSpec] = []
     options: dict[int, PlannedOptions] = {}  # by group
-    costs: dict[tuple[int, int, int], float] = {}  # by group and shape: thousands of matrices may share one
+    costs: dict[tuple[int, int, int], tuple[float, int]] = {}  # by group and shape, which thousands may share
     memory: dict[int, int] = {}  # by the id() of the layout: sets of ranks are long
     for record in records:
         if record.group_index not in options:
             options[record.group_index] = record.rule.planned_options(record.group)
         if id(record.layout) not in memory:
             memory[id(record.layout)] = device_memory.get(tuple(sorted(record.layout.ranks)), DEVICE_MEMORY)
-        block_flops = []
+        dtype = working_dtype(record.tensor.dtype)
+        staging = settings.staging_dtype(record.device.type, dtype)
+        blocks = []
         if record.view is not None:
             _check_layout(record)
             for _, rows, cols in record.view.block_shapes:
                 key = (record.group_index, rows, cols)
                 if key not in costs:
-                    costs[key] = record.rule.flops(options[record.group_index], rows, cols)
-                block_flops.append(costs[key])
-        dtype = working_dtype(record.tensor.dtype)
-        staging = settings.staging_dtype(record.device.type, dtype)
+                    given = (options[record.group_index], rows, cols)
+                    costs[key] = record.rule.flops(*given), record.rule.scratch_bytes(*given, staging.itemsize)
+                blocks.append(costs[key])
         settled = record.rule.matrix_state if record.view is not None else ()
         moments = [spec for spec in record.rule.all_state if spec.is_moment] if record.offloads_state else []
         stored = (record.step_layout, record.group.get("state_dtype", "float32"))
@@ -412,7 +413,7 @@ def parameter_specs(
                 dtype=dtype,
                 view=record.view,
                 options=options[record.group_index],
-                block_flops=tuple(block_flops),
+                block_flops=tuple(flops for flops, _ in blocks),
                 is_observed=bool(record.rule.statistics) or record.rule.update_statistics,
                 sums_updates=record.rule.update_statistics,
                 settled_bytes=sum(s.shape(record.tensor, record.view).numel() * dtype.itemsize for s in settled),
@@ -420,6 +421,7 @@ def parameter_specs(
                 weight_bytes=record.tensor.element_size() if record.shards_state else 0,
                 streamed_bytes=state_bytes(moments, record.tensor, record.view, *stored),
                 device_memory=memory[id(record.layout)],
+                block_scratch=tuple(scratch for _, scratch in blocks),
             )
         )
     return specs

@@ -40,8 +40,8 @@ class Sink(Protocol):
     def take(self, stage: Stage, number: int, selection: Any, values: BatchValues) -> None:
         """Take the per-matrix state that `direction` has written for a batch with its selection of matrices."""
 
-    def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
-        """Sample the update of one matrix of a batch, if this step takes samples."""
+    def sample(self, stage: Stage, number: int, selection: Any, one: MatrixBatch, matrix: int, group: int) -> None:
+        """Sample the update of one matrix of a batch, with its number there, if this step takes samples."""
 
     def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
         """Start to sum the statistics of updates over ranks, for a rule that reads them; only if the sink applies."""
@@ -107,14 +107,14 @@ class StepSink:
             selection = self._matrices.selection(stage, number, stage.batches[number].members)
         self._matrices.take(stage, number, selection, values)
 
-    def sample(self, stage: Stage, number: int, selection: Any, batch: MatrixBatch, matrix: int, group: int) -> None:
+    def sample(self, stage: Stage, number: int, selection: Any, one: MatrixBatch, matrix: int, group: int) -> None:
         if self.samples is not None:
             factor = None
             if RULES[stage.rule].update_statistics:
                 self._sampled[stage.number].append((number, selection, matrix))
             elif RULES[stage.rule].multiplies_weights:
                 factor = self._matrices.factor_of_updates(selection)[matrix]
-            self.samples.take(stage, number, batch, matrix, group, factor)
+            self.samples.take(stage, number, one, group, factor)
 
     def start_sums(self, stage: Stage, inputs: StageInputs, buffer: Tensor, recorder: Recorder) -> None:
         self._matrices.wait()

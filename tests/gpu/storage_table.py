@@ -63,7 +63,7 @@ def measure(model: nn.Module, timed: int = TIMED_STEPS, **options: Any) -> Measu
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    optimizer = MuonOptimizer(model, lr=1e-3, adamw_lr=1e-4, cuda_graph=False, **options)
+    optimizer = MuonOptimizer(model, lr=0.02, adamw_lr=1e-4, cuda_graph=False, **options)
     for _ in range(WARMUP_STEPS):
         optimizer.step()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

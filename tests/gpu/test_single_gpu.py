@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muon_fsdp import MuonOptimizer
-from muon_fsdp.linalg.newton_schulz import orthogonalize
+from muon_fsdp.linalg.newton_schulz import Request, orthogonalize, orthogonalize_together
 from muon_fsdp.utils import zeropower_via_newtonschulz5
 from tests.comparisons import assert_changed
 
@@ -36,6 +36,28 @@ def test_half_precision_iterations_follow_float32(shape, factor):
     expected = orthogonalize(matrices.cpu()).cuda()
     difference = (orthogonalize(matrices) - expected).norm() / expected.norm()
     assert difference < 5e-3
+
+
+@pytest.mark.parametrize("method", ["default", "fast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4, 768, 3072), (3, 3072, 768), (2, 257, 771), (8, 128, 512), (2, 2048, 4096)])
+def test_an_iterate_in_the_memory_of_the_matrices_changes_nothing(shape, dtype, method):
+    """The first refresh reads bfloat16 numbers where it writes float16 ones."""
+    matrices = torch.randn(shape, device="cuda").to(dtype)
+    out, again = (torch.full(shape, torch.nan, dtype=torch.float16, device="cuda") for _ in range(2))
+    norms = orthogonalize_together([Request(matrices, out, 0.5)], method=method)[0]
+    before, peaks = matrices.clone(), []
+    for request in (Request(matrices, again, 0.5), Request(matrices, again, 0.5, norms, True)):
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        orthogonalize_together([request], method=method)
+        peaks.append(torch.cuda.max_memory_allocated() - allocated)
+        assert torch.equal(again, out)
+        again.fill_(torch.nan)
+        assert request.overwrites or torch.equal(matrices, before)
+    if min(shape[1:]) > 256:  # smaller ones may be iterated in one kernel, or refreshed three times
+        assert peaks[0] - peaks[1] == pytest.approx(matrices.nbytes, rel=0.05)
+        assert not torch.equal(matrices, before)
 
 
 def test_float64_is_iterated_in_float64():
