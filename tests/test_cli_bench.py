@@ -366,7 +366,8 @@ def test_other_libraries_take_part_where_they_are_installed(monkeypatch):
     dions = {"dion Muon (Triton)", "dion Muon (Gram)", contestants.DION_CAPTURED}
     assert {*more} - alone[1] == {*dions, "gram-newton-schulz Muon"}
     inner, warm_up = more[contestants.DION_CAPTURED]([])
-    assert inner.seen == ([], 0.02, {"use_gram_newton_schulz": True})
+    assert inner.seen == ([], 0.02, {"use_gram_newton_schulz": True, "use_triton": True})
+    assert more["dion Muon (Gram)"]([]).seen == inner.seen
     assert warm_up < steps.WARM_UP["cuda"] - 1  # so that a replay is timed
     assert more["dion Muon (Triton)"]([]).seen == ([], 0.02, {"use_triton": True})
 

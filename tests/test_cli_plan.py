@@ -256,11 +256,13 @@ def plan_of(result) -> dict:
     return json.loads(result.stdout)
 
 
-def test_scratch_is_a_bound_and_not_a_loose_one():
-    """1,664 MiB were measured for this on two ranks (docs/performance.md)."""
+def test_the_scratch_of_two_ranks():
+    """The second stage, half as large, computes while the first is scattered: results, two buffers and the shards."""
     parameters = [nn.Parameter(torch.empty(2048, 8192, device="meta")) for _ in range(24)]
     optimizer = MuonOptimizer(parameters, max_stage_bytes=2**28)
-    assert 1664 <= optimizer.plan_report(world_size=2).scratch_bytes / 2**20 <= 1.1 * 1664
+    first, second = (report := optimizer.plan_report(world_size=2)).stages
+    assert (first.units, second.units, second.scratch) == (2**28, 2**27, 4 * 4 * 2048**2 * 2)
+    assert report.scratch_bytes == first.scattering + second.computing == 4 * 2**28 + 4 * 2**27
 
 
 def test_text_for_a_pipe(folder):

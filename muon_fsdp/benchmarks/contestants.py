@@ -26,6 +26,7 @@ FAST = f"{OURS}, fast"
 OVERLAPPED = f'{OURS}, overlap="backward"'
 DEFAULT_RULES = ("normuon", "spectral_sphere:lambda_mode=projection")
 DION_CAPTURED = "dion Muon (Gram), captured"
+DION_GRAM: Mapping[str, Any] = {"use_gram_newton_schulz": True, "use_triton": True}  # without the latter, no kernels
 # These replay a CUDA graph that reads gradients where they were when it was captured.
 FIXED_GRADIENTS = frozenset({DION_CAPTURED})
 LR, OTHER_LR = 0.02, 3e-4
@@ -123,7 +124,7 @@ def optimizers(device: str) -> dict[str, MakeOptimizer]:
         from dion import Muon
 
         found["dion Muon (Triton)"] = partial(Muon, lr=LR, use_triton=True)
-        found["dion Muon (Gram)"] = partial(Muon, lr=LR, use_gram_newton_schulz=True)
+        found["dion Muon (Gram)"] = partial(Muon, lr=LR, **DION_GRAM)
         found[DION_CAPTURED] = _captured_dion
     with suppress(ImportError):
         from gram_newton_schulz import Muon as GramMuon
@@ -137,7 +138,7 @@ def _captured_dion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     from dion.cuda_graph import CudaGraphOptimizer
 
     captured: torch.optim.Optimizer = CudaGraphOptimizer(
-        Muon(params, lr=LR, use_gram_newton_schulz=True), warmup_steps=3
+        Muon(params, lr=LR, **DION_GRAM), warmup_steps=3
     )
     return captured
 
