@@ -137,9 +137,7 @@ def _captured_dion(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     from dion import Muon
     from dion.cuda_graph import CudaGraphOptimizer
 
-    captured: torch.optim.Optimizer = CudaGraphOptimizer(
-        Muon(params, lr=LR, **DION_GRAM), warmup_steps=3
-    )
+    captured: torch.optim.Optimizer = CudaGraphOptimizer(Muon(params, lr=LR, **DION_GRAM), warmup_steps=3)
     return captured
 
 
